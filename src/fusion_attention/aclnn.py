@@ -50,7 +50,10 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 
 
 def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
-    """Runs phase 1 of an operator (checks and plans); returns (ret, workspace_size, executor)."""
+    """Runs phase 1 of an operator on `values`, its arguments in order; returns (ret, workspace_size, executor).
+
+    strict: True: the chip's limits are errors; check_content: True: phase 2 checks tensor content too.
+    """
     try:
         if STATE.device is None:
             raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
@@ -61,7 +64,7 @@ def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -
 
 
 def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
-    """Returns the executor of a call, after checks.
+    """Checks and plans a two-phase call, and returns its executor.
 
     Args:
         values: the arguments in the definition's order.
@@ -74,7 +77,7 @@ def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
 
 
 def _code(op: Op, error: Exception) -> int:
-    """Returns the code of an error, and stores its text for acl.get_recent_err_msg()."""
+    """Returns CANN's code of an error in a call of `op`, and stores its text for acl.get_recent_err_msg()."""
     if isinstance(error, ContractWarning):
         raise error  # The caller's warning filter turns warnings into exceptions.
     code, text = failure(op, error)
@@ -83,7 +86,7 @@ def _code(op: Op, error: Exception) -> int:
 
 
 def failure(op: Op, error: Exception) -> tuple[int, str]:
-    """Returns (code, text) of an error; internal errors have a code too, since C programs cannot catch exceptions."""
+    """Returns (code, text) of any error in a call of `op`, internal ones too: C programs cannot catch exceptions."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
     if isinstance(error, (ContractError, Refusal)):
         code, text = error.code, str(error)
@@ -95,7 +98,7 @@ def failure(op: Op, error: Exception) -> tuple[int, str]:
 
 
 def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
-    """Returns the job that computes a call on the memory of its tensors, after checks."""
+    """Checks a two-phase call, and returns the job that computes it on the memory of its tensors."""
     args = _arguments(op, values)
     # Tensor content is read in phase 2, because it may be written after phase 1.
     bound = bind(op, args, strict=options.strict, reads=False)
@@ -110,7 +113,7 @@ def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
 
 
 def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the arguments for bind() by canonical name: torch tensors for acl.Tensor, arrays for int arrays."""
+    """Returns the arguments (`values`, in order) by canonical name for bind(), with torch tensors and int64 arrays."""
     args = op.named(values)
     for i in op.positions[Tensor]:
         value = values[i]
@@ -142,7 +145,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _view(op: Op, position: int, value: Any) -> torch.Tensor:
-    """Returns the torch tensor of a handle; raises Refusal unless the handle is alive and in a row-major format."""
+    """Returns the torch tensor of a handle, the argument at `position`; Refusal: destroyed, or not row-major."""
     if (
         type(value) is acl.Tensor
         and value.view is not None
@@ -155,7 +158,7 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
-    """Returns the integers of a tensor; None for an empty tensor, which counts as absent."""
+    """Returns integers of a tensor argument (`view`, at `position`); None if it is empty, so it counts as absent."""
     return array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
@@ -181,7 +184,7 @@ def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal
 
 
 def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
-    """Runs phase 2 of an operator, and returns its code; everything is checked before anything is written."""
+    """Runs phase 2 of an operator: checks everything, then runs the executor's call; returns its code."""
     try:
         ready = _check_executor(op, executor)
         _check_stream(op, stream)
@@ -214,7 +217,7 @@ def due(executor: acl.Executor) -> Job:
 
 
 def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
-    """True if a tensor has other memory than when the job was made, or an array has other values.
+    """True if an argument in `values` has other memory, or an array other numbers, than when the job was made.
 
     Raises:
         Refusal: a tensor or list was destroyed.
@@ -233,7 +236,7 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
 
 
 def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
-    """Raises Refusal for a tensor that was destroyed, or whose memory was freed, after phase 1."""
+    """Raises Refusal if the tensor, the argument at `position`, was destroyed, or its memory freed, after phase 1."""
     param = op.params[position].shown
     if not tensor.alive:
         text = "destroyed, or its memory freed, since phase 1"
@@ -243,7 +246,7 @@ def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
 
 
 def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
-    """True if a tensor of lengths has other values than in phase 1."""
+    """True if a tensor of lengths (`value`, at `position`) has other numbers than `read`, those of phase 1."""
     if type(value) is not acl.Tensor:
         return False
     _check_there(op, position, value)
@@ -318,7 +321,7 @@ def _annotation(p: Any) -> Any:
 
 
 def _phase_1(op: Op) -> Callable[..., Any]:
-    """Makes the function aclnnXxxGetWorkspaceSize, whose signature has the definition's parameters."""
+    """Makes the function aclnnXxxGetWorkspaceSize of `op`, whose signature has the definition's parameters."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
     space: dict[str, Any] = {"_first": _first, "_op": op}
@@ -348,7 +351,7 @@ Source: {op.page}.
 
 
 def _phase_2(op: Op) -> Callable[..., Any]:
-    """Makes the function aclnnXxx, which runs a planned call."""
+    """Makes the function aclnnXxx (phase 2), which runs a planned call."""
 
     def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:
         return _second(op, workspace, workspace_size, executor, stream)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option."""
+    """Adds the option --fake-npu to pytest's `parser`."""
     parser.addoption(
         "--fake-npu",
         action="store_true",
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Installs the substitute of torch_npu before conftests are read, if the option is given."""
+    """Installs the substitute of torch_npu before conftests are read, if the option is given in `early_config`."""
     if early_config.known_args_namespace.fake_npu:
         from fusion_attention.npu import pytest as plugin
 

@@ -34,7 +34,7 @@ def empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = 
 
 
 def template(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a template for another(), which takes half the time of empty(): one element, expanded to the shape."""
+    """Returns a template for another(), which takes half the time of empty(): one element like `like`, expanded."""
     return like.new_empty(1, dtype=dtype).expand(shape)
 
 

@@ -108,7 +108,10 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """Returns a new layer with the value make(layer); registers its removal in `undo`, then applies it."""
+    """Returns a new layer of the attribute `name` of `owner`, with the value make(layer).
+
+    It registers the layer's removal in `undo`, then applies it.
+    """
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True
@@ -165,15 +168,15 @@ class Changes:
         self._undo = ExitStack()  # runs all callbacks, even if one raises
 
     def set(self, owner: Any, name: str, value: Any) -> Layer:
-        """Sets an attribute of a module, class or object, or an entry of a dictionary."""
+        """Sets the attribute `name` of a module, class or object (`owner`), or an entry of a dictionary."""
         return _put(owner, name, lambda layer: value, self._undo)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Layer], Any]) -> Layer:
-        """Sets an attribute or entry to make(layer), a wrapper that calls layer.below."""
+        """Sets an attribute or entry of `owner` to make(layer), a wrapper that calls layer.below."""
         return _put(owner, name, make, self._undo)
 
     def find(self, finder: Any, *, first: bool = False) -> None:
-        """Adds a finder to sys.meta_path, at its end, or at its beginning."""
+        """Adds a finder to sys.meta_path, at its end, or, if `first`, at its beginning."""
         self._undo.callback(_remove, finder)
         sys.meta_path.insert(0 if first else len(sys.meta_path), finder)
 
@@ -271,7 +274,7 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """Returns the text of a metadata file, or None."""
+        """Returns the text of the metadata file `filename`, or None."""
         return self.texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
@@ -290,7 +293,7 @@ class Player:
             module.__loader__ = self  # type: ignore[assignment]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of one of the modules, or None."""
+        """Returns the spec of the module `name` if this finder provides it, else None."""
         module = self.modules.get(name)
         return None if module is None else module.__spec__
 
@@ -309,8 +312,7 @@ class Player:
 
 
 class _Watch:
-    """A finder for sys.meta_path that leaves one module to the other finders, and calls change(module) once it is
-    loaded."""
+    """A finder for sys.meta_path: other finders load the module, then it is changed by change(module)."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self.change = name, change

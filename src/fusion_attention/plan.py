@@ -113,7 +113,7 @@ class _Capacity:
         )
 
     def shortened(self, kv_len: Any) -> Extents:
-        """Returns the extents with other key lengths and moved edges of the bands; raises ValueError for wrong ones."""
+        """Returns extents with other key lengths (kv_len) and moved edges of the bands; ValueError: wrong lengths."""
         planned = self.extents
         lengths = np.array(kv_len, np.int64)
         if lengths.shape != planned.kv_len.shape:
@@ -175,11 +175,7 @@ def plan(
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
-    """Plans and runs a lowered call, without autograd.
-
-    Args:
-        outputs: the tensors that receive the results, by the names of call.results().
-    """
+    """Plans and runs a lowered call on a back end, without autograd; outputs: tensors for its results, by name."""
     backend = chosen(backend)
     filled = call.fill(outputs)
     if filled.first is not None:

@@ -30,7 +30,7 @@ current = _SET.get
 
 
 def chosen(backend: str) -> str:
-    """Returns the back end of a call: its argument, or for "auto" the one in the settings.
+    """Returns the back end of a call: its argument `backend`, or for "auto" the one in the settings.
 
     Raises:
         ValueError: the argument is not a string.

@@ -185,7 +185,7 @@ def test_a_null_gradient_is_refused(name: str) -> None:
         ("attention_out", torch.zeros(2, 4, 4, 8), "float16"),
         ("attention_out", torch.zeros(2, 4, 32, dtype=torch.float16), "4 dimensions"),
         ("attention_out", torch.zeros(1, dtype=torch.float16).expand(2, 4, 4, 8), "a separate memory address"),
-        ("attention_out", torch.zeros(99, dtype=torch.float16).as_strided((2, 4, 4, 8), (32, 8, 2, 1)), "its own"),
+        ("attention_out", torch.zeros(99, dtype=torch.float16).as_strided((2, 4, 4, 8), (32, 8, 2, 1)), "separate"),
     ],
 )
 def test_wrong_outputs_are_refused(output: str, tensor: torch.Tensor, word: str) -> None:

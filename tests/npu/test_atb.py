@@ -242,7 +242,7 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ("_npu_flash_attention", {"mask": torch.zeros(2, 2)}, r"mask: expected \[S, S\]"),
         ("_npu_flash_attention", {"mask": torch.full((5, 5), -0.5)}, "or 0, got -0.5"),
         ("_npu_flash_attention", {"out": buffer(5).double()}, "out: expected float32 as query"),
-        ("_npu_flash_attention", {"out": buffer(5)[:1].expand(5, N1, DV)}, "memory of its own"),
+        ("_npu_flash_attention", {"out": buffer(5)[:1].expand(5, N1, DV)}, "a separate memory address"),
         ("_npu_flash_attention", {"query": Q[:5].clone().requires_grad_()}, "query: .*npu_fusion_attention"),
         ("_npu_flash_attention_unpad", {"num_kv_heads": 3}, "key: expected axis 1 to be"),
         ("_npu_flash_attention_unpad", {"scale_value": math.inf}, "a finite scale"),

@@ -1,7 +1,7 @@
 """CANN's runtime in Python: memory, tensors, streams and executors for the two-phase operators of aclnn.py.
 
-Names and returns follow pyACL (functions return ret, or (value, ret)); functions that only C has are named after it.
-Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND, acl.ACL_MEMCPY_HOST_TO_DEVICE.
+Names and returns follow pyACL: functions return ret (CANN's error code, 0 for success) or (value, ret). Functions that
+only C has are named after it. Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND.
 """
 
 from typing import Any

@@ -13,10 +13,11 @@ class Executor:
     """The planned call that phase 1 of an operator returns and phase 2 runs.
 
     Attributes:
-        op: the operator's definition; workspace_size: bytes that phase 2 needs.
+        op: the operator's definition.
         values: the arguments in the operator's order; options: the other arguments of phase 1.
+        workspace_size: bytes that phase 2 needs.
         job: the call on the last memory of its tensors.
-        repeatable, used, destroyed: its state.
+        repeatable, used, destroyed: True if it may run repeatedly; was run or made repeatable; has ended.
     """
 
     __slots__ = ("destroyed", "job", "op", "options", "repeatable", "used", "values", "workspace_size")
@@ -47,7 +48,7 @@ def _live(executor: Any) -> Executor:
 
 @coded
 def set_acl_op_executor_repeatable(executor: Executor) -> None:
-    """aclSetAclOpExecutorRepeatable: allows any number of runs; must be called before the first; returns ret."""
+    """aclSetAclOpExecutorRepeatable: allows any number of runs, if called before the first; returns an error code."""
     live = _live(executor)
     if live.used:
         raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")
@@ -56,13 +57,12 @@ def set_acl_op_executor_repeatable(executor: Executor) -> None:
 
 @coded
 def destroy_acl_op_executor(executor: Executor) -> None:
-    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns ret."""
+    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns an error code."""
     _live(executor).end()
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Moves a tensor of an executor to other memory; index: its position among inputs (False in sides) and outputs
-    (True)."""
+    """Moves a tensor of an executor to the memory `data`; index: its position in inputs, outputs or both (sides)."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")
@@ -100,11 +100,11 @@ def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: 
 
 @coded
 def set_output_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetOutputTensorAddr: as set_input_tensor_addr(); index counts output tensors."""
+    """aclSetOutputTensorAddr: as set_input_tensor_addr(), but `index` counts output tensors."""
     _move(executor, index, tensor, addr, (True,))
 
 
 @coded
 def set_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetTensorAddr: as set_input_tensor_addr(); index counts inputs, then outputs."""
+    """aclSetTensorAddr: as set_input_tensor_addr(), but `index` counts inputs, then outputs."""
     _move(executor, index, tensor, addr, (False, True))

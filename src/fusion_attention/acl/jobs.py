@@ -1,4 +1,4 @@
-"""State of two-phase calls between the phases (a Layout per signature, a Job per call), and checks of outputs."""
+"""The state of a two-phase call between its phases (Layout, shared by calls of one signature; Job), and its checks."""
 
 import functools
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from fusion_attention.plan import Plan, plan
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
-    """A Refusal with the usual error text."""
+    """Returns the error of a call in the usual words, with the texts expected, got, advice; code: CANN's error code."""
     return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a planned call.
+    """Options of a planned two-phase call.
 
     Attributes:
-        strict: the chip's limits are errors too; check_content: phase 2 checks tensor content too.
+        strict: True: calls beyond the chip's limits are errors; check_content: True: phase 2 checks tensor content too.
         device: device of its memory; backend: name of a back end, or "auto".
     """
 
@@ -40,16 +40,16 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Properties common to all calls of one signature.
+    """Properties common to all two-phase calls with one signature (shapes, strides, dtypes, attributes).
 
     Attributes:
         given: (position, name) of the tensors that are not None.
         written: names of the outputs of the call.
         plan: the plan of its problem and lengths; None if there is no sequence.
         workspace: bytes for the plan and for converted tensors.
-        keeps: views made in phase 1 stay valid, because no input is copied.
-        reads: a rule reads tensor content, which may change between the phases.
-        idle: all outputs are empty.
+        keeps: True if views made in phase 1 stay valid, because no input is copied.
+        reads: True if a rule reads tensor content, which may change between the phases.
+        idle: True if all outputs are empty.
     """
 
     given: tuple[tuple[int, str], ...]
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A call on the memory of its tensors, which can run repeatedly.
+    """A two-phase call on the memory of its tensors, which can run repeatedly.
 
     Attributes:
         args: the arguments by canonical name, with torch tensors.
@@ -93,7 +93,7 @@ class Job:
 
 @functools.cache
 def may_lack(op: Op) -> tuple[int, ...]:
-    """Positions of outputs that some calls lack: reserved ones, and gradients of optional inputs."""
+    """Positions of outputs that some calls lack: parameters reserved by CANN, and gradients of optional inputs."""
     required = {word for p in op.tensors() if not p.optional for name in op.layouts for word in p.words(name)}
     shown = {axis for word in required for axis in word.split("*")}
     results = []
@@ -113,7 +113,7 @@ def _source(op: Op, p: Tensor) -> str:
 
 
 def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
-    """The job of a checked call, with views if they stay valid between runs."""
+    """The job of a checked, lowered call on the memory of `args`, with views if these stay valid between runs."""
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
@@ -123,7 +123,7 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of the first call of a signature, plans the call, and computes its workspace size."""
+    """Checks the outputs of a call (`bound`), plans it, and returns what calls of the same shapes and lengths share."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown
@@ -157,7 +157,7 @@ def handles(value: Any) -> tuple[Any, ...]:
 
 
 def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...]:
-    """Names of the outputs of a call; raises Refusal if one is missing or, when strict, another is passed."""
+    """Names of the outputs of a call; raises Refusal if one is missing or (when strict) superfluous."""
     op, layout = bound.op, bound.names.get(bound.op.layout_attr, "")
     written = []
     for p in op.tensors(output=True):
@@ -174,13 +174,13 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
         if not absent:
             strides = tuple(value.stride())
             if overlaps_itself(tuple(value.shape), strides):
-                raise refusal(op, p.shown, "memory of its own for every element", f"strides {list(strides)}")
+                raise refusal(op, p.shown, "a separate memory address for every element", f"strides {list(strides)}")
             written.append(p.name)
     return tuple(written)
 
 
 def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
-    """Raises Refusal for outputs that share memory with another tensor."""
+    """Raises Refusal if an output shares memory with another tensor of a call; values: its arguments in order."""
     written = layout.written
     handles_of = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
     spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(handles_of)])

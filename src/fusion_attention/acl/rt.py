@@ -69,14 +69,14 @@ def _current() -> Context:
 
 @coded
 def set_device(device_id: int) -> None:
-    """Makes a device id current, with its default context; returns ret."""
+    """Makes a device id current, with its default context; returns an error code."""
     number = _device_id(device_id)
     STATE.context = STATE.contexts.setdefault(number, [Context(number)])[0]
 
 
 @coded
 def reset_device(device_id: int) -> None:
-    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns ret."""
+    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns an error code."""
     number = _device_id(device_id)
     if number not in STATE.contexts:
         raise Refusal(state.RT_CONTEXT_NULL, f"device_id: {number} is not in use (acl.rt.set_device was not called)")
@@ -86,25 +86,25 @@ def reset_device(device_id: int) -> None:
 
 @valued(-1)
 def get_device() -> int:
-    """(device id, ret) of the current context."""
+    """(device id of the current context, error code)."""
     return _current().device_id
 
 
 @valued(0)
 def get_device_count() -> int:
-    """The number of device ids, always 8: (8, ret)."""
+    """The number of device ids, always 8: (8, error code)."""
     return state.DEVICE_COUNT
 
 
 @valued(-1)
 def get_run_mode() -> RunMode:
-    """(ACL_HOST, ret): host and device memory count as different, even if the device is the CPU."""
+    """(ACL_HOST, error code): host and device memory count as different, even if the device is the CPU."""
     return RunMode.ACL_HOST
 
 
 @coded
 def synchronize_device() -> None:
-    """Waits for the device's work; returns ret."""
+    """Waits for the device's work; returns an error code."""
     _current()
     _wait()
 
@@ -118,7 +118,7 @@ def _wait() -> None:
 
 
 def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
-    """The context or stream, checked to be of the given kind and open."""
+    """Returns a context or stream; raises Refusal for a value of another kind than `kind`, or a closed one."""
     if not isinstance(value, kind):
         raise Refusal(state.INVALID_PARAM, f"{name}: expected an acl {kind.__name__}, got {type(value).__name__}")
     if not value.usable:
@@ -128,7 +128,7 @@ def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
 
 @valued()
 def create_context(device_id: int) -> Context:
-    """(a new context on a device id, ret); it becomes current."""
+    """(a new context on a device id, error code); it becomes current."""
     number = _device_id(device_id)
     STATE.context = Context(number)
     STATE.contexts.setdefault(number, [Context(number)]).append(STATE.context)
@@ -137,37 +137,37 @@ def create_context(device_id: int) -> Context:
 
 @coded
 def destroy_context(context: Context) -> None:
-    """Ends a context and its streams; returns ret."""
+    """Ends a context and its streams; returns an error code."""
     _handle(context, Context, "context").open = False
 
 
 @coded
 def set_context(context: Context) -> None:
-    """Makes a context current; returns ret."""
+    """Makes a context current; returns an error code."""
     STATE.context = _handle(context, Context, "context")
 
 
 @valued()
 def get_context() -> Context:
-    """(the current context, ret)."""
+    """(the current context, error code)."""
     return _current()
 
 
 @valued()
 def create_stream() -> Stream:
-    """(a new stream in the current context, ret)."""
+    """(a new stream in the current context, error code)."""
     return Stream(_current())
 
 
 @coded
 def destroy_stream(stream: Stream) -> None:
-    """Ends a stream; returns ret."""
+    """Ends a stream; returns an error code."""
     _handle(stream, Stream, "stream").open = False
 
 
 @coded
 def synchronize_stream(stream: Stream | None) -> None:
-    """Waits for a stream's work (None or 0: the default stream); returns ret."""
+    """Waits for a stream's work (None or 0: the default stream); returns an error code."""
     check_stream(stream)
     _wait()
 
@@ -207,31 +207,31 @@ def _release(address: Any, host: bool, malloc: str) -> None:
 
 @valued(0)
 def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> int:
-    """(address of `size` new bytes on the device, ret)."""
+    """Returns (address of `size` new bytes on the device, error code); `policy` has no effect."""
     _current()
     return _allocate(size, STATE.device, host=False)
 
 
 @coded
 def free(address: int) -> None:
-    """Frees device memory; returns ret."""
+    """Frees the device memory at an address of malloc(); returns an error code."""
     _release(address, False, "malloc")
 
 
 @valued(0)
 def malloc_host(size: int) -> int:
-    """(address of `size` new bytes on the host, ret)."""
+    """(address of `size` new bytes on the host, error code)."""
     return _allocate(size, torch.device("cpu"), host=True)
 
 
 @coded
 def free_host(address: int) -> None:
-    """Frees host memory; returns ret."""
+    """Frees the host memory at an address of malloc_host(); returns an error code."""
     _release(address, True, "malloc_host")
 
 
 def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
-    """(free, total, ret) in bytes; free: the device's memory without live allocations of acl.rt.malloc."""
+    """(free, total, ret) in bytes; free: total without live allocations of acl.rt.malloc; `attr` has no effect."""
     if STATE.device is None:
         state.note("acl: get_mem_info: called before acl.init() or after acl.finalize()")
         return 0, 0, state.UNINITIALIZED
@@ -250,7 +250,7 @@ class Pointer(int):
 
 
 def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
-    """The first `count` bytes of an array, a tensor or a bytes-like object, as a uint8 tensor."""
+    """The first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; `written`: not a copy."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
@@ -274,7 +274,10 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
 
 
 def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tensor, bool]:
-    """(uint8 view of `count` bytes at an address or in host data, True if they are host memory)."""
+    """(uint8 view of `count` bytes, True if they are host memory) of `place`, an address or host data.
+
+    written: True if the caller writes them, so read-only data is refused.
+    """
     if isinstance(place, Pointer):
         return _host_bytes(place.owner, count, written), True
     if not isinstance(place, (int, np.integer)) or isinstance(place, bool):
@@ -318,7 +321,7 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
 
 @coded
 def memset(address: int, max_count: int, value: int, count: int) -> None:
-    """Sets `count` bytes to a value; returns ret."""
+    """Sets `count` bytes at an address to a value; max_count: size of the memory there; returns an error code."""
     size, buffer = integer(count, "count"), integer(max_count, "max_count")
     if size < 0 or size > buffer:
         raise Refusal(RT, f"count: expected 0 to max_count={buffer}, got {size}")

@@ -38,7 +38,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation; host: host memory; alive: not freed."""
+    """One allocation of device memory, or of host memory if `host`; alive: False after it is freed."""
 
     bytes: torch.Tensor
     host: bool
@@ -78,7 +78,7 @@ class Stream:
 
 @dataclass(eq=False)
 class State:
-    """The state of the runtime; device None: not initialized."""
+    """The state of CANN's runtime in this process; device None: not initialized."""
 
     device: torch.device | None = None
     backend: str = "auto"
@@ -90,13 +90,13 @@ class State:
     local: threading.local = field(default_factory=threading.local)
 
     def add(self, memory: Memory) -> int:
-        """Registers an allocation, and returns its address."""
+        """Registers an allocation (`memory`), and returns its address."""
         self.memories[memory.address] = memory
         insort(self.starts, memory.address)
         return memory.address
 
     def remove(self, address: int) -> None:
-        """Unregisters an allocation, and marks it as freed for tensors that use it."""
+        """Unregisters the allocation at an address, and marks it as freed for tensors that use it."""
         memory = self.memories.pop(address)
         self.starts.remove(address)
         memory.alive = False
@@ -126,7 +126,7 @@ def take_note() -> str:
 
 
 def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
-    """Converts a Python or numpy integer, not a bool, to an int; raises Refusal for other values."""
+    """Converts a Python or numpy integer, but no bool, to an int; other values raise Refusal with `code` and `name`."""
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -154,7 +154,7 @@ class Tensor:
         self.view = None
 
     def move(self, data: Any) -> None:
-        """Moves the view to other memory; raises Refusal and changes nothing if that is too small."""
+        """Moves the view to the memory `data` (see create_tensor()); raises Refusal if it is too small, unchanged."""
         assert self.view is not None
         memory, first = _storage(data, self.view.element_size())
         self._attach(_window(memory, self.view.dtype, self.view.shape, self.view.stride(), first + self.offset), memory)
@@ -195,7 +195,7 @@ def _memory_of(storage: torch.UntypedStorage) -> Memory:
 
 
 def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
-    """(allocation, index of the first element in it) of an address, a torch tensor or a torch storage."""
+    """(allocation, index of the first element in it) of an address, a torch tensor or a torch storage (`data`)."""
     if isinstance(data, torch.Tensor):
         memory, start = _memory_of(data.untyped_storage()), data.storage_offset() * data.element_size()
     elif isinstance(data, torch.UntypedStorage):
@@ -215,7 +215,7 @@ def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
 def _window(
     memory: Memory, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], first: int
 ) -> torch.Tensor:
-    """A strided view of an allocation; raises Refusal if it exceeds the allocation."""
+    """A strided view of an allocation whose first element has the index `first`; Refusal: it exceeds the allocation."""
     size, count = dtype.itemsize, memory.bytes.numel()
     stop = (first + reach(shape, strides)) * size
     if stop > count:
@@ -339,7 +339,7 @@ def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
 
 
 def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
-    """The handle, checked not to be destroyed."""
+    """Returns a handle `name`; Refusal: its class is not `kind`, or it is destroyed, its `owned` is None."""
     if value is None:
         raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
     if not isinstance(value, kind):
@@ -351,19 +351,19 @@ def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
 
 @coded
 def destroy_tensor(tensor: Tensor) -> None:
-    """aclDestroyTensor: destroys a handle, not its memory; returns ret."""
+    """aclDestroyTensor: destroys a handle, not its memory; returns an error code."""
     _owned(tensor, Tensor, "view", "tensor").destroy()
 
 
 @coded
 def destroy_int_array(array: IntArray) -> None:
-    """aclDestroyIntArray: destroys an array; returns ret."""
+    """aclDestroyIntArray: destroys an array; returns an error code."""
     _owned(array, IntArray, "values", "array").values = None
 
 
 @coded
 def destroy_tensor_list(tensors: TensorList) -> None:
-    """aclDestroyTensorList: destroys a list and its tensors; returns ret."""
+    """aclDestroyTensorList: destroys a list and its tensors; returns an error code."""
     owned = _owned(tensors, TensorList, "tensors", "tensors")
     for tensor in owned.tensors:
         tensor.destroy()

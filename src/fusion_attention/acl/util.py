@@ -40,7 +40,7 @@ def bytes_to_ptr(data: bytes) -> Pointer:
 
 @checked
 def ptr_to_bytes(pointer: int, size: int) -> bytes:
-    """`size` bytes of host memory at an address; None if the allocation is smaller."""
+    """`size` bytes of host memory at the address `pointer`; None if the allocation is smaller."""
     memory, on_host = bytes_at(pointer, size)
     if not on_host:
         raise Refusal(107000, "pointer: device memory; acl.rt.memcpy brings it to the host")

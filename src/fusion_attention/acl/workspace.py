@@ -9,9 +9,9 @@ from fusion_attention.plan import Plan
 
 
 def workspace(filled: Filled, tensors: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
-    """(bytes of the plan and of converted tensors, True if inputs are copied).
+    """(bytes of the plan and of converted tensors, True if inputs are copied) of a two-phase call.
 
-    tensors: the caller's tensors; what shares a storage with them needs none.
+    filled: its lowered call with views; tensors: the caller's, whose memory does not count.
     """
     theirs = {t.untyped_storage()._cdata for t in tensors}
     buffers = {t.untyped_storage()._cdata: t for t in filled.buffers}

@@ -315,8 +315,7 @@ class PagedKVCache:
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
-        """Reduces a sequence to `retained`, a slice of its pages, with `tokens` tokens, and
-        releases the other pages."""
+        """Reduces a sequence to `retained`, a slice of its pages with `tokens` tokens; releases the other pages."""
         pages, _ = self._sequences[sequence]
         remaining = pages[retained]
         if len(remaining) < len(pages):
@@ -395,7 +394,7 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns arguments of decode_attention's operator definition; with a group, for this rank's pool."""
+        """Returns the arguments of a decode_attention() call over `sequences`; with a group, in this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
@@ -418,7 +417,7 @@ def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Stores rows [tokens, heads, ..] in a pool [pages, heads, page size, ..].
+    """Stores rows [tokens, heads, ..] in the slots `runs` of a pool [pages, heads, page size, ..].
 
     slots: the page and the slot of every token; None: one copy per run is made.
     """
@@ -432,7 +431,7 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
 
 
 def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
-    """Converts stored integers to float32 [.., dim], without multiplying by the scale."""
+    """Converts stored integers (`numbers`) to float32 [.., dim], without multiplying by the scale."""
     if stored == "int4":  # A byte stores two elements, the even one in the low half.
         both = numbers.view(torch.int8)
         numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
@@ -440,7 +439,7 @@ def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
-    """Quantizes rows [tokens, heads, dim]; returns (integers, scale [tokens, heads]), scaled by the largest element."""
+    """Quantizes rows [tokens, heads, dim] to `stored`, "int8" or "int4"; returns (integers, scale [tokens, heads])."""
     largest = _LARGEST[stored]
     rows32 = rows.float()
     scale = rows32.abs().amax(-1) / largest

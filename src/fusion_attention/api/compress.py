@@ -55,8 +55,7 @@ class CompressionState:
         return result
 
     def _check(self, args: dict[str, Any]) -> None:
-        """Raises ContractError if earlier calls had rows of another shape, or other windows, than a call with arguments
-        `args`."""
+        """Raises ContractError if former calls had rows of another shape, or other windows, than a call with `args`."""
         windows = args["ratio"], args["overlap"]
         if args["layout"] != "BSND" or args["kv_len"] is not None:
             expected = "None for packed rows or with kv_len"

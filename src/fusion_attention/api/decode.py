@@ -169,7 +169,7 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 
 @aliased
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns out, or (out, lse) if return_lse, of a call with arguments `args` by canonical name.
+    """Returns out, or (out, lse) if return_lse, of a call on a back end with arguments `args` by canonical name.
 
     reads: True checks page numbers (not needed for those of a PagedKVCache).
     """
@@ -180,8 +180,7 @@ def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = 
 def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns out, or (out, lse) if return_lse, of a call over sequences of a PagedKVCache; args:
-    the other arguments."""
+    """Returns out, or (out, lse) if return_lse, of a call over sequences of a PagedKVCache; args: other arguments."""
     if cache.group is not None and cache.group.world > 1:
         from fusion_attention.distributed import decode
 

@@ -73,7 +73,7 @@ class capture(Counted):
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Replaces the functions in HOOKED; called when the first block of this capture is entered."""
+        """Replaces the functions to capture, by `changes`; called when the first block of this capture is entered."""
         self.path.mkdir(parents=True, exist_ok=True)
         same_folder = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
         self.numbers = same_folder[0].numbers if same_folder else count(_first_number(self.path))
@@ -83,7 +83,7 @@ class capture(Counted):
             changes.wrap(owner, name, wrapper)
 
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Writes one call, unless it is traced or on device meta, or this capture has ended.
+        """Writes one call, unless it is traced, on device meta, or this capture has ended.
 
         (A capture that ends before a later one cannot remove its wrapper, which then writes nothing.)
 
@@ -101,7 +101,7 @@ class capture(Counted):
                 self._watch(op, args, outputs, int(seed or 0), backend)
 
     def _watch(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
-        """Writes the backward of a call when autograd runs it."""
+        """Makes autograd write the backward of a call to a file when it runs; arguments: as for record()."""
         saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
 
         def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ class capture(Counted):
         backend: str,
         forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Writes one call to a file, completely or not at all.
+        """Writes a call to a file, completely or not at all; arguments: as for record().
 
         forward_tensors: for a backward, the forward's results and their gradients, under the names of their prefixes.
         """
@@ -154,7 +154,7 @@ class capture(Counted):
         self._save(f"{op.name}-backward" if forward_tensors else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-        """Writes a file under the next free number; a .part file reserves the number until the file is complete."""
+        """Writes tensors (values) and metadata (text) to a file with the next number, which a .part file reserves."""
         from safetensors.torch import save_file  # only writing needs this package
 
         while True:
@@ -207,7 +207,7 @@ def _forget(recorder: capture) -> None:
 
 
 def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
-    """Returns (module, attribute, wrapper) for every function that an active capture replaces."""
+    """Returns (module, attribute, wrapper) for every function that the active capture `recorder` replaces."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
         def wrap(layer: Layer) -> Any:
@@ -255,8 +255,9 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
 
 def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
-    """Returns the wrapper of a function of a real torch_npu; `ours` is this library's function, whose signature gives
-    the names of the arguments."""
+    """Returns the wrapper by which a capture (recorder) saves calls of function `name` of a real torch_npu; `ours`:
+    this library's function, whose signature gives the names of the arguments.
+    """
     op = RECORDS[name]
     signature = inspect.signature(ours)
     returns = returned(op)

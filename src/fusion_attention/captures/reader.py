@@ -103,8 +103,7 @@ def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Removes the tensors whose names begin with a prefix, and returns them on a device by their names without the
-    prefix."""
+    """Removes the tensors whose names begin with a prefix; returns them on a device, their names without the prefix."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
 
@@ -156,7 +155,7 @@ def _json(text: dict[str, str], field: str, wanted: type) -> Any:
 
 
 def _are_integers(values: Any, low: int, high: int) -> bool:
-    """True for a list of integers from `low` to `high` - 1."""
+    """True if `values` is a list of integers from `low` to `high` - 1."""
     return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
 
 
@@ -165,7 +164,10 @@ _KINDS = {Param: "", Tensors: " that are lists of tensors", Array: " that are li
 
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
-    """Returns the parameter with a name; _Fault: there is none of this kind, or args already has its value."""
+    """Returns the operator's parameter with a name; _Fault: it is not of this kind, or `args` has its value already.
+
+    field: the metadata's field, for the error.
+    """
     result = op.by_name.get(name)
     if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)

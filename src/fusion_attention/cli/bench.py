@@ -151,7 +151,7 @@ def _machine_lines(console: Console, environment: dict[str, Any]) -> None:
 
 
 def _write(output: Path, figures: dict[str, Any], timings: list[Timing]) -> None:
-    """Writes NAME.json, and NAME.png if matplotlib is installed."""
+    """Writes NAME.json (figures), and NAME.png (timings) if matplotlib is installed; output: the path of NAME."""
     output.with_name(f"{output.name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     try:
         import matplotlib  # noqa: F401
@@ -186,7 +186,7 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
 
 
 def _repository(only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool) -> None:
-    """Runs the benchmarks of the clone that contains this file."""
+    """Runs the benchmarks of the clone that contains this file, with the options of the command bench."""
     if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
         raise ValueError(
             "--repository: expected a clone of the repository, got an installed package, which has no other benchmarks "

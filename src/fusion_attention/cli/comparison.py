@@ -101,7 +101,7 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
 
 
 def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draws `count` sentences with different tokens; the shortest and the longest sentence are always included.
+    """Draws `count` texts with different tokens of an encoder; the shortest and the longest are always included.
 
     Raises:
         DemoUnavailable: texts has fewer different sentences.
@@ -122,7 +122,7 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately.
+    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately, settings.runs times.
 
     tokens: ids of each sentence. attention: computes the packed encoder's attention. progress: receives the steps done.
     """
@@ -148,8 +148,7 @@ def compare(
 
 
 def cosines(embeddings: Tensor) -> Tensor:
-    """Returns the cosine similarities of embeddings [sentences, dim] in float64, [sentences, sentences]; -inf on the
-    diagonal."""
+    """Returns similarities of embeddings [sentences, dim], float64 [sentences, sentences]; on its diagonal -inf."""
     embeddings64 = embeddings.double()
     return (embeddings64 @ embeddings64.T).fill_diagonal_(-math.inf)
 
@@ -163,8 +162,7 @@ def neighbours(similarity: Tensor) -> Tensor:
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """Returns bool [sentences]: true if both similarities, results of cosines(), give the same nearest sentences, in
-    the same order."""
+    """Returns bool [sentences]: true if both encoders' cosines() have the same nearest sentences in the same order."""
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
@@ -179,7 +177,7 @@ def summary_table(
     agreeing: int,
     backend: str,
 ) -> Table:
-    """Returns the table of input, agreement and times."""
+    """Returns a table of input, agreement and times; lengths: tokens of each sentence; agreeing: equal rankings."""
     budget = settings.tokens_per_batch
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
@@ -218,7 +216,10 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders."""
+    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders.
+
+    padded, packed: the results of cosines() for each encoder; agree: of rankings_agree(); seed: draws the queries.
+    """
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)
@@ -294,7 +295,7 @@ def chosen_backend(encoder: Encoder) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Returns a text on one line, truncated at the end of the screen."""
+    """Returns a text in a style on one line, truncated at the end of the screen."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 

@@ -34,8 +34,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
 
 
 def filled(head: str, arguments: list[str], end: str = ")") -> list[str]:
-    """Returns the lines of a call or signature, `head` + arguments + `end`: one line, or lines of up to WIDTH
-    characters."""
+    """Returns the lines of a call or signature, `head` + arguments + `end`, broken at WIDTH characters."""
     if len(head) + len(", ".join(arguments)) + len(end) <= WIDTH:
         return [f"{head}{', '.join(arguments)}{end}"]
     lines = [head]
@@ -84,8 +83,7 @@ def prose(text: str, root: str) -> str:
 
 
 def markdown(line: str, root: str) -> str:
-    """Escapes a line of text for Markdown, except `code` between backticks; root: relative path of the documentation's
-    root."""
+    """Escapes a line of text for Markdown, except `code` between backticks; root: relative path of docs/."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(fragment if fragment.startswith("`") else _escaped(fragment, root) for fragment in parts)
 
@@ -137,8 +135,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def body(function: Any, root: str) -> list[str]:
-    """Converts the complete docstring of a function to lines of Markdown; root: relative path of the documentation's
-    root."""
+    """Converts the complete docstring of a function to lines of Markdown; root: relative path of the documentation."""
     text, names = inspect.getdoc(function) or "", parameters(function)
     result = sections(text)
     lines = [prose(result[""], root), ""] if result[""] else []

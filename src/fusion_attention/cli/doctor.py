@@ -125,7 +125,7 @@ def facts() -> dict[str, Any]:
 
 
 def _measured(report: dict[str, Any], seconds: float) -> None:
-    """Adds measured peaks and the results of the self test to a report."""
+    """Adds measured peak rates and the results of the self test, of at most `seconds`, to a report."""
     from fusion_attention.cli import machine, selftest
 
     if report["native"]["chosen"]:

@@ -116,8 +116,7 @@ def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> l
 
 
 def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
-    """Returns the number of tokens in padded batches (lists of sentence numbers), padding included; lengths: of
-    sentences."""
+    """Returns the number of tokens, with padding, in batches (lists of sentence numbers); lengths: of sentences."""
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
@@ -205,7 +204,7 @@ def encode_packed(
 
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
-    """Computes a BertLayer over packed tokens `hidden` [T, H]; sentence b has the rows ends[b - 1] to ends[b] - 1.
+    """Computes a BertLayer (`layer`) on packed tokens `hidden` [T, H]; sentence b has rows ends[b - 1] to ends[b] - 1.
 
     attention: computes packed attention.
     """

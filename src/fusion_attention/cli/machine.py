@@ -69,7 +69,7 @@ def settings() -> dict[str, str]:
 
 
 def openmp_runtimes(maps: str = "/proc/self/maps") -> list[str]:
-    """Returns the paths of all OpenMP runtimes that are loaded in this process."""
+    """Returns the paths of the OpenMP runtimes that this process has loaded; maps: Linux's list of mapped files."""
     result = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
     return sorted(dict.fromkeys(result))
 
@@ -153,7 +153,7 @@ def back_ends() -> dict[str, str]:
 
 
 def peaks(threads: int) -> dict[str, float]:
-    """Measures the peak rates of multiply-adds by dtype, in GFLOP/s, and of reading memory, in GB/s."""
+    """Measures the peak rates of so many threads: multiply-adds by dtype in GFLOP/s, and reading memory in GB/s."""
     from fusion_attention import _native
 
     return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}

@@ -103,7 +103,7 @@ def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
 
 
 def _setting(given: dict[str, Any]) -> Setting:
-    """Returns the Setting of the command's options; typer.BadParameter: they contradict each other."""
+    """Returns the Setting of the command's options (`given`); typer.BadParameter: they contradict each other."""
     from fusion_attention.explorer.visible import FULL_MODES, MODES, PREFIX_MODES, Setting
 
     q_len = _numbers(given["q"], "--q")
@@ -136,7 +136,7 @@ def _setting(given: dict[str, Any]) -> Setting:
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
-    """Returns a setting with the Band of the option: text of a constructor with literal arguments, not executed."""
+    """Returns a setting with the Band of the options: a constructor's call as text, parsed and not executed."""
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 
@@ -260,7 +260,7 @@ def _title(s: Setting) -> str:
 
 
 def _report(s: Setting, interface: str) -> dict[str, Any]:
-    """Returns all facts about a setting for JSON; infinite edges are null."""
+    """Returns all facts about a setting for JSON, for one interface or ("") all; infinite edges are null."""
     from fusion_attention.explorer.calls import call
     from fusion_attention.explorer.draw import is_seen
     from fusion_attention.explorer.violations import remarks_on, verdict
@@ -358,7 +358,7 @@ def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) 
 
 
 def _show_gallery(console: Console) -> None:
-    """Prints a small picture of every mode, with its rule and its use."""
+    """Prints a small picture of every sparse mode, with its rule and its use."""
     from rich.table import Table
     from rich.text import Text
 

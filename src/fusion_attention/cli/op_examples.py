@@ -326,7 +326,7 @@ FAMILIES = {  # prefix of operators' names -> arguments; the most specific prefi
 
 
 def program(op: Op) -> str:
-    """Returns the text of a program that calls an operator; "" if this module has no values for it."""
+    """Returns the text of a program that calls an operator; "" if there are no values of its arguments here."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
@@ -395,7 +395,7 @@ def _shown(value: object) -> str:
 
 
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
-    """Returns a program of imports, setup and call; imports of functions that it uses are added."""
+    """Returns a program of imports, setup and lines; imports of functions that it uses (`called`) are added."""
     body = "\n".join([*call.setup, *lines])
     words = ["npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention"]
     words += ["npu_dense_lightning_indexer_softmax_lse", "npu_block_sparse_attention"]

@@ -48,7 +48,7 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def index(records: Mapping[str, Op]) -> str:
-    """Returns the index page, which lists the pages of all operators."""
+    """Returns the index page, which lists the pages of all operators in `records`."""
     lines = [
         *(
             "# Operators",
@@ -138,7 +138,7 @@ def _returned(op: Op) -> str:
 
 
 def _text(called: Any) -> str:
-    """Returns a docstring as Markdown, with folded arguments, because the page has a table of parameters."""
+    """Returns a function's docstring as Markdown, with folded arguments, because the page has a table of parameters."""
     result = docstrings.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
@@ -166,7 +166,7 @@ def example(op: Op) -> str:
 
 
 def _support(op: Op) -> str:
-    """Returns the table of back ends, and the legal calls that a back end does not compute."""
+    """Returns the table of back ends of an operator, and the legal calls that a back end does not compute."""
     if not op.tensors():
         return "The operator has no tensors, so no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]

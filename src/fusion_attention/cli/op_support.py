@@ -14,8 +14,7 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Returns the reasons why the back end `name` does not compute a problem, without those that
-    concern this machine."""
+    """Returns reasons why the back end `name` does not compute a problem, without those that concern this machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -50,12 +49,12 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: s
 
 
 def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
-    """Returns the lowered sample call of `op` on the CPU, or for the GPU's back end on device meta."""
+    """Returns the lowered sample call of `op` with these settings on the CPU, or for the back end "triton" on meta."""
     return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """Returns the table's rows: for every dtype of the first tensor, (dtype, supported layouts by column)."""
+    """Returns rows of an operator's table: (dtype of its first tensor, {column: supported layouts}) for each dtype."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
@@ -98,7 +97,7 @@ def gaps(op: Op) -> dict[str, list[str]]:
 
 
 def _settings(op: Op) -> Iterator[dict[str, Any]]:
-    """Yields the settings of the default sample call, and of calls for which a rule applies."""
+    """Yields the settings of an operator's default sample call, and of calls to which one of its rules applies."""
     yield {op.layout_attr: op.layouts[0]}
     settings_listed = set()
     for rule in op.asked:

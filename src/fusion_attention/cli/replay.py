@@ -119,7 +119,7 @@ def session(paths: list[Path]) -> list[Path]:
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Yields the result of replaying every file by a back end on a device, timed `runs` times; one call is in memory at
+    """Yields the result of replaying each file by a back end on a device, timed `runs` times; one call is in memory at
     a time.
 
     advance: receives the number of files done and a name.
@@ -155,8 +155,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
-    """Returns the median time of `runs` runs of a call: validation, lowering and computation,
-    without reading the file."""
+    """Returns the median time of `runs` runs of a saved call (checks, lowering, computation), without file access."""
     import statistics
 
     import torch
@@ -181,7 +180,7 @@ def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
 
 
 def _verdict(replayed: Replay) -> tuple[str, str]:
-    """Returns the verdict by the error bound, and its reason."""
+    """Returns the verdict of the error bound on a saved call's results, and its reason."""
     from fusion_attention.judging.calls import JudgeError
 
     try:

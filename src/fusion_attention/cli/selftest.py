@@ -67,7 +67,7 @@ def outcomes(
 
 
 def _drawn(backends: list[str]) -> Iterator[Step]:
-    """Yields steps of dense calls with random shapes, without end."""
+    """Yields endless steps of dense calls with random shapes, each computed by one of the back ends in turn."""
     draw = Random(0)
     while backends:
         layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
@@ -110,8 +110,7 @@ def _of(backend: str) -> Iterator[Step]:
 
 
 def _dense(dtype: str) -> dict[str, Case]:
-    """Returns cases of a dtype by name: every layout, most sparse modes, biases and masks, and sequences longer than a
-    tile."""
+    """Returns cases of a dtype by name: every layout, most sparse modes, biases, masks, and long sequences."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
     long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
@@ -184,7 +183,7 @@ def _judge_sparse(backend: str) -> None:
 
 
 def _judge_indexer(backend: str) -> None:
-    """Asserts that the indexer selects the same keys as golden; among equal scores both select the smaller index."""
+    """Asserts that a back end's indexer selects the same keys as golden; of equal scores the smaller index."""
     from fusion_attention.testing import sparse
 
     call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))

@@ -54,14 +54,14 @@ def to_array(value: Any) -> Any:
 
 
 def array_of(op: Op, position: int, value: Any) -> Any:
-    """Returns to_array() of the argument at a position in op.params; None if it is optional and an empty tensor."""
+    """Returns the argument at a position in op.params as an int64 array; None if it is optional and an empty tensor."""
     if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
         return None
     return to_array(value)
 
 
 def is_type(value: Any, p: Attr) -> bool:
-    """True if an attribute has its declared type: an int is a float too, but a bool is not a number."""
+    """True if an attribute has the type that parameter p declares: an int is a float too, but a bool is no number."""
     wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
@@ -121,10 +121,7 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def lost(tensor: torch.Tensor) -> bool:
-    """True if a tensor's storage was resized and is now too small for its elements.
-
-    torch checks this only when it makes a view.
-    """
+    """True if a tensor's storage was resized and is now too small for its elements; torch checks it only for views."""
     try:
         need, offset = tensor.nbytes if tensor.is_contiguous() else span(tensor), tensor.storage_offset()
         return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
@@ -133,7 +130,7 @@ def lost(tensor: torch.Tensor) -> bool:
 
 
 def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
-    """Returns the failure of a tensor that is lost()."""
+    """Returns the failure of a tensor whose storage is too small; op, param: names of operator and parameter."""
     need = span(tensor) + tensor.storage_offset() * tensor.itemsize
     advice = "was it emptied, as FSDP does between forward and backward?"
     got = f"one of {tensor.untyped_storage().nbytes()}"
@@ -152,7 +149,7 @@ def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
 
 
 def losses(op: Op, tensors: Mapping[str, Any]) -> list[Failure]:
-    """Returns a failure for each tensor that is lost(); tensors: tensors and tuples of tensors by canonical name."""
+    """Returns a failure per tensor whose storage is too small; tensors: by canonical name, also in tuples."""
     shown = {op.by_name[name].shown: value for name, value in tensors.items()}
     named = [
         (f"{name}[{i}]" if type(value) is tuple and len(value) > 1 else name, t)

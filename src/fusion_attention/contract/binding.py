@@ -207,7 +207,7 @@ def _anew(
 ) -> tuple[Bound, _Settled]:
     """Checks a call whose signature is not cached, or whose arrays differ from those of the last call.
 
-    key: the key of its signature. signature: the cached signature, or None.
+    key: the key of its signature; signature: the cached signature, or None; strict, reads, memory: as in bind().
     """
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
@@ -243,9 +243,8 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules that read tensor content, in a call whose signature is cached, so other rules hold already.
-
-    Raises ContractError.
+    """Checks the rules of operator `op` that read tensor content, in a call (`bound`) whose signature is cached, so
+    other rules hold already; raises ContractError.
     """
     settled = bound.settled
     if settled.within is None:
@@ -259,7 +258,7 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """Calls _anew() for replaced arguments (numbers for 0-dim tensors, None for empty tensors), with their key."""
+    """Checks a call whose arguments were replaced (0-dim tensors by numbers, empty tensors by None), as _anew()."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
@@ -277,7 +276,7 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     """Checks the rules of the stages before "lengths" for `given`, the values of op.params, and returns the signature.
 
-    It can be cached, since these rules read no values of lengths; _settle() checks the others.
+    It can be cached, since these rules read no values of lengths; _settle() checks the others. strict: as in bind().
     """
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.asked if r.level in levels]
@@ -297,7 +296,7 @@ def _settle(
 ) -> _Settled:
     """Runs the stages from "lengths" on for new values of arrays, and stores the result in the signature.
 
-    given: the arguments in the order of op.params. content: the bytes of the arrays.
+    given: the arguments in the order of op.params; content: the bytes of the arrays; reads: as in bind().
     """
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
@@ -335,7 +334,7 @@ def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, An
 
 
 def _keep(op: Op, key: Any, signature: _Signature) -> None:
-    """Stores a signature under its key; a full cache is emptied first."""
+    """Caches a signature of operator `op` under its key; a full cache is emptied first."""
     if key is not None and key not in op.signatures:
         if len(op.signatures) >= SIGNATURES_KEPT:
             op.signatures.clear()

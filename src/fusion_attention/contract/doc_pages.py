@@ -95,7 +95,7 @@ class Shown:
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
-    """Returns the page of an operator as Markdown; tex: True writes the formula in TeX, for the website."""
+    """Returns the page of an operator as Markdown, with the sections `shown`; tex: True writes the formula in TeX."""
     lines = [f"# {op.name}", "", op.summary, ""]
     if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
@@ -117,7 +117,7 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
 
 
 def versions(records: Iterable[Op]) -> str:
-    """Returns the page that compares the versions of each operator: tables of parameters and layouts."""
+    """Returns the page that compares the versions of each operator (`records`): tables of parameters and layouts."""
     named: dict[str, list[Op]] = {}
     for op in records:
         named.setdefault(_VERSION.sub("", op.name), []).append(op)
@@ -129,7 +129,7 @@ def versions(records: Iterable[Op]) -> str:
 
 
 def _versions(ops: list[Op]) -> list[str]:
-    """Returns a table with a line for each parameter and layout of any version; those of the newest come first."""
+    """Returns a table of an operator's versions `ops`, a line per parameter and layout, those of the newest first."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]

@@ -64,7 +64,7 @@ def _sum(values: Any) -> Any:
 
 
 def evaluate(text: str, within: dict[str, Any]) -> Any:
-    """Returns the value of an expression in a scope()."""
+    """Returns the value of an expression in `within`, a namespace that scope() made."""
     return eval(parse(text).code, within)
 
 
@@ -80,13 +80,13 @@ def size_of(word: str, names: Mapping[str, Any]) -> int | None:
 
 
 def fits(tensor: torch.Tensor, alternatives: str, names: Mapping[str, Any]) -> bool:
-    """True if a tensor has one of the shapes in axis words, such as 'B N1 S1 S2 | S1 S2'."""
+    """True if a tensor has one of the alternative shapes in axis words, such as 'B N1 S1 S2 | S1 S2'."""
     shape: list[int | None] = list(tensor.shape)
     return any(shape == [size_of(word, names) for word in words.split()] for words in alternatives.split("|"))
 
 
 def shape_text(alternatives: str) -> str:
-    """Formats shapes in axis words for readers: 'B 1 S | S' becomes '[B, 1, S] or [S]'."""
+    """Formats alternative shapes in axis words for readers: 'B 1 S | S' becomes '[B, 1, S] or [S]'."""
     return " or ".join("[" + ", ".join(words.split()) + "]" for words in alternatives.split("|"))
 
 

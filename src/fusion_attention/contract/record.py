@@ -427,7 +427,7 @@ class Op:
     def failure(
         self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
     ) -> Failure:
-        """Returns a Failure of this operator; param: the parameter's name in the interface."""
+        """Returns a Failure of this operator; param: the parameter's name in the interface; others: see Failure."""
         return Failure(self.name, param, expected, got, advice, code, rule, self.cann.get(param, ""))
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:

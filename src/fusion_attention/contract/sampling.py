@@ -90,7 +90,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Returns axis sizes that follow from arrays of lengths; for an array that is not set, from the default sample."""
+    """Returns axis sizes that follow from arrays of lengths, those in `settings` or else of the default sample."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
@@ -130,7 +130,7 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
 
 
 def violation(op: Op, rule: Rule) -> dict[str, Any]:
-    """Returns settings of a sample call that violates a rule: those of the rule, or a value that its check excludes."""
+    """Returns settings of a sample call that violates a rule of `op`: the rule's, or a value its check excludes."""
     if rule.invalid:
         return {**rule.given, **rule.invalid}
     p = op.by_name[rule.param]
@@ -143,7 +143,7 @@ def violation(op: Op, rule: Rule) -> dict[str, Any]:
 
 
 def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
-    """Returns the first of VALUES that is in an attribute's domain and violates an expression."""
+    """Returns the first of VALUES that is in the domain of attribute p and violates the expression `check`."""
     names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, Attr)}}
     within = scope(names, op.functions)
     values = (value for value in VALUES[p.type] if evaluate(domain, {**within, p.name: value}))
@@ -151,7 +151,10 @@ def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
 
 
 def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields (name, arguments, code) of calls that violate a parameter's declaration: type, rank, axis, domain."""
+    """Yields (name, arguments, code) of calls that violate the declaration of parameter p: type, rank, axis, domain.
+
+    legal: the arguments of a legal call, of which each differs in one argument.
+    """
     present = legal[p.name] is not None
     if isinstance(p, Attr):
         if p.name == op.layout_attr and op.layouts:
@@ -182,5 +185,5 @@ def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[st
 
 
 def _first_tensor(op: Op) -> str:
-    """Returns the name of the first tensor, whose dtype the other tensors must have."""
+    """Returns the name of the operator's first tensor, whose dtype the other tensors must have."""
     return next(p.name for p in op.params if isinstance(p, Tensor))

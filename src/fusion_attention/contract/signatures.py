@@ -39,7 +39,7 @@ def reader(op: Op) -> Reader:
 
 
 def python_reader(op: Op) -> Reader:
-    """Returns a reader() in Python, which does not need the native core."""
+    """Returns a reader() in Python, for machines that cannot load the native core."""
 
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]

@@ -61,8 +61,7 @@ def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
 
 
 def _value(op: Op, p: Param, value: Any) -> Any:
-    """Returns the value of an argument for rules: the default for None, a number for a numpy scalar, None for an empty
-    optional tensor."""
+    """Returns an argument's value as rules read it: the default for None, None for an empty optional tensor."""
     if isinstance(p, Attr):
         if value is None:
             return None if p.default is REQUIRED else p.default
@@ -77,7 +76,7 @@ def _value(op: Op, p: Param, value: Any) -> Any:
 
 
 def _missing(op: Op, given: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the names of the attributes that were not passed, so that they have their default."""
+    """Returns the names of the attributes that `given`, the arguments in order, lacks; they have their default."""
     return tuple(p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
 
 
@@ -181,7 +180,10 @@ def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
-    """Adds the size of an axis word's only unknown factor to names, or returns the expected size if `size` differs."""
+    """Adds the size of an axis word's only unknown factor to names, or returns the expected size if `size` differs.
+
+    origin: {factor of an axis word: parameter that determined its size}; param: the parameter with this size.
+    """
     factors = word.split("*")
     unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
@@ -198,7 +200,7 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Returns a text that names the other parameters which determined an axis word's size."""
+    """Returns a text that names the parameters, except `param`, which determined an axis word's size; origin: them."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -234,7 +236,7 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
 
 
 def _got(rule: Rule, names: Mapping[str, Any]) -> str:
-    """Returns the values that a rule reads, such as 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
+    """Returns the values that a rule reads as text: 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
     read = parse(rule.check)
     if read.axes:
         sizes = (f"{axis}={names[axis]}" for axis in read.axes)

@@ -52,7 +52,7 @@ def _ends(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _call(function: str, words: list[str]) -> str:
-    """Returns the text of a call: one line, or lines of at most 58 characters with its arguments."""
+    """Returns the text of a call with arguments `words`: one line, or lines of at most 58 characters."""
     line = f"{function}({', '.join(words)})"
     if len(line) <= 60:
         return line
@@ -70,9 +70,9 @@ def _call(function: str, words: list[str]) -> str:
 
 
 def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
-    """Returns lines of a program that make the tensor `mask`: a compressed mask, or the setting's elements.
+    """Returns lines of a program that make the tensor `mask`: a compressed mask of `shape`, or the setting's elements.
 
-    shape: the shape of a compressed mask. npu: make it on device npu.
+    npu: True to make it on device npu.
     """
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:

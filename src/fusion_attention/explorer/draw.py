@@ -36,8 +36,7 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """Returns bool [rows, keys]: true for cells of one sequence that the setting's mask tensor removes; kind: its kind
-    in picture()."""
+    """Returns bool [rows, keys], true for cells of one sequence that a mask tensor removes; kind: see picture()."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
         return removed
@@ -53,8 +52,7 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns the kinds of the cells of all sequences of a setting in an interface, uint8 [rows, keys], with sequences
-    along the diagonal."""
+    """Returns the kinds of cells of all sequences, along the diagonal, in an interface (api): uint8 [rows, keys]."""
     p = picture(s, api)
     if p is None:
         return None
@@ -157,7 +155,7 @@ def _style() -> str:
 
 
 def _n(value: float) -> str:
-    """Returns a number as short text."""
+    """Returns a number as short text, for SVG."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

@@ -50,9 +50,9 @@ def rules() -> str:
 
 
 def _table(program: Program, api: str, packed: bool) -> str:
-    """Returns a JavaScript object with the rules of an interface's operator; expressions become functions of a program.
+    """Returns a JavaScript object with the rules of an interface's (api) operator, whose expressions become functions.
 
-    packed: for packed sequences.
+    program: the translated functions; packed: True for packed sequences.
     """
     operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]

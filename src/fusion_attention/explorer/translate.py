@@ -53,7 +53,7 @@ class Program:
         return "\n".join(self.parts)
 
     def name(self, thing: Any, wanted: str = "") -> str:
-        """Returns the JavaScript name of a function, dataclass or constant, which is translated at its first use.
+        """Returns the JavaScript name of `thing`, a function, class or constant, which is translated at its first use.
 
         wanted: the preferred name; "": that of the function or class.
         """
@@ -143,14 +143,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------- statements
 
     def statement(self, node: ast.stmt) -> str:
-        """Returns a translated statement; "" for a docstring."""
+        """Returns a Python statement in JavaScript; "" for a docstring."""
         translate = getattr(self, f"_s_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def block(self, nodes: list[ast.stmt]) -> str:
-        """Returns a block of translated statements."""
+        """Returns Python statements in JavaScript, as a block in braces."""
         return "{\n" + textwrap.indent("\n".join(filter(None, map(self.statement, nodes))), "  ") + "\n}"
 
     def _s_Expr(self, node: ast.Expr) -> str:
@@ -192,7 +192,7 @@ class _Body:
         return "{\n" + textwrap.indent(text, "  ") + "\n}"
 
     def pattern(self, node: ast.pattern) -> str:
-        """Returns a condition on $m, the value of a match statement, for a pattern."""
+        """Returns a JavaScript condition on $m, the value of a match statement, for a pattern."""
         if isinstance(node, ast.MatchValue):
             return f"py.eq($m, {self.of(node.value)})"
         if isinstance(node, ast.MatchOr):
@@ -202,14 +202,14 @@ class _Body:
         raise self.unknown(node)
 
     def store(self, target: ast.expr, value: str) -> str:
-        """Returns an assignment of a translated value to a target."""
+        """Returns a JavaScript assignment of a translated value to a Python target."""
         if isinstance(target, ast.Subscript):
             where = "null" if isinstance(target.slice, ast.Slice) else self.of(target.slice)
             return f"py.put({self.of(target.value)}, {where}, {value});"
         return f"{self.target(target)} = {f'py.list({value})' if isinstance(target, ast.Tuple) else value};"
 
     def target(self, node: ast.expr) -> str:
-        """Returns the target of an assignment: a name, or several names in brackets."""
+        """Returns the JavaScript target of an assignment: a name, or several names in brackets."""
         if isinstance(node, ast.Tuple):
             return "[" + ", ".join(map(self.target, node.elts)) + "]"
         if not isinstance(node, ast.Name):
@@ -219,14 +219,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------ expressions
 
     def of(self, node: ast.expr) -> str:
-        """Returns a translated expression."""
+        """Returns a Python expression in JavaScript."""
         translate = getattr(self, f"_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def truth(self, node: ast.expr) -> str:
-        """Returns a translated condition."""
+        """Returns a Python condition in JavaScript, true for the same values as in Python."""
         return f"py.truth({self.of(node)})"
 
     def _Constant(self, node: ast.Constant) -> str:
@@ -348,7 +348,7 @@ class _Body:
         return f"{name}({', '.join(self._loose(arguments, node.keywords))})"
 
     def _loose(self, arguments: list[str], keywords: list[ast.keyword]) -> list[str]:
-        """Returns the arguments of a function of runtime.js; keyword arguments become one object at the end."""
+        """Returns the arguments of a function of runtime.js, whose keyword arguments are one object at the end."""
         words = ", ".join(f"{word.arg}: {self.of(word.value)}" for word in keywords)
         return [*arguments, f"new py.Words({{{words}}})"] if keywords else arguments
 
@@ -359,7 +359,7 @@ class _Body:
         return isinstance(node, ast.Name) and isinstance(self.within.get(node.id), ModuleType)
 
     def unknown(self, node: ast.AST) -> Untranslatable:
-        """Returns the error for unsupported syntax."""
+        """Returns the error for Python syntax (`node`) that is not translated."""
         shown = ast.unparse(node) if not isinstance(node, ast.pattern) else "a pattern"
         return Untranslatable(f"line {getattr(node, 'lineno', '?')}: {type(node).__name__}: {shown.splitlines()[0]}")
 
@@ -380,7 +380,7 @@ def constant(value: Any) -> str:
 
 
 def assigned(node: ast.FunctionDef) -> set[str]:
-    """Returns the names that a function assigns, without those of comprehensions."""
+    """Returns the names that a function's syntax tree (`node`) assigns, without those of comprehensions."""
     names: set[str] = set()
 
     def visit(tree: ast.AST) -> None:

@@ -29,7 +29,7 @@ _ANY = Setting(0, (1,), (1,))
 
 @functools.cache
 def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
-    """Returns the rules of an operator that depend only on a setting, including the domain of sparse_mode."""
+    """Returns those rules of an operator that depend only on an interface's (api) mask, and sparse_mode's domain."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")
@@ -48,17 +48,17 @@ def _reads(rule: Rule) -> set[str]:
 
 
 def names_of(s: Setting, api: str) -> dict[str, Any]:
-    """Returns the values of a setting that an interface's rules read, by name."""
+    """Returns the values of a setting that the rules of an interface (`api`) read, by name."""
     return inference_names(s) if api == "inference" else training_names(s)
 
 
 def spelled(record: Op) -> dict[str, str]:
-    """Returns canonical name -> spelling, for the parameters that an operator spells otherwise."""
+    """Returns {canonical name: the operator's spelling} for the parameters that an operator spells otherwise."""
     return {p.name: p.shown for p in record.params if p.shown != p.name}
 
 
 def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
-    """Returns the rules of an interface for remarks().
+    """Returns the rules of an interface's (`api`) operator for remarks(); packed: for packed sequences.
 
     compiled: a function from an expression to a function of a call's values; None: evaluate it in Python.
     """
@@ -120,7 +120,7 @@ def remarks(
 
 
 def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
-    """Returns the values that a rule reads, as text."""
+    """Returns the values that a rule reads in a call, as text; n: the call's values by name."""
     used = [name for name in rule["shown"] if name in n]
     if used == [rule["blamed"]]:
         return shown(n[used[0]])
@@ -128,21 +128,21 @@ def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as in error texts."""
+    """Returns a value as text, as error messages show it."""
     if not isinstance(value, np.ndarray):
         return repr(value)
     return "[" + ", ".join([str(n) for n in value[:8]]) + (", ...]" if len(value) > 8 else "]")
 
 
 def respell(text: str, other_names: dict[str, str]) -> str:
-    """Replaces canonical names in a text by an operator's spelling; runtime.js implements it too."""
+    """Replaces canonical names in a text by an operator's spelling, as `other_names` maps them; also in runtime.js."""
     for name, shown in other_names.items():
         text = re.sub(rf"\b{name}\b", shown, text)
     return text
 
 
 def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Returns "ok", "note" (runs with a warning), "chip" (only the chip refuses it) or "refused"."""
+    """Returns "ok", "note" (runs with a warning), "chip" (only the chip refuses it) or "refused", from remarks()."""
     levels = [remark["level"] for remark in findings]
     if "meaning" in levels:
         return "refused"
@@ -152,7 +152,7 @@ def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
-    """Returns the rules that an interface's call with a setting violates, with their error texts."""
+    """Returns the rules that a setting's call of an interface (`api`) violates, with their error texts."""
     canonical = as_mode(s)
     if api == "own" or canonical is None:
         return []

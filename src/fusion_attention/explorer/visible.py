@@ -88,7 +88,7 @@ def window_of(s: Setting) -> list[int]:
 
 
 def own_says(s: Setting) -> bool:
-    """True if a call of fa.attention() has the mask of a mode; in mode 9, if no sequence has more rows than keys."""
+    """True if fa.attention() can have the mask of a sparse mode; of mode 9, if no sequence has more rows than keys."""
     return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
 
 
@@ -152,7 +152,7 @@ def inference_names(s: Setting) -> dict[str, Any]:
 
 
 def picture(s: Setting, api: str) -> dict[str, Any] | None:
-    """Returns the visible keys as a dictionary: q_len, kv_len, lo, hi, prefix (a list each) and mask.
+    """Returns the visible keys in an interface (`api`) as a dictionary: q_len, kv_len, lo, hi, prefix (lists) and mask.
 
     Row i of a sequence sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask tensor does
     not remove. "mask" is "" (it removes none), "full", or "tree" (it covers only the last keys). None: no call of the
@@ -202,7 +202,7 @@ def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
-    """Returns [first, end] of the interval of keys that row i of sequence b sees, without regard to a mask tensor."""
+    """Returns [first, end] of the keys that row i of sequence b sees without a mask tensor; p: from picture()."""
     first = max(0, i + p["lo"][b])
     last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
     return [first, max(first, last)]

@@ -62,7 +62,7 @@ USES = {
 
 
 def reads(mode: int) -> dict[str, bool]:
-    """Returns for pre, next, prefix and mask (its elements) True if the mode uses this setting."""
+    """Returns for each of the settings pre, next, prefix and mask (its elements): True if this sparse mode uses it."""
     return {
         "pre": mode in WINDOWED_MODES or mode == -1,
         "next": mode in WINDOWED_MODES or mode == -1,
@@ -72,7 +72,7 @@ def reads(mode: int) -> dict[str, bool]:
 
 
 def offset(name: str, by: int) -> str:
-    """Returns a sum as text: 'i + 3', 'i - 2' or 'i'."""
+    """Returns the sum name + by as text: 'i + 3', 'i - 2' or 'i'."""
     if by == 0:
         return name
     return f"{name} + {by}" if by > 0 else f"{name} - {-by}"

@@ -12,7 +12,7 @@ TABLE_ROWS = 1024
 
 
 def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """The stored bias of some rows and keys of sequence b, [heads, rows, keys]; broadcast axes have stride 0."""
+    """The bias of some rows and keys of sequence b in a matrix, [heads, rows, keys]; view: memory of the matrix."""
     return view.sequence(b, heads, rows.stop, keys.stop)[:, rows, keys]
 
 
@@ -28,7 +28,7 @@ def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root
 
 
 def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position of (row, key) in the table: its row [rows, 1] and its column [rows, keys].
+    """Position in the table of each (row, key) of a sequence with q_len rows: table row [rows, 1], column [rows, keys].
 
     The last TABLE_ROWS rows are stored. An earlier row i is rebuilt from the stored row with the same remainder
     modulo TABLE_ROWS, at the column with the same distance to the diagonal. Columns beyond the last key have no value;
@@ -46,7 +46,7 @@ def from_table(
 ) -> torch.Tensor:
     """The bias of some rows and keys of sequence b, [heads, rows, keys], rebuilt from its stored last TABLE_ROWS rows.
 
-    lengths: (q_len, kv_len) of the sequence.
+    view: the memory of the table; lengths: (q_len, kv_len) of the sequence.
     """
     table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
     row, column = table_position(lengths[0], rows, keys)

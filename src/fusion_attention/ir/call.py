@@ -61,14 +61,13 @@ class Filled:
 
 
 class Lowered(Protocol):
-    """A call in terms of the intermediate representation. A plan depends on its problem, extents, op_kind and
-    device."""
+    """A call in terms of the intermediate representation. Its plan depends on problem, extents, op_kind and device."""
 
     op_kind: str
 
     @property
     def problem(self) -> Any:
-        """The computation: a Problem, IndexerProblem or IndexerLossProblem."""
+        """The computation: a Problem, IndexerProblem, IndexerLossProblem or PoolingProblem."""
         ...
 
     @property
@@ -99,7 +98,7 @@ class Differentiable(Lowered, Protocol):
         ...
 
     def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:
-        """The same call on other tensors; None in place of every tensor makes a call without memory."""
+        """The same call on other input tensors; None in place of every tensor makes a call without memory."""
         ...
 
     def complete(self) -> Differentiable:
@@ -132,7 +131,7 @@ class Further(NamedTuple):
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward call that can be prepared once and run on other memory.
+    """A lowered forward call of which one run's plan and views serve later runs on other memory.
 
     Attributes:
         names: names of the results; the caller may not need the last ones.

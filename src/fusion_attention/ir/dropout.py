@@ -38,7 +38,7 @@ def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Philox4x32: four random 32-bit words (int64 tensors) from four 32-bit counter words and two key words."""
+    """Philox4x32: four 32-bit words (int64 tensors) from four counter words and two key words, in `rounds` rounds."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -57,10 +57,10 @@ def threshold(keep_prob: float) -> int:
 def keep_from_philox(
     seed: int, offset: int, keep_prob: float, first_stream: int, heads: int, rows: slice, keys: slice
 ) -> torch.Tensor:
-    """Draws the mask [heads, rows, keys] bool, True: kept; head h has stream first_stream + h, where first_stream is
-    sequence * heads.
+    """Draws the dropout mask [heads, rows, keys] bool, true with probability keep_prob: kept.
 
-    One draw (counter = key // 8, row, stream, offset) gives eight 16-bit numbers, little endian, for keys 8m .. 8m+7.
+    Head h has stream first_stream + h, where first_stream is sequence * heads. One draw (counter = key // 8, row,
+    stream, offset) gives eight 16-bit numbers, little endian, for keys 8m .. 8m+7.
     """
     stream = torch.arange(first_stream, first_stream + heads)[:, None, None]
     row = torch.arange(rows.start, rows.stop)[None, :, None]
@@ -70,7 +70,7 @@ def keep_from_philox(
 def _keep_mask(
     seed: int, offset: int, keep_prob: float, stream: torch.Tensor, row: torch.Tensor, keys: slice
 ) -> torch.Tensor:
-    """Draws the mask [.., keys] bool, True: kept, for streams and rows of shape [.., 1], which broadcast."""
+    """Draws the mask [.., keys] bool, true (kept) with probability keep_prob; stream, row: [.., 1], broadcast."""
     first = keys.start // KEYS_PER_DRAW
     last = -(-keys.stop // KEYS_PER_DRAW)
     draw = torch.arange(first, last, device=row.device)
@@ -85,8 +85,8 @@ def _keep_mask(
 def drawn_bits(
     size: Sequence[int], keep_prob: float, seed: int, offset: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Draws the mask of scores of shape size = [.., rows, keys], packed in uint8, row by row, least significant bit
-    first; 1: kept.
+    """Draws the mask of scores of shape size = [.., rows, keys] by keep_from_philox(), packed in uint8, row by row,
+    least significant bit first; 1: kept.
 
     Streams number the leading axes in order, so for [sequences, heads, rows, keys] the bits are those that kernels
     draw.

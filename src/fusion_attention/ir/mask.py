@@ -83,7 +83,7 @@ class Band:
 
     @classmethod
     def window(cls, left: int, right: int = 0, align: str = "end") -> Band:
-        """Row i sees `left` keys before the diagonal, the diagonal's key, and `right` keys behind it (causal: none).
+        """Row i sees `left` keys before the diagonal (see align), its key, and `right` keys behind it (causal: none).
 
         Negative counts move an edge across the diagonal; 2**31 - 1 or more means no edge.
         """
@@ -95,8 +95,7 @@ class Band:
         return cls(hi=1, prefix=tuple(int(n) for n in prefix))
 
     def resolve(self, q_len: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(lo, hi, prefix) of Extents: int64 arrays with an entry per sequence, edges relative to key = row; infinite
-        edges stay infinite."""
+        """(lo, hi, prefix) for sequences of these lengths, int64; edges are relative to key = row, or infinite."""
         shift = kv_len - q_len if self.align == "end" else np.zeros_like(q_len)
         prefix = np.zeros_like(q_len)
         if self.prefix:
@@ -148,7 +147,7 @@ def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> t
 def blocked_by_tiles(
     tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
 ) -> torch.Tensor:
-    """Matrix [heads, rows, keys] bool, True for the pairs of sequence b that blocked tiles hide."""
+    """Matrix [heads, rows, keys] bool of sequence b, true for pairs that blocked tiles hide; bits: of partial tiles."""
     numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
     full = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
     full[ALL_BLOCKED] = True

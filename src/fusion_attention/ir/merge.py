@@ -19,8 +19,7 @@ _LEAST = torch.finfo(torch.float32).smallest_normal
 
 
 class Partial(NamedTuple):
-    """Attention of rows to a subset of their keys: out [..., dim_v] float32, normalized; max and sum [...] float32, as
-    in Stats."""
+    """Attention of rows to a subset of keys, float32: normalized out [..., dim_v]; max and sum [...], as in Stats."""
 
     out: torch.Tensor
     max: torch.Tensor
@@ -41,7 +40,7 @@ def merge(into: Partial, more: Partial) -> None:
 
 
 def join_sink(into: Partial, sink: torch.Tensor) -> None:
-    """Adds the attention sink, one logit per head [heads], to the softmax denominators of rows [..., heads]."""
+    """Adds the attention sink, one logit per head [heads], to the softmax denominators of `into`, rows [.., heads]."""
     peak = sink.float().expand_as(into.max)
     one = torch.ones_like(into.sum).where(peak != -math.inf, 0.0)
     merge(into, Partial(torch.zeros_like(into.out[..., :1]).expand_as(into.out), peak, one))

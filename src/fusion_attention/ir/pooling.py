@@ -43,7 +43,7 @@ class PoolingProblem:
 
 @dataclass(eq=False)
 class PoolingOperands:
-    """The memory of one call; pooling writes out."""
+    """The memory of one pooling call, which reads rows, gates and bias, and writes out."""
 
     kv: RowView
     gate: RowView

@@ -37,7 +37,7 @@ PLAIN_SELECTION: dict[str, object] = {
 
 
 class _Typed:
-    """Base of problems: converts the name of the dtype to a torch.dtype."""
+    """Base of problems: gives the torch.dtype of a problem, which has the dtype's name."""
 
     dtype: str
 
@@ -212,7 +212,7 @@ class Extents:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Bytes that identify these lengths in the cache of plans."""
+        """Bytes that identify these lengths and bands in the cache of plans."""
         lengths = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
         if self.compressed is not None:
             return b"compressed" + lengths + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
@@ -288,7 +288,7 @@ class Extents:
 
 
 def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
-    """Number of (row, key) pairs of the second source that rows read; listed: keys in a row's list, 0: no lists."""
+    """Count of (row, key) pairs of the second source, `ratio` tokens per key, that are read; listed: keys per list."""
     ends = (extents.compressed_end(b, np.arange(extents.q_len[b]), ratio) for b in range(len(extents)))
     return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 

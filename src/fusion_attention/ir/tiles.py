@@ -33,7 +33,7 @@ class Tiles:
 
 
 def _tiles_of(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seq, first, end) of tiles: each sequence is divided from its start into tiles of at most `size` tokens."""
+    """(seq, first, end) of tiles: sequences of these lengths are divided into tiles of `size` tokens."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)
@@ -85,7 +85,7 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` keys that cover all keys; begin = end if the tile is visible to no row, so its gradient is 0."""
+    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: as in IndexerProblem."""
     seq, key0, key1 = _tiles_of(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.

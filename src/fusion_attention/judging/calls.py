@@ -1,4 +1,4 @@
-"""A recorded call of any operator with its outputs; it can be validated, lowered, and computed again by a back end."""
+"""A recorded call of any operator with its outputs, which can be checked and be computed again by a back end."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -67,7 +67,7 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """Returns the lowered call, with every optional result; of a backward, the lowered backward."""
+        """The call in the intermediate representation, with every optional result; of gradients, its backward."""
         drawn: dict[str, Any] = {}
         if "keep_prob" in self.op.by_name:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
@@ -86,7 +86,7 @@ class Recorded:
         return backward
 
     def _beside(self, call: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the saved results and the gradients of results, in the call's shapes and dtypes."""
+        """Returns (saved results, gradients of results) by name, in the shapes and dtypes of the forward `call`."""
         call_results, names = gradients.with_kernel_statistics(call).results(), gradients.names_of(call)
         result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
@@ -145,9 +145,10 @@ class Recorded:
         return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-        """Returns the outputs that a back end ("cpu", "triton", "golden") computes here, or the reason why it cannot.
+        """Returns outputs computed on this machine by `backend` ("cpu", "triton", "golden"), or the reason why it
+        cannot.
 
-        names: the outputs to return, as keys.
+        The outputs are those whose names are keys of `names`.
         """
         call = self.lowered()
         try:
@@ -169,7 +170,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """Returns the recorded call in a file that capture() wrote; source: the file's name, for reports."""
+    """Returns the recorded call of a file that capture() wrote; source: the file's name, for reports."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
@@ -221,9 +222,9 @@ def recorded(
 
 
 def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
-    """Splits the arguments of a backward: returns (the forward's saved results, their gradients, other arguments).
+    """Splits a backward's arguments into (the forward's saved results, their gradients, other arguments), by name.
 
-    inputs: arguments by name. The first two are empty if no gradient of a result is among them: a forward.
+    inputs: the arguments of operator `op`. Without a gradient among them (a forward) the first two dicts are empty.
     """
     sources = gradients.upstream_of(op)
     upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}

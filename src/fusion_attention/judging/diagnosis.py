@@ -26,18 +26,18 @@ _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A mistake, one way of making it, and the outputs' errors that remain under it."""
+    """A mistake that may explain wrong outputs, one way of making it, and the errors that remain if it is assumed."""
 
     mistake: Mistake
     way: Try
     result: Result
 
     def outputs(self, case: Case) -> tuple[Output, ...]:
-        """Returns the case's outputs, read as the mistake reads them if it changes how their memory is read."""
+        """Returns the outputs of the call `case`; if the mistake is an output's layout, read in it."""
         return case.outputs if self.way.outputs is None else self.way.outputs
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
-        """Converts the match to an explanation of the named outputs, for reports; flags: as in Explanation."""
+        """Returns the match as an explanation of the named outputs; `confirmed`, `noisy`: see Explanation."""
         m = self.mistake
         error = max((self.result.tallies[name].z for name in outputs), default=0.0)
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
@@ -81,10 +81,12 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
 
 
 def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
-    """Returns (mistake, way of making it, remaining errors on the sampled units `pieces`) of mistakes that may explain.
+    """Returns (mistake, way of making it, remaining errors on the sampled parts `pieces`) of mistakes that may explain
+    wrong outputs of the call `case`.
 
-    Every way of every mistake is measured first on the worst unit of rows and the worst of keys (by `base`, the errors
-    without a mistake). Mistakes that explain no output there, or are impossible in the call, are omitted.
+    Each way is measured first on the rows and on the keys with the largest error in `base`, the errors without a
+    mistake.
+    Ways that explain no output there, or are impossible in the call, are omitted. `watch` is called with the progress.
     """
     results = []
     quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
@@ -104,21 +106,21 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
 
 
 def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
-    """Returns the units grouped by their axis (rows, keys, second source of keys), without empty groups."""
+    """Groups the parts of a call by the kind of their rows: query rows, keys, compressed keys, without empty groups."""
     axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
     return [some for some in axes if some]
 
 
 def _worst(case: Case, base: Result, unit: Unit) -> float:
-    """Returns the largest error of the rows of a unit in all outputs, from the maps of `base`."""
+    """Returns the largest error in a part (`unit`) of the call `case`, of all outputs; `base` has the errors by row."""
     at = [(o, o.unit_of(case.setting, unit)) for o in case.outputs if o.of_unit(unit)]
     return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
-    """Returns the largest fraction, over the named outputs, of the error that remains under a mistake.
+    """Returns the largest fraction of the error that a mistake leaves in one of the outputs `names`.
 
-    candidate: the errors with the mistake; sample: the errors without it, on the same units.
+    candidate: the errors with the mistake; sample: the errors without it, of the same rows.
     """
     shares = [0.0]
     for name in names:
@@ -131,11 +133,11 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns the explanations of matches whose outputs pass on the complete call, not on samples alone, best first.
+    """Returns explanations of the call `case` by those matches with which its outputs pass completely, best first.
 
-    Matches that leave less of the error come first, equal ones in the order of MISTAKES. If more than _CONFIRMED match
-    (more than one in large calls), the others are returned untried if one of the first passes. sample: the errors
-    without a mistake; failing: the names of the wrong outputs.
+    Matches were found on samples. Those that leave less of the error are tried first, equal ones in the order of
+    MISTAKES. If more than _CONFIRMED match (more than one in large calls), the others are returned untried if one of
+    the first passes. sample: the errors without a mistake; failing: the names of the wrong outputs.
     """
 
     def order(f: Match) -> tuple[bool, float]:
@@ -163,7 +165,7 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
 
 
 def _unlike(explanations: list[Explanation]) -> list[Explanation]:
-    """Returns for each mistake the explanation with the smallest error: one of several ways of making it."""
+    """Returns one explanation per mistake: of several ways of making it, the one with the smallest remaining error."""
     by_name: dict[str, Explanation] = {}
     for e in sorted(explanations, key=lambda e: e.error):
         by_name.setdefault(e.name, e)
@@ -173,7 +175,11 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
 def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """Returns explanations under which only noise remains: errors of sums in 16 bits."""
+    """Returns the mistakes of `tried` with which the outputs `failing` of the call `case` have only errors of 16-bit
+    sums.
+
+    Errors are measured on the sampled parts `pieces` of the call; `sample` has those without a mistake.
+    """
     close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
     return tuple(_unlike([
         f.explained(failing, noisy=True)
@@ -183,7 +189,10 @@ def _noisy(
 
 
 def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns explanations of single outputs, by mistakes that leave the correct outputs correct."""
+    """Returns explanations of single outputs (`failing`) of the call `case`: mistakes that change no correct output.
+
+    tried: the mistakes with their remaining errors on samples; sample: the errors there without a mistake.
+    """
     results: dict[tuple[str, str], Explanation] = {}
     for name in failing:
         matches = [

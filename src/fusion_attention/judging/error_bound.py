@@ -44,7 +44,7 @@ class Expected:
         return Expected(self.value[place], self.size[place], self.draws)  # type: ignore[index]
 
     def map(self, change: object) -> Expected:
-        """Applies a view or a permutation to value and size."""
+        """Applies the function `change`, a view or a permutation, to value and size."""
         return Expected(change(self.value), change(self.size), self.draws)  # type: ignore[operator]
 
 
@@ -193,7 +193,7 @@ class Errors:
     def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
         """Yields (sequence, worst group) for every kind of group and sequence; sequence -1 for all elements.
 
-        draws: as Expected.draws, the programs from which expected sizes were estimated.
+        draws: the number of programs from which expected sizes were estimated; 0: they were computed by formulas.
         """
         looks = self.looks
         for b, (cells, peaks, rows) in enumerate(zip(self.cells, self.peaks, self.of_rows, strict=True)):
@@ -212,12 +212,12 @@ class Errors:
             yield -1, Look("whole", self.z, limit(self.count, looks, draws))
 
     def fails(self, draws: int = 0) -> list[tuple[int, Look]]:
-        """Returns the worst group of each kind and sequence that fails, the worst first."""
+        """Returns the worst group of each kind and sequence that fails, the worst first; draws: as for worst()."""
         results = [(b, look) for b, look in self.worst(draws) if look.fails]
         return sorted(results, key=lambda f: -f[1].z / f[1].limit)
 
     def wrong(self, draws: int = 0) -> list[Tensor]:
-        """Returns bool [heads, rows] per sequence: rows of which an element, the row itself, or its tile fails."""
+        """Returns wrong rows, bool [heads, rows] per sequence: an element, row or tile fails; draws: see worst()."""
         looks, result = self.looks, []
         for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
             one = limit(1, looks, draws) ** 2
@@ -234,7 +234,7 @@ class Errors:
 
 
 def _tiles(rows: Tensor) -> Tensor:
-    """Returns means over TILE rows, [.., tiles]; the last tile has the last TILE rows."""
+    """Returns the mean of each TILE consecutive rows, [.., tiles]; the last tile has the last TILE rows."""
     length = rows.shape[-1]
     if length <= TILE:
         return rows.mean(-1, keepdim=True)

@@ -59,7 +59,7 @@ class Map:
         return results
 
     def surface(self) -> Surface:
-        """Returns the errors as heads by rows, to be drawn."""
+        """Returns the errors as a matrix of heads by rows for each sequence, to be drawn."""
         return Surface([off * LEAST for off in self.off], self.wrong, "heads", self.word)
 
 
@@ -94,7 +94,7 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
 
 
 def mask_of(setting: Setting, b: int) -> Mask | None:
-    """Returns the mask of the first head of sequence b, for a drawing; None if all rows see all keys."""
+    """Returns the mask of the first head in sequence `b` of the call `setting`; None if rows see all keys."""
     sizes = int(setting.extents.q_len[b]), setting.extents.all_keys(b)
     if not all(sizes):
         return None

@@ -37,7 +37,7 @@ _SHORT = 32  # products_of_squares() is exact for shorter vectors
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Returns r of a dtype; 0 for integers, which are judged before rounding."""
+    """Returns r, the relative variance of rounding to a dtype; 0 for integers, which are judged before rounding."""
     return _BINADE * _UNITS[dtype] ** 2 / 3 if dtype in _UNITS else 0.0
 
 
@@ -56,7 +56,7 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def underflow(n: float | Tensor) -> Any:
-    """Returns the variance of a sum of n products whose subnormal values are flushed, all with one sign."""
+    """Returns the variance of a sum of n products whose subnormal values are flushed to 0, all of one sign."""
     return n**2 * quantum(torch.float32)
 
 
@@ -76,24 +76,24 @@ class Grade:
     poor: bool = False
 
     def sums(self, dtype: torch.dtype) -> float:
-        """Returns a, the variance of rounding a running sum of 1."""
+        """Returns a, the variance of rounding a running sum of 1 (dtype: the call's)."""
         if dtype == torch.float64:
             return rounding(dtype)
         return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
 
     def step(self, dtype: torch.dtype) -> float:
-        """Returns the variance of rounding an intermediate value of 1 that a kernel keeps in float32."""
+        """Returns the variance of rounding an intermediate value of 1, which kernels keep in float32."""
         if self.poor and dtype == torch.float32:
             return rounding(torch.float16)
         return rounding(dtype) if self.low else 0.0
 
     def weight(self, dtype: torch.dtype) -> float:
-        """Returns w, the variance of a weight in the second product; float32 kernels do not round weights."""
+        """Returns w, the variance of rounding a weight of 1 for the product with V; float32 kernels round no weight."""
         once = 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype)
         return once + 2 * self.step(dtype)
 
     def stored(self, value: Tensor, variance: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the variance of a result after rounding to its dtype; low-precision programs may round twice."""
+        """Returns the `variance` of a result after rounding `value` to its dtype, in 16-bit programs twice."""
         return variance + (2 if self.low else 1) * stored(value, dtype)
 
 
@@ -115,7 +115,7 @@ def _squares(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, 1]: sums of squares of rows."""
+    """Returns the sums of squares of rows, [heads, rows, 1], in error_dtype."""
     return _squares(tensor, error_dtype).sum(-1, keepdim=True)
 
 
@@ -131,12 +131,14 @@ def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) ->
 
 
 def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exact: bool = False) -> Tensor | float:
-    """Returns e of every pair: the variance of its score and of exp(score - max).
+    """Returns e of every pair of row and key of block x, in error_dtype: the variance of its score s and of exp(s -
+    max).
 
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
     program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
-    If an upper bound for all pairs is below 2% of weight(), this number is returned, unless `exact`.
+    `grade` tells kernel from program. If an upper bound for all pairs is below 2% of weight(), it is returned, unless
+    `exact`.
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
@@ -168,7 +170,7 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
 
 
 def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, 1]: the number n of terms in sums over keys.
+    """Returns the number n of terms in a row's sums over keys of block x, [heads, rows, 1], in error_dtype.
 
     A key that a list has m times counts m^2, because equal terms have equal rounding errors.
     """
@@ -177,8 +179,9 @@ def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 
 def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
-    """Returns the dtype in which to compute variances of so many pairs of row and key: float64 for few pairs, or if the
-    squares of products of the block's tensors, and of `more`, may not fit in float32."""
+    """Returns the dtype in which to compute variances of `pairs` pairs of row and key: float64 for few pairs, or if
+    squares of products of the tensors of block x and of `more` may not fit in float32.
+    """
     if pairs <= _FEW:
         return torch.float64
     q, k, v, *others = (
@@ -190,20 +193,20 @@ def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
 
 
 def faint(pairs: Tensor) -> bool:
-    """True if, for some key, all values of pairs [.., keys] are so small that their square times a variance underflows
-    in float32."""
+    """True if all `pairs` [.., keys] of some key are so small that a square times a variance underflows float32."""
     most = pairs.abs().flatten(0, -2).amax(0) if pairs.numel() else pairs.new_ones(1)
     return bool(((most > 0) & (most < 2.0**-28)).any())
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """Returns e, increased by 1 for weights below LEAST_WEIGHT, which a kernel may round to 0."""
+    """Returns e, the relative variance of weights (see scores()), plus 1 for weights that a kernel may round to 0."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
 
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
-    """Returns variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
+    """Returns the variances of a block's out [heads, rows, dim_v], before it is stored, and, if `statistics`, of max,
+    sum and lse [heads, rows, 1]. P: the weights of the softmax s, divided by their sum.
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
           with dropout v / keep_prob, plus out^2 sum P^2 e of dropped keys, which are in the divisor
@@ -287,15 +290,15 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
 
 
 def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: the error of max + log(sum) without that of weights."""
+    """Returns the variance of max + log(sum), in units of a, without that of weights: n / 9 + 2 + lse^2 + max^2."""
     top, lse = ((t.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
     return _terms(x, s, error_dtype) / 9 + 2 + lse + top
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Returns 1 / sum^2 for int8 weights round(c exp(s - max)) that an error may change by one, 0 for others.
+    """Returns the variance of int8 weights round(c exp(s - max)): 1 / sum^2 if an error may change them by one, else 0.
 
-    These are near the middle of two integers. The weight of the maximum, exp(0), has no error.
+    Those are near the middle of two integers. e: variance of s; step: of rounding c exp(s - max). The maximum is exact.
     """
     scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
     # 7 standard deviations: fewer than one in a million errors is larger.
@@ -305,18 +308,18 @@ def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: t
 
 
 def _shares(s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns P^2, the squared probabilities before the weights are rounded to integers."""
+    """Returns P^2, the squared probabilities before the weights are rounded to integers, in error_dtype."""
     soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
     return soft.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
 
 
 def _remade(p: Problem) -> float:
-    """Returns the variance of rounding dequantised keys and values to the dtype; 0 if integers are multiplied."""
+    """Returns the variance of rounding dequantised keys and values in problem p; 0 if their integers are multiplied."""
     return rounding(p.torch_dtype) if p.kv_dtype and not p.has_weight_scale else 0.0
 
 
 def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
-    """Returns [heads, rows, 1]: the variance of delta = dout . out that the errors of out cause.
+    """Returns the variance of delta = dout . out that the errors of out cause, [heads, rows, 1], for block x.
 
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
         with a gradient of lse plus (a + r) (delta^2 + dlse^2)
@@ -349,8 +352,10 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the variance of dS without the variances of delta and divisor, dS, P times the cap's slope, all
-    [heads, rows, keys], and the relative variance of the divisor [heads, rows, 1]."""
+    """Returns (variance of dS, the gradient of a score, without the errors of delta and of the sum of weights; dS; P
+    times the cap's slope), [heads, rows, keys], and the relative variance of this sum [heads, rows, 1]. g: gradients of
+    block x; e: see scores().
+    """
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     dscores = g.dscores.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
@@ -373,7 +378,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """Returns [heads, rows, keys]: the variance of the gradient of scores, which is also the gradient of a bias."""
+    """Returns the variance of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: of dout . out."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
@@ -385,7 +390,8 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
 def gradients(
     x: Block, g: Scored, of_delta: Tensor, grade: Grade, kinds: Collection[str] = GRADIENTS
 ) -> dict[str, Tensor]:
-    """Returns variances of a block's contribution to the gradients, by query head, like formulas.gradients().
+    """Returns the variances of a block's contributions to the gradients `kinds`, by query head, as
+    formulas.gradients().
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
              with a cap, whose slope 1 - t^2 has cancellation, plus 4 a (P (dP - delta))^2
@@ -434,7 +440,7 @@ def gradients(
 
 
 def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
-    """Returns the variance of dv, from the variance of the weights after dropout."""
+    """Returns the variance of dv of block x, from the variances of the weights after dropout (weight_errors)."""
     error_dtype, factor = weight_errors.dtype, x.keep_factor if x.keep is not None else 1.0
     dout, live = _squares(x.summed.get("dv", x.saved[0]), error_dtype), s.live.to(error_dtype)
     result = weight_errors.mT @ dout + quantum(x.problem.torch_dtype) * factor**2 * (live.mT @ dout)
@@ -444,7 +450,10 @@ def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
 def _of_queries(
     x: Block, s: Softmax, pairs: tuple[Tensor, ...], of_delta: Tensor, divisor: Tensor, squared_scale: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the variances of dq and dq_rope; pairs: variance of dS, P with the cap's slope, and dS."""
+    """Returns the variances of dq and dq_rope of block x; pairs: variance of dS, P with the cap's slope, and dS.
+
+    of_delta: variance of delta; divisor: relative variance of the sum of weights; squared_scale: square of the scale.
+    """
     each, soft, dscores = pairs
     least, live = quantum(x.problem.torch_dtype), s.softmax.to(each.dtype)
     results = {}
@@ -458,7 +467,7 @@ def _of_queries(
 
 
 def _of_keys(x: Block, s: Softmax, by_rows: Tensor, squared_scale: Tensor) -> dict[str, Tensor]:
-    """Returns the variances of dk and dk_rope; by_rows: variance of scale times dS."""
+    """Returns the variances of dk and dk_rope of block x; by_rows: variance of dS; squared_scale: scale ** 2."""
     least, live = quantum(x.problem.torch_dtype), s.softmax.to(by_rows.dtype)
     results = {}
     for name, q in (("dk", x.q), ("dk_rope", x.q_rope)):

@@ -40,7 +40,7 @@ def _clean(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Uncertain:
-    """Variances of products S [heads, rows, keys] and of scores I [rows, keys].
+    """Variances of products S [heads, rows, keys] and of the indexer's scores I [rows, keys].
 
     open: True where the sign of S is uncertain. live: True where S is positive or open.
 
@@ -58,13 +58,14 @@ class Uncertain:
 
 
 def _fits(s: Scored) -> bool:
-    """True if squares of the products and scores of `s`, and their errors, fit in float32."""
+    """True if the squares of the products and scores of some rows (`s`), and of their errors, fit in float32."""
     q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
     return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Returns the variances of the products and scores of some rows, for a call's dtype and a grade.
+    """Returns the variances of the products and scores of some rows (s); dtype: the call's; grade: the steps that
+    round.
 
     dscores: the gradient of the scores [rows, keys], needed if variances of gradients are computed from the result.
     """
@@ -148,7 +149,7 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Returns the variances of the indexer's distribution y and of its target p, both [rows, keys].
+    """Returns the variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: of the scores.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum
@@ -184,7 +185,7 @@ def _of_mass(given: Given, a: float) -> Tensor:
 
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the variance of p [rows, keys], and the relative variance common to all keys of a row [rows, 1].
+    """Returns (variance of p [rows, keys], relative variance common to a row's keys [rows, 1]); x: the probabilities.
 
     e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
     of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
@@ -236,6 +237,7 @@ def of_gradients(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Returns the variances of gradients() of some rows, by kind; summed() is added for results of all rows.
 
+    s, u: scores of the rows and their variances; dscores: dI; rows: the number of rows that are summed.
     slopes: (Spread, derivative of dI by log y, derivative of dI by p); None if dI is an input.
     times: how often a row's list has a key; equal terms have equal rounding errors, so m of them count m^2.
     squares: sum of dI^2 over the list entries of a key, which exceeds dI^2 if they cancel; None: keys are listed once.
@@ -286,9 +288,9 @@ def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
 
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
-    """Returns [heads, rows, dim]: the variance of sum_j (by_y log y + by_p p) k over live pairs.
+    """Returns the variance of sum_j (by_y log y + by_p p) k over pairs that are `live`, [heads, rows, dim].
 
-    Of each element it is computed as in Spread.of_sums().
+    by_y, by_p: factors [.., rows, keys]; x: the variances of y and p. Elements are computed as in Spread.of_sums().
     """
     result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
     full = (live * by_y) @ k
@@ -302,7 +304,7 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """Returns [keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights: w_h [heads, rows, keys], 0 unless a pair is live."""
+    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, `pairs`; weights: w_h, or 0."""
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):
@@ -327,8 +329,7 @@ def wanted(
                           dk [1, keys, dim], for completed() after the sum over rows
         indexer_backward  the same without a loss
 
-    Args:
-        dtypes: dtypes of stored results, by kind, if they differ from the call's.
+    x: the call; grade: the steps that round; dtypes: dtypes of stored results, by kind, if not the call's.
     """
     if x.op_kind == "indexer_topk":
         s, visible = x.scored(b, rows, torch.float64), x.visible(b, rows)
@@ -376,7 +377,7 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
 def completed(
     x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
-    """Returns the sum over all rows of sequence b (loss: of all sequences), `total`, with its complete variance.
+    """Returns `total`, the sum of a `kind` of result over all rows of sequence b (loss: of all), with its variance.
 
     It adds the variances of the running sum and of rounding to `stored`, the result's dtype (None: the call's).
     """

@@ -31,11 +31,11 @@ class Precision:
     low: torch.dtype | None = None
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """Returns weights rounded for the product with V; only bfloat16 rounds them."""
+        """Returns attention weights rounded for the product with V; only a bfloat16 program rounds them."""
         return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
-        """Rounds a result to the dtype in which it is returned."""
+        """Rounds the values of a result to the dtype in which it is returned."""
         return values if self.low is None else values.to(self.low)
 
 
@@ -43,7 +43,7 @@ GOLDEN = Precision()
 
 
 def baseline(dtype: torch.dtype) -> Precision:
-    """Returns the precision of a baseline program with results of a dtype."""
+    """Returns the precision of a program that computes in float32 and rounds weights and results to a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
@@ -76,7 +76,7 @@ class Softmax:
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
-    """Converts the block's tensors to the precision's accumulation dtype."""
+    """Converts a block's tensors to the dtype in which the precision computes."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -90,7 +90,7 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Returns (scores, scores before cap and bias, derivative of the cap) of a block, all [heads, rows, keys].
+    """Returns (scores, scores before cap and bias, derivative of the cap) of block x, all [heads, rows, keys].
 
     Scores are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1.
     """
@@ -111,7 +111,7 @@ def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
 
 
 def softmax(x: Block) -> Softmax:
-    """Computes the softmax of the block's scores, with its statistics."""
+    """Computes the softmax of the scores of block x, with its statistics."""
     scores, product, slope = scores_of(x)
     shape = (*scores.shape[:2], 1)
     sink = scores.new_full(shape, -_INF) if x.sink is None else x.sink[:, None, None].expand(shape)
@@ -132,7 +132,7 @@ def softmax(x: Block) -> Softmax:
 
 
 def saved_softmax(x: Block) -> Softmax:
-    """Computes the softmax of the block's scores from the statistics that a forward saved."""
+    """Computes the softmax of the scores of block x from the statistics that a forward saved."""
     scores, product, slope = scores_of(x)
     _, _, top, total = x.saved
     empty = top == -_INF
@@ -146,7 +146,7 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Sets the weights of rows that return the mean of V to 1, and rounds the weights of int8 queries to integers."""
+    """Sets the weights `s` of block x to 1 in rows that return the mean of V, and rounds those of int8 queries."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():
@@ -157,7 +157,7 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1], of a block in a precision.
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1], of block x, computed in precision p.
 
     s: the block's softmax, if the caller has it. For a quantised output, "unscaled" is out before the scale.
     """
@@ -212,7 +212,7 @@ class Scored:
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
-    """Computes dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
+    """Computes dS = P (dP - delta), delta = dout . out - dlse, of block x from the saved statistics and output."""
     s = saved_softmax(x)
     s = s if x.sloped else replace(s, slope=1.0)
     dout, out = x.saved[:2]
@@ -260,7 +260,7 @@ def _counted(x: Block, pairs: Tensor) -> Tensor:
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:
-    """Returns [heads, rows, 1]: the probability that the softmax `s` of a block gives to the sink."""
+    """Returns the probability that the softmax `s` of block x gives to the sink, [heads, rows, 1]."""
     assert x.sink is not None
     result = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
     return result.masked_fill(s.keyless, 0)

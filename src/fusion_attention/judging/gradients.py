@@ -49,9 +49,10 @@ def names_of(call: Any) -> dict[str, str]:
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Any:
-    """Returns the lowered backward of a forward; the formulas compute its statistics.
+    """Returns the lowered backward of the forward `call`; the formulas compute its statistics.
 
-    The forward's output is read from `saved`; without it, it is computed and rounded to the call's dtype.
+    saved: the forward's recorded results, by name. Without the output, it is computed and rounded to the call's dtype.
+    upstream: the gradients of its results.
     """
     forward, names = with_kernel_statistics(call), names_of(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}

@@ -58,7 +58,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """The errors of an output by position, for each sequence.
+    """A matrix of an output's errors for each sequence, such as heads by rows, to be drawn.
 
     Attributes:
         z: [down, across] float32 per sequence: errors in expected sizes.
@@ -80,7 +80,7 @@ class Surface:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The worst error of each cell.
+    """A matrix of errors reduced to cells for a picture: the largest error of each cell.
 
     Attributes:
         z: [down, across] float32: largest error of a cell, in expected sizes.
@@ -197,7 +197,7 @@ def _of(surface: Surface, b: int) -> str:
 
 
 def _ticks(g: Grid) -> str:
-    """Returns the line of labels of the axis across: a position every 16 cells, and the axis's word."""
+    """Returns the labels below the picture g: the position of every 16th cell, and the name of the horizontal axis."""
     line = ""
     for cell in range(0, g.z.shape[1], 16):
         line = f"{line:{cell}}{cell * g.steps[1]}"
@@ -205,7 +205,7 @@ def _ticks(g: Grid) -> str:
 
 
 def figure(name: str, surface: Surface, b: int) -> str:
-    """Returns an HTML figure of the errors of output `name` in sequence b, with labelled axes.
+    """Returns an HTML figure of the errors (`surface`) of output `name` in sequence b, with labelled axes.
 
     Cells within the bound are green, those beyond it yellow to red by size.
     """

@@ -80,7 +80,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
     """Returns sentences about wrong rows, keys or lists of an output that are zero, not finite or copies of others.
 
-    kind: the output's kind ("dq", "indices", ...); tally: its errors; views: the recorded outputs by kind.
+    x: the call; kind: the output's ("dq", "indices", ...); tally: its errors; views: the recorded outputs by kind.
     """
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
@@ -99,7 +99,7 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """Returns the Index of a lowered call of the indexer, its statistics or its loss."""
+    """Returns the lowered call of an indexer, its statistics or its loss as an Index, with fields for mistakes."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -176,7 +176,7 @@ def _sum(terms: Sequence[Wanted]) -> Wanted:
 
 
 def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Adds to golden's values of some rows of sequence b (`expected`, by kind) the results of a float32 program."""
+    """Adds to golden's values `expected` (by kind, of rows of sequence b of x) the results of a float32 program."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
@@ -248,7 +248,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns views of the recorded outputs (captured, by name) as rows of sequences, by kind ("indices", "dq", ..)."""
+    """Returns the outputs `captured` of a call by kind ("indices", "dq", ..), each as rows of sequences."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -259,7 +259,7 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
-    """Returns (recorded output, expected output) of a block, [heads, rows, elements].
+    """Returns (recorded output, expected output) of a block of the call x, [heads, rows, elements].
 
     view: the recorded output. Lists of selected keys are replaced by the scores of their keys, because keys with nearly
     equal scores may be in either order.
@@ -291,10 +291,12 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
-    """Returns bool [rows, entries], true for list entries that are wrong whatever the scores' errors.
+    """Returns bool [rows, entries], true for entries of lists of selected keys that are wrong whatever the scores'
+    errors.
 
-    These are keys that do not exist, invisible or repeated keys, and keys with equal scores in the wrong order.
-    scores: of all keys [rows, keys]; listed: the recorded lists; mine: the scores of their keys [rows, entries].
+    These are keys that do not exist, invisible or repeated keys, and keys with equal scores in the wrong order (x has
+    the
+    rule). scores: of all keys [rows, keys]; listed: the recorded lists; mine: the scores of their keys [rows, entries].
     """
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)

@@ -131,7 +131,7 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects keys by their scores `s`, of some rows; visible: bool [rows, kv_len].
+    """Selects keys of the call x by the scores `s` of some rows; visible: bool [rows, kv_len].
 
     Returns scores [rows, kv_len], -inf for an invisible key; scores and indices of the selected keys [rows, top_k].
     """
@@ -251,7 +251,8 @@ class Given:
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """Returns the two distributions that the loss compares (the indexer's and its target) for rows of sequence b.
+    """Returns the two distributions that the loss of the call x compares, the indexer's and its target, for rows of
+    sequence b.
 
     dtype: of the computation; low: the dtype to which dI, the gradient of the scores, is rounded if it is bfloat16.
     """
@@ -296,7 +297,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 
 
 def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
-    """Returns compared()'s result for a call that passes the target; begun: fields of Compared computed already."""
+    """Returns compared()'s result for a call x that passes the target; begun: fields of Compared computed already."""
     times, of_y = begun["times"], begun["y"]
     dtype, kv_len = of_y.dtype, of_y.shape[1]
     target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)
@@ -331,7 +332,7 @@ def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> 
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns (lists of selected keys, bool: True for entries that are read) of sequence b, both [1, rows, entries]."""
+    """Returns (lists of selected keys, bool: entries that are read) of rows of sequence b, [1, rows, entries]."""
     entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
@@ -339,9 +340,10 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dI, sum of squares of its terms, number of list entries) of each key of sequence b, all [rows, keys].
+    """Returns (dI, sum of squares of its terms, number of list entries) for each key of sequence b, all [rows, keys].
 
-    dI, the gradient of a key's score, is the sum of the given gradients of the list entries with this key.
+    dI, the gradient of a key's score, is the sum of the gradients, given in the call x, of the list entries of this
+    key.
     """
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)

@@ -75,7 +75,7 @@ def diagnose(
     backends: bool = False,
     standard: str = "error-bound",
 ) -> Judgement:
-    """Judges the results of a call like judge(), and explains wrong results by well-known mistakes.
+    """Judges the results of a call like judge(), whose arguments it has, and explains errors by well-known mistakes.
 
     Example:
         >>> import fusion_attention as fa
@@ -142,7 +142,7 @@ def judged(
 def _beside(
     call: Recorded, lowered: Any, captured: dict[str, Tensor]
 ) -> tuple[dict[str, list[Output]], dict[str, str]]:
-    """Returns the results of this machine's back ends, and the reasons why others have none."""
+    """Returns (results of this machine's back ends for the outputs `captured`, reasons why others have none)."""
     results, reasons = {}, {}
     for backend in BACKENDS:
         result = call.computed(backend, captured)
@@ -154,7 +154,7 @@ def _beside(
 
 
 def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
-    """Returns sentences about the errors of an output."""
+    """Returns sentences that describe the errors (`tally`) of output o of the call `setting`, such as rows of zeros."""
     if o.view is None:
         return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
     p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"

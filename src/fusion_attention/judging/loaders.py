@@ -152,7 +152,7 @@ def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
 
 
 def _within(path: Path, folder: Path, how: Reading) -> Any:
-    """Reads the content of a .npy or .pt file, which must be inside `folder` (a dump may name any path)."""
+    """Reads a .npy or .pt file, which must be inside `folder` (a dump may name any path); how: reading options."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise JudgeError(f"{path}: leaves the folder {folder}")
     if not path.is_file():

@@ -120,21 +120,21 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
 
 
 def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
-    """Returns the errors of an output without rows (a sum over all sequences) against its expected values `wanted`."""
+    """Returns the errors of output o of the call `setting`, a sum over all sequences, against its expected values."""
     tally = _tally(setting, o, complete=True)
     tally.add((0, slice(0, 1), slice(None)), *_of_total(o, wanted))
     return tally
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
-    """Returns an output without rows, and its expected values, as [1, rows, columns]."""
+    """Returns output o, which has no rows (a sum over sequences), and its expected values as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
     return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Returns a random sample of units (a few heads and rows each) of wrong rows and of correct rows.
+    """Returns randomly chosen parts of the call `setting`, of a few heads and rows, with wrong and with correct rows.
 
     maps: the errors by row of the outputs, by name; the first and the last wrong row of each output are included.
     """
@@ -154,7 +154,7 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
 
 
 def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
-    """Returns indices [head, row] of true elements of marks [heads, rows]: the first, the last, and `count` random."""
+    """Returns [head, row] of true elements of marks [heads, rows]: the first, the last, and `count` at random."""
     flat = marks.flatten().nonzero().flatten()
     if not len(flat):
         return []

@@ -33,7 +33,7 @@ class DumpedCall:
 
 
 def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
-    """Returns the calls of a dump.json whose operators this library has.
+    """Returns the calls of a dump.json whose operators this library has and whose names contain `pick`.
 
     Raises:
         JudgeError: the file is no dump.json of msprobe; the message is one sentence.

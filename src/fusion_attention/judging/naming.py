@@ -78,9 +78,8 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns target() of a name in a file, or of the part after its last dot if no other name ends with it.
-
-        content: the file's tensors and values by name.
+        """Returns the parameter or result (see target()) of a name in a file, or of the part after its last dot if no
+        other name in `content`, the file's tensors and values, ends with it.
         """
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1
@@ -154,9 +153,9 @@ def _calls(
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
-    """Returns a value from a file as the operator takes it: numbers as Python numbers, packed softmax_lse as [T, N].
+    """Returns a value from a file as operator `op` takes it: Python numbers, packed softmax_lse as [T, N].
 
-    name: of a parameter or result, perhaps with a prefix that ends with a dot.
+    name: of a parameter or result, perhaps with a prefix that ends with a dot; how: has further arguments of the call.
     """
     last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
     if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
@@ -234,7 +233,7 @@ def results_of(op: Op) -> tuple[str, ...]:
 def of_call(
     op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str, notes: tuple[str, ...] = ()
 ) -> Recorded:
-    """Returns a recorded call whose tensors come from a file, which may store them in a larger dtype, such as float32.
+    """Returns a recorded call of operator op whose tensors a file stores, perhaps in a larger dtype, such as float32.
 
     With how.dtype, float32 tensors become that dtype again if no value changes. Without it, a note asks for it if
     every float32 input would fit a smaller dtype. inputs, outputs: by name; source: the file; notes: further notes.

@@ -75,7 +75,7 @@ class Output:
         return result
 
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """Returns rows of sequence b, [heads, rows, elements]; compressed keys are numbered after the other keys."""
+        """Returns rows of sequence b of the output, [heads, rows, elements]; compressed keys are the last."""
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
@@ -89,7 +89,7 @@ class Output:
         return int(extents.kv_len[b]) if self.second else 0
 
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
-        """Returns a unit with the output's heads (key heads if by_keys), and rows numbered from the output's first."""
+        """Returns a unit with the output's heads (by_keys: key heads), and rows counted from the output's first row."""
         before = self.before(setting.extents, unit.b)
         rows = slice(unit.rows.start - before, unit.rows.stop - before)
         return replace(unit, heads=of_heads(setting, unit), rows=rows)
@@ -97,9 +97,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a call that is computed in one step: query heads, and rows (keys if by_keys), of sequence b.
-
-    second: True if the keys are compressed keys, which are numbered after the others.
+    """A part of a call that is computed at once: query heads and rows (by_keys: keys) of sequence b. second: True if
+    the keys are compressed keys, which are numbered after the others.
     """
 
     b: int
@@ -171,7 +170,7 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
-    """Yields units that together cover the rows and keys of these outputs, with about PAIRS scores each."""
+    """Yields parts that together cover the rows and keys of these outputs of a call, with about PAIRS scores each."""
     p, e = setting.problem, setting.extents
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
@@ -207,7 +206,7 @@ def computed(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """Returns golden's values of the outputs in the rows of a unit, with expected errors, by name.
+    """Returns golden's values of the outputs in a part (`unit`) of a call, with expected errors, by name.
 
     Args:
         grade: the steps in which a correct program rounds; None: compute values alone.
@@ -261,7 +260,9 @@ def _dtype(o: Output, problem: Any) -> torch.dtype:
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Returns raw[o.kind], a result of the formulas for a block, with the values of o.form for rows without keys."""
+    """Returns raw[o.kind], a result of the formulas in precision p for a block, as operators return it for rows without
+    keys; keyless: True if the sequence has no keys.
+    """
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
@@ -287,7 +288,9 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
 def _gradient(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None, p: Precision, *, exact: bool
 ) -> dict[str, Wanted]:
-    """Returns the expected gradients of a unit's query rows, or of its keys, which are sums over all query rows."""
+    """Returns the expected gradients of a unit's query rows, or of its keys, which are sums over all query rows.
+    setting: the call; grade, exact: as in computed(); p: the precision of values.
+    """
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
@@ -324,7 +327,7 @@ def _gradient(
 
 
 def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
-    """Returns the gradients ("dq", "dk", ...) that outputs need. If keys are also the values, dk needs dv."""
+    """Returns the gradients ("dq", "dk", ...) that outputs of a call need. If keys are also the values, dk needs dv."""
     kinds = {o.kind for o in outputs}
     return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
 
@@ -332,9 +335,8 @@ def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
 def _of_keys(
     setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of the gradients `kinds` of a unit's keys, [query heads, keys, elements] by kind.
-
-    They are sums over all rows of the sequence. grade, exact: as in computed().
+    """Returns (values, variances) of the gradients `kinds` of a unit's keys, [query heads, keys, elements] by kind,
+    which are sums over all rows of the sequence. grade, exact: as in computed(); p: the precision of values.
     """
     length = int(setting.extents.q_len[unit.b])
     sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
@@ -371,9 +373,8 @@ def _sum_by_keys(
     variances: dict[str, Tensor],
     of: tuple[Any, Any],
 ) -> None:
-    """Adds the contributions of a unit's rows, by kind, to the gradients of all keys in setting.sums.
-
-    of: (grade, precision), a part of the key of setting.sums. Only the sums of the latest heads are stored.
+    """Adds a unit's contributions to gradients of `keys` (values and variances, by kind) to sums over rows,
+    setting.sums. of: (grade, precision), a part of its key. Only the sums of the latest heads are stored.
     """
     at = (unit.b, unit.heads.start, unit.heads.stop, *of)
     sums = setting.sums.get(at)
@@ -402,9 +403,9 @@ def _of_block(
     *,
     exact: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
-    """Returns a block's contributions to the gradients `kinds`: (values by kind, variances by kind, the block's keys).
-
-    The block has the unit's heads; keys None: all that the rows may see. grade, exact: as in computed().
+    """Returns a block's contributions to the gradients `kinds`: (values by kind, variances by kind, the block's keys),
+    for a unit's heads, and all keys that the rows may see if keys is None. grade, exact: as in computed(); p: the
+    precision.
     """
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
@@ -416,7 +417,7 @@ def _of_block(
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
-    """Returns the expected gradient of sinks [heads] or of a bias (in its shape), which are sums over all sequences."""
+    """Returns the expected gradient of sinks [heads] or of a bias (in its shape): output o, summed over sequences."""
     p, e, grads = setting.problem, setting.extents, setting.grads
     assert grads is not None
     if o.kind == "dsink":
@@ -453,7 +454,7 @@ def _placed(total: Tensor, heads: slice, addend: Tensor) -> Tensor:
 
 
 def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:
-    """Adds addend [heads, rows, keys], of a unit's rows and these keys, to a bias's gradient; view: its memory."""
+    """Adds addend [heads, rows, keys], of a unit's rows and these keys, to the memory `view` of a bias's gradient."""
     view = replace(view, address=view.address + unit.heads.start * view.stride_head)
     if setting.problem.bias == "table":
         lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
@@ -466,10 +467,9 @@ def _delta(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
     complete: tuple[Block, formulas.Scored] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns [heads, rows, 1]: the variance of delta = dout . out of these rows and a unit's heads.
-
-    It depends on all keys, so setting.deltas caches it. exact: as in computed(); complete: the block of the rows with
-    all keys, and its gradients of scores, if the caller has them.
+    """Returns the variance of delta = dout . out of these rows and a unit's heads, [heads, rows, 1], which depends on
+    all keys and is cached in setting.deltas. exact: as in computed(); complete: the block of the rows with all keys,
+    and its gradients of scores, if the caller has them.
     """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:

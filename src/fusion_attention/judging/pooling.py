@@ -151,7 +151,7 @@ class Windows:
         }
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns sequence()'s values and variances for the heads of one block(), [heads, 1, 1 or keys]."""
+        """Returns values and variances, as sequence(), for the heads of one block(): [heads, 1, 1 or keys]."""
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
         if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))
@@ -174,7 +174,7 @@ class Windows:
 
 
 def serves(lowered: Any) -> bool:
-    """True if a lowered call pools windows, or computes the gradients of pooling."""
+    """True if a call in the intermediate representation pools windows, or computes the gradients of pooling."""
     return str(lowered.op_kind).startswith("pooling")
 
 
@@ -266,7 +266,7 @@ def measured(
 
 
 def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
-    """Returns the dtype to which an output is rounded; for a float64 output the dtype `name`, or if "" the call's."""
+    """The dtype to which an output is rounded; for a float64 output the dtype `name`, or if "" the problem's."""
     dtype: torch.dtype = tensor.dtype
     return dtype if dtype != torch.float64 else getattr(torch, name or p.dtype)
 
@@ -276,8 +276,9 @@ def _tally(tensor: Tensor, heads: int, lengths: list[int], columns: int, p: Pool
 
 
 def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    """Returns the MISTAKES that explain the recorded outputs: with them, at most _LEFT of each wrong output's error
-    remains. x: the correct call; of: its lowered forward; base: the errors without a mistake."""
+    """Returns the MISTAKES that explain the recorded outputs (`captured`): with them, at most _LEFT of each wrong
+    output's error remains. x: the correct call; of: its lowered forward; base: the errors without a mistake.
+    """
     results, failing = [], base.failing
     for name, means, fix, fields in MISTAKES:
         of_bias = "unbiased" in fields

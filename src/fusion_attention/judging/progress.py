@@ -16,11 +16,11 @@ PATIENCE = 2.0  # seconds without a bar
 
 
 def silent(words: str, done: int, steps: int) -> None:
-    """Reports nothing."""
+    """Ignores the progress of a search."""
 
 
 def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
-    """Yields the items, and reports each to `watch` before it is processed."""
+    """Yields the items, and before each calls watch(words, number of completed items, number of items)."""
     for done, item in enumerate(items):
         watch(words, done, len(items))
         yield item
@@ -48,7 +48,7 @@ class Bar:
             self.progress.stop()
 
     def __call__(self, words: str, done: int, steps: int) -> None:
-        """Draws the number of completed steps."""
+        """Draws the number of completed steps (done) after the description `words`."""
         if self.progress is None:
             if time.monotonic() - self.began < PATIENCE or not self.console.is_terminal:
                 return

@@ -114,7 +114,7 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 
 def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Returns every output of a recorded call as a back end computes it, by name."""
+    """Returns every output of a recorded call, computed by `backend`, by name."""
     op, args, seed = recording.op, recording.args, recording.seed
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # the call has run, so limits do not matter
@@ -139,7 +139,7 @@ def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
 
 
 def _gradients(call: Any, recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Returns the gradients of a call that implements its derivative itself."""
+    """Returns the gradients of a recorded call that has a method for them; `backend` computes their parts."""
     try:
         given = call.gradients(recording.saved, recording.upstream, lambda further: _run(further, backend))
     except KeyError as error:

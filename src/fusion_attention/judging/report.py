@@ -15,7 +15,7 @@ _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
 
 def table(judgement: Judgement) -> RenderableType:
-    """Returns a table of a call's outputs, then pictures of wrong outputs, the back ends' errors and explanations."""
+    """Returns a table of a verdict's outputs, pictures of wrong outputs, the back ends' errors and explanations."""
     title = Text.assemble(
         (f"{judgement.source or judgement.operator}  ", "bold"), (judgement.verdict, _style(judgement.verdict))
     )
@@ -101,7 +101,7 @@ figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
 
 
 def page(judgements: Sequence[Judgement]) -> str:
-    """Returns all calls as one self-contained HTML file without scripts."""
+    """Returns the verdicts on calls as one self-contained HTML file without scripts."""
     right = sum(j.passes for j in judgements)
     summary = f"{right} of {len(judgements)} calls are right."
     return _PAGE.format(summary=summary, sections="\n".join(map(_section, judgements)))
@@ -140,7 +140,7 @@ def _worst(worst: tuple[Any, ...] | None) -> str:
 
 
 def _pictures(o: Opinion) -> str:
-    """Draws at most four sequences, wrong ones first."""
+    """Returns pictures of the errors of at most four sequences of an output, wrong ones first."""
     return "" if o.surface is None else "".join(figure(o.name, o.surface, b) for b in o.surface.order()[:4])
 
 

@@ -34,14 +34,14 @@ def remarks(call: Recorded) -> tuple[str, ...]:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of floating-point tensors that are not empty."""
+    """Yields (name, tensor) of those values that are floating-point tensors and not empty."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             yield name, value.float() if value.dtype.itemsize == 1 else value
 
 
 def alien(result: Result) -> tuple[str, ...]:
-    """Returns remarks on outputs that are further from golden than zeros are, in most rows: perhaps of another call."""
+    """Returns remarks on outputs that, in most rows, differ more from golden than zeros do: perhaps of another call."""
     remarks = []
     for name, map_ in result.maps.items():
         tally = result.tallies[name]

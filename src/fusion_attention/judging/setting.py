@@ -146,28 +146,28 @@ class Setting:
     sums: dict[Any, Any] = field(default_factory=dict)  # cached gradients of keys, summed over rows
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
-        """Returns this setting with changed fields and a further edit of its blocks."""
+        """Returns this call with changed fields, and with the function `edit`, if given, applied to its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
         return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
-        """Returns this setting with a changed problem."""
+        """Returns this call with changed fields of its problem."""
         return self.changed(problem=replace(self.problem, **fields))
 
     def of_extents(self, **fields: Any) -> Setting:
-        """Returns this setting with changed lengths or bands."""
+        """Returns this call with changed lengths or bands, the fields of its Extents."""
         e = self.extents
         arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
         return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
     def of_compressed(self, hi: np.ndarray) -> Setting:
-        """Returns this setting with another bound `hi` of the visible compressed keys."""
+        """Returns this call with another bound `hi` of the visible compressed keys."""
         second = self.extents.compressed
         assert second is not None
         return self.changed(extents=replace(self.extents, compressed=replace(second, hi=hi)))
 
     def of_operands(self, **fields: Any) -> Setting:
-        """Returns this setting with changed operands."""
+        """Returns this call with changed operands (memory of q, k, v, ...)."""
         return self.changed(operands=replace(self.operands, **fields))
 
     @property
@@ -402,9 +402,9 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
-    """Returns the range of keys that some rows may see; all keys if a row without keys may return the mean of V.
+    """Returns the range of keys that some rows may see; all `kv_len` if a row without keys may return the mean of V.
 
-    first, end: for each row, the band's first key and the key after its last one.
+    first, end: for each row, the band's first key and the key after its last one; p: the problem.
     """
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first

@@ -226,7 +226,7 @@ class Tally:
 
 
 def sentence(b: int, look: Look) -> str:
-    """Returns a sentence about a failing group of elements: its place, its error and the limit. b: the sequence."""
+    """Returns a sentence about the failing group of elements `look` of sequence b: its place, error and limit."""
     head, row = look.place
     where = {
         "element": f"a number of row {row}, head {head}", "row": f"row {row} of head {head}",

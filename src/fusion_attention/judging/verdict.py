@@ -184,7 +184,7 @@ class Judgement:
         ]
 
     def _why(self, bad: list[str]) -> str:
-        """Returns the explanations as one text; outputs are named if they have different explanations."""
+        """Returns the explanations of the outputs `bad` as one text; outputs are named if their explanations differ."""
         unknown = "no known mistake explains it"
         by_outputs: dict[tuple[str, ...], list[str]] = {}
         for m in self.mistakes:

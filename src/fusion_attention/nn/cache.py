@@ -168,7 +168,8 @@ def step(
 
 
 def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: list[Tensor]) -> None:
-    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group, packed rows, gradients).
+    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group `ranks`, packed rows,
+    gradients).
 
     name: the layer's name, for the error. x: hidden states. tensors: rows to be stored.
     """

@@ -129,7 +129,10 @@ class LightningIndexer(nn.Module):
 
     @untraced
     def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
-        """Returns the index over all tokens of a cache, after those of x are appended; choose: with selected keys."""
+        """Returns the index over all tokens of a cache, after those of x are appended; choose: with selected keys.
+
+        lengths: the tokens of every sequence.
+        """
         with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, call_lengths):
             index = index._replace(k=stored["index_k"])
             return self._choose(index, **call_lengths) if choose else index

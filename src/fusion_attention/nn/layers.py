@@ -140,7 +140,7 @@ class SparseAttention(StagedAttention):
     ) -> Tensor:
         """Returns the attention over all tokens of a cache, after those of x are appended.
 
-        ropes: (q_rope, k_rope, index_rope) of attend().
+        ropes: (q_rope, k_rope, index_rope) of attend(); lengths: the tokens of every sequence.
         """
         (q_rope, k_rope, index_rope), dim, chooses = ropes, k.shape[-1], self.stage == "sparse"
         index = self.indexer(x, query, rope=index_rope, choose=False) if chooses else None

@@ -44,13 +44,16 @@ def functions(ranks: Ranks | None) -> Any:
 
 
 def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
-    """Returns the arguments layout, lengths and ranks for hidden states x, [B, S, dim] or packed [T, dim]."""
+    """Returns layout, lengths and ranks for hidden states x, [B, S, dim] or packed [T, dim], as keyword arguments.
+
+    tokens: of a complete padded sequence, if sequences are sharded over ranks.
+    """
     rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
     return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Returns the number of tokens on all ranks, without padding; at least 1; the parameters are those of rows_of()."""
+    """Returns the number of tokens of x on all ranks, without padding; at least 1; arguments: as of rows_of()."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

@@ -23,8 +23,9 @@ FAMILIES = (
 
 
 class _Records(Mapping[str, Op]):
-    """Operator definitions by name. The first look-up imports all families, so a call of a function whose module
-    imports its own definition loads no other."""
+    """All operator definitions, by name. The first look-up imports those of all groups; a function that imports its own
+    definition loads no other.
+    """
 
     @functools.cached_property
     def _loaded(self) -> dict[str, Op]:

@@ -149,7 +149,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
 
 
 def explain_call(call: Written, log: Log | None = None) -> Explanation:
-    """Returns the explanation of a parsed call."""
+    """Returns the explanation of a parsed call; log: the chip's log of it, or None."""
     op = RECORDS[call.operator]
     args, wrong = _arguments(op, call)
     if wrong:
@@ -158,8 +158,7 @@ def explain_call(call: Written, log: Log | None = None) -> Explanation:
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
-    """Returns the explanation of a call with arguments by canonical name; the content of tensors is checked too, unless
-    one is on device meta."""
+    """Returns the explanation of a call from its arguments by canonical name, and its log; it reads no meta tensor."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
     in_memory = bool(tensors) and not any(t.is_meta for t in tensors)
     result = _failures(op, args, in_memory, strict=False)
@@ -188,7 +187,7 @@ def explain_log(log: Log) -> Explanation:
 
 
 def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
-    """Returns the arguments by canonical name, or findings about arguments that the function does not accept."""
+    """Returns a call's arguments by canonical name, or findings about arguments that the function does not accept."""
     spelled = {cann: shown for shown, cann in op.cann.items()}
     given: dict[str, Any] = {}
     for word, value in call.named.items():
@@ -235,7 +234,7 @@ def _function(op: Op) -> Any:
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
-    """Returns a finding for arguments that the function does not accept, with a suggestion."""
+    """Returns a finding about arguments (`given`) that a function lacks, with a suggestion; error: Python's text."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
     fix = ""
@@ -257,7 +256,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of decode_attention() with the definition's parameters k and v in place of the cache."""
+    """Returns the arguments of decode_attention() (`values`) with the definition's parameters k and v for the cache."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
@@ -266,7 +265,7 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Returns an argument for bind(): tensors on device meta, and a number for an attribute that is a 0-dim tensor."""
+    """Returns an argument of parameter p for bind(): tensors on meta, a number for a 0-dim attribute."""
     if isinstance(p, Tensor):
         if isinstance(value, torch.Tensor):
             return value.to("meta")
@@ -300,7 +299,11 @@ def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool)
 
 
 def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) -> tuple[str, ...]:
-    """Returns changes that make the call legal on the chip; if there are none for a meaningless call, legal here."""
+    """Returns changes of arguments that make the call legal on the chip; of a meaningless call, if there are none,
+    legal here.
+
+    in_memory: False if tensors are on device meta.
+    """
     if in_memory:
         args = {name: _without_memory(value) for name, value in args.items()}
 
@@ -333,7 +336,7 @@ def _where(rule: Rule | None, where: str) -> str:
 
 
 def _note(op: Op, text: str) -> Finding:
-    """Returns a finding made from the text of a warning."""
+    """Returns a finding made from the text of a warning about a call of `op`."""
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
@@ -344,7 +347,10 @@ def _note(op: Op, text: str) -> Finding:
 def _explained(
     op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, in_memory: bool = True
 ) -> Explanation:
-    """Returns the explanation of a call with these findings; args: the arguments of a call that has a meaning."""
+    """Returns the explanation of a call with these findings; log: the chip's, or None.
+
+    args: the arguments of a call that has a meaning; in_memory: False if its tensors are on device meta.
+    """
     everywhere = [f for f in findings if f.where == "everywhere"]
     of_chip = [f for f in findings if f.where == "chip"]
     violated = everywhere or of_chip
@@ -380,7 +386,7 @@ def _compared_with_log(log: Log, findings: list[Finding]) -> str:
 
 
 def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict[str, Any]]:
-    """Returns the attributes sizes, results and computes of the explanation of a legal call."""
+    """Returns the attributes sizes, results and computes of the explanation of a legal call, in a dictionary."""
     assert op.lower is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -406,6 +412,6 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
-    """Returns the names of given parameters whose content is read by a rule."""
+    """Returns the names of those arguments whose content a rule reads."""
     content_params = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
     return [op.by_name[name].shown for name in dict.fromkeys(content_params) if args.get(name) is not None]

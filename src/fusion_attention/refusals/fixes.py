@@ -34,7 +34,7 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -
 
 
 def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
-    """Yields the parameters that are lists of integers, with their values."""
+    """Yields the operator's parameters that are lists of integers, with their values in `args`."""
     for p in op.params:
         value = args.get(p.name)
         if isinstance(p, Array) and value is not None:
@@ -45,7 +45,7 @@ def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
 
 
 def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
-    """Yields a change of all lists of lengths together, and of each list alone."""
+    """Yields a change of all lists of lengths of a call together, and of each list alone."""
     lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
         text = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
@@ -99,7 +99,7 @@ def _layout(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _heads(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields numbers of heads and page sizes that are axes of queries and keys."""
+    """Yields fixes that set a number of heads or a page size to the size of an axis of queries or keys."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
@@ -110,7 +110,7 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields the query's dtype, then bfloat16 and float16, for all floating-point tensors."""
+    """Yields fixes of the dtype of all floating-point tensors: the query's, then bfloat16 and float16."""
     first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
     floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
     if not first or first not in floating:
@@ -126,7 +126,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields the removal of each optional argument."""
+    """Yields fixes that remove one optional argument each."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
         default = p.default if isinstance(p, Attr) else None

@@ -90,7 +90,7 @@ def _is_known(rule: Rule, text: str) -> bool:
 
 
 def _score(op: Op, rule: Rule, text: str, code: int) -> int:
-    """Returns a score of how well CANN's reasons match a rule; 0 for no match."""
+    """Returns a score of how well the text of CANN's messages and its error code match a rule; 0 for no match."""
     shown = op.by_name[rule.param].shown
     flat = re.sub(r"[^a-z0-9]", "", text)
     names = (rule.param, shown, op.cann.get(shown, shown).removesuffix("Optional"))
@@ -103,7 +103,7 @@ def _score(op: Op, rule: Rule, text: str, code: int) -> int:
 
 
 def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields one entry, which describes the kind of rules that an error code refers to; none for an unknown code."""
+    """Yields one entry, as likely(): the kind of rules that an error code means; none for an unknown code."""
     kinds = {
         NULL_POINTER: "every required parameter (of query_rope and key_rope both or neither)",
         INVALID: "the dtypes on the operator's page, a known layout string, and ranks and axes that agree",

@@ -192,7 +192,7 @@ class _Reader:
     # ---------------------------------------------------------------------------------------------------- values
 
     def value(self, node: ast.expr) -> Any:
-        """Returns the value of an expression; WrittenError: unsupported syntax, or an error of the expression."""
+        """Returns the value of a syntax tree's expression; WrittenError: unsupported syntax, or it fails."""
         try:
             result = self._value(node)
         except (WrittenError, RecursionError):
@@ -319,7 +319,10 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Returns the result of a function of torch or numpy that creates a tensor."""
+    """Returns the result of the function `name` of torch or numpy that creates a tensor; words: keyword arguments.
+
+    node: the call's syntax tree, for errors.
+    """
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
@@ -346,7 +349,7 @@ def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call)
 
 
 def _method(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Returns the result of a method of a tensor."""
+    """Returns the result of the method `name` of a tensor; words: keywords; node: the syntax tree, for errors."""
     if name in _CASTS:
         return tensor.to(_DTYPES[name])
     if name in ("to", "type"):
@@ -366,7 +369,7 @@ def _method(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, A
 
 
 def _count(values: Any, left: int) -> int:
-    """Returns `left` minus the number of elements of a nested list; WrittenError: it has more than `left`."""
+    """Returns `left` minus the count of elements of a nested list (`values`); WrittenError: it has more than `left`."""
     if not isinstance(values, (list, tuple)):
         return left - 1
     for value in values:
@@ -392,7 +395,7 @@ def _call_of_builtin(name: str, args: list[Any], node: ast.Call) -> Any:
 
 
 def _outer_call(node: ast.expr) -> ast.Call | None:
-    """Returns the call of an expression statement, also under an index as in f(...)[0]."""
+    """Returns the call that an expression statement consists of, also under an index as in f(...)[0]."""
     while isinstance(node, (ast.Subscript, ast.Await)):
         node = node.value
     return node if isinstance(node, ast.Call) else None

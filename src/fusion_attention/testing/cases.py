@@ -113,8 +113,7 @@ class Case(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the size of the token axis of tensors of a side, "q" or "kv": T packed, S padded (3 without
-        sequences)."""
+        """Returns the size of the token axis of tensors of a side, "q" or "kv": T packed, S padded; 3 if B = 0."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
@@ -141,8 +140,7 @@ def hostile(values: Tensor) -> Tensor:
 
 
 def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
-    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]; side: "q" or "kv", whose
-    tokens it has."""
+    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if case.layout in ("BSH", "SBH"):
         tensor = tensor.unflatten(-1, (heads, tensor.shape[-1] // heads))
@@ -154,8 +152,7 @@ def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
 
 
 def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
-    """Returns sequence b of contiguous statistics, a tensor [.., 8] in the case's layout, as a view
-    [heads_q, rows, 8]."""
+    """Returns sequence b of contiguous statistics [.., 8] in the case's layout as a view [heads_q, rows, 8]."""
     rows, heads = case.q_len[b], case.heads_q
     if not case.packed:
         return tensor[b, :, :rows]
@@ -166,8 +163,7 @@ def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
 
 
 def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor in the case's layout with a row of `heads` * `dim` elements per token of a side,
-    "q" or "kv"."""
+    """Returns a tensor's shape in the case's layout with `heads` * `dim` elements per token of a side, "q" or "kv"."""
     b, s = len(case.q_len), case.tokens(side)
     return {
         "BSND": (b, s, heads, dim),
@@ -179,8 +175,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Returns the arguments of a case's call by canonical name, and dy: strided views into memory, NaN outside of
-    sequences."""
+    """Returns a case's arguments by canonical name, and dy: strided views in memory of NaN."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -238,7 +233,7 @@ def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor 
 
 
 def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Returns the attention mask of a case in the form of case.mask; None for "none"."""
+    """Returns the attention mask of a case in the form of case.mask, drawn by a generator; None for "none"."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
@@ -297,8 +292,7 @@ def prefix_fits(case: Case) -> bool:
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """Returns bool [rows, keys] of sequence b of a case: true for keys in the band of the sparse
-    mode, ignoring masks."""
+    """Returns bool [rows, keys] of sequence b of a case: true for keys in the sparse mode's band, without masks."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -318,8 +312,7 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """Returns bool [heads_q, rows, keys] of sequence b of a case: true for visible keys; args: the result of
-    arguments()."""
+    """Returns bool [heads_q, rows, keys] of sequence b of a case: true for visible keys; args: from arguments()."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

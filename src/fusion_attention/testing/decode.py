@@ -109,8 +109,7 @@ def logical(case: DecodeCase) -> dict[str, Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this shape and dtype filled with NaN (integers: with 99), a view with an offset into a larger
-    buffer."""
+    """Returns a tensor of this shape and dtype filled with NaN (integers: 99), an offset view of a larger buffer."""
     fill: float = math.nan if dtype.is_floating_point else 99
     full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
     return full[16 : 16 + math.prod(shape)].view(shape)
@@ -147,8 +146,7 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """Returns a case's page table with pages in random order and invalid unused entries; None for a cache without
-    pages."""
+    """Returns a case's page table: pages in random order, unused entries invalid; None for a cache without pages."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -197,8 +195,7 @@ def arguments(case: DecodeCase) -> Args:
 
 
 def answer(case: DecodeCase) -> Tensor:
-    """Returns the output of a case's call, [B, N1, rows, D] in float64, computed from the formula
-    with dense matrices."""
+    """Returns the output of a case's call, [B, N1, rows, D] float64, computed by the formula with dense matrices."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
@@ -222,8 +219,7 @@ def answer(case: DecodeCase) -> Tensor:
 
 
 def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
-    """Returns the keys (side 0) or values (side 1) of batch item `item`, dequantised to float64; n: the result of
-    logical()."""
+    """Returns the keys (side 0) or values (side 1) of sequence `item`, dequantised to float64; n: from logical()."""
     rows: Tensor = n["kv"[side]][item].double()
     if not case.integers:
         return rows

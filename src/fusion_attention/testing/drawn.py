@@ -97,7 +97,7 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """Asserts by compare() that results differ from those of a float64 program only by rounding errors.
+    """Asserts by compare() that results (`ours`) differ from those of a float64 program only by rounding errors.
 
     how: options of expected_of().
     """
@@ -107,7 +107,7 @@ def compare_with(name: str, ours: Structure, program: Callable[[], Structure], *
 
 
 class _Attend(torch.autograd.Function):
-    """The function of attend()."""
+    """The autograd function of attend(): softmax(scores) @ v, with the gradient formulas of flash attention kernels."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
@@ -156,7 +156,7 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns a structure like x with `leaves`, by the names of _leaves(); name: as there."""
+    """Returns a structure like x with `leaves` by name, as _leaves() makes the names; name: prefix of the names."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

@@ -61,7 +61,7 @@ def sizes(
 
 
 def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
-    """Returns the outputs of a forward (grads None) or of a backward."""
+    """Returns the outputs of a forward, or of a backward if `grads` are given, as views of their memory."""
     if grads is None:
         views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum, "lse": operands.stats.max}
     else:

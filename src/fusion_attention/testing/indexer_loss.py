@@ -82,7 +82,7 @@ def arguments(case: LossCase) -> dict[str, Any]:
 def statistics(
     case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Returns the statistics of attention and indexer by canonical name.
+    """Returns the statistics of attention and indexer of a case by canonical name.
 
     dtype: the dtype of the computation. kept: the dtype of the results.
     """
@@ -112,8 +112,7 @@ def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list
 
 
 def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
-    """Returns the attention's scaled scores of a row of sequence b for the keys `tokens`, [heads_q,
-    tokens] in a dtype."""
+    """Returns attention's scaled scores of a row of sequence b for the keys `tokens`, [heads_q, tokens], in a dtype."""
     total = torch.zeros(case.heads_q, len(tokens), dtype=dtype)
     for q, k in (("query", "key"), ("query_rope", "key_rope")):
         if args[q] is not None:
@@ -126,8 +125,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row of sequence b, for the
-    keys `tokens`."""
+    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row, for keys `tokens`."""
     q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -135,8 +133,7 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the statistics (max, sum) of scores [heads, keys] and a sink [heads] or None, of every head; 0 and 0
-    without scores."""
+    """Returns the statistics (max, sum) of scores [heads, keys] and a sink [heads] or None, per head; 0, 0 if empty."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -170,7 +167,7 @@ def by_python(case: LossCase) -> bool:
 
 
 def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of indexer_loss() by canonical name, from torch_npu's, `args`."""
+    """Returns the arguments of indexer_loss() by canonical name, from torch_npu's (`args`) for the same case."""
     given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
     lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
@@ -184,8 +181,7 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results of a case by the formulas, row by row in float64, as a reference for golden; the loss is
-    float32."""
+    """Returns the results of a case by the formulas, row by row in float64 (the loss in float32), to compare golden."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)
@@ -212,8 +208,7 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 def distributions(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns (p, y) of a row of sequence b: the probabilities of attention and of the indexer for the keys `tokens`,
-    in a dtype."""
+    """Returns (p, y) of a row of sequence b in a dtype: attention's and the indexer's probabilities of `tokens`."""
 
     def statistic(name: str) -> Tensor:
         stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)

@@ -70,8 +70,7 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the dropout mask of sequence b of a case, [heads_q, rows, keys]: 1 keeps a probability; 1.0 without
-    dropout."""
+    """Returns the dropout mask of sequence b of a case, [heads_q, rows, keys], 1: kept; or 1.0 without dropout."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
         return 1.0

@@ -99,7 +99,7 @@ def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
 
 
 def attention(call: DenseCall, backend: str = "auto") -> tuple[Tensor, ...]:
-    """Returns (out, max, sum) of a lowered call; statistics have one lane, as in kernels."""
+    """Returns (out, max, sum) of a lowered call on a back end; statistics have one number per row and head."""
     return tuple(eager.run(DenseForward(call), backend).values())
 
 
@@ -120,6 +120,7 @@ def attention_backward(
         dout: the gradient of out. out, stats: results of attention().
         dlse: the gradient of lse, or None.
         dbias: False: the bias's gradient is not computed, and empty.
+        backend: name of the back end.
     """
     bias = call.extras[BIAS] if dbias else None
     gradients = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ _LEAST_BYTES = 2**24
 
 
 def _unchanged(x: Tensor) -> Tensor:
-    """Returns a tensor as it is."""
+    """Returns the tensor x."""
     return x
 
 
@@ -157,7 +157,7 @@ class Roundings(TorchDispatchMode):
         return self._result(func, base, args, kwargs)
 
     def _in_place(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Runs an operation that writes to an argument; copies are computed by its variant that returns a result."""
+        """Runs a torch operation that writes to an argument; its copies come from the variant that returns a result."""
         target = kwargs["out"] if "out" in kwargs else args[0]
         if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
             result = func(*args, **kwargs)
@@ -176,7 +176,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns an operation's result, computed without errors; also computes and stores its copies, with errors."""
+        """Returns the result of torch's operation `func`, named `base`; computes its copies with errors too."""
         if base in _EXACT:
             return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
@@ -206,7 +206,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _sum(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation that adds (products or terms), and stores its copies with errors."""
+        """Returns the result of torch's operation `func` (`base`), a sum of terms; stores copies with errors."""
         result = func(*args, **kwargs)
         terms = _terms(func, base, args, kwargs, result)
         moved = self._each(func, base, args, kwargs)
@@ -220,7 +220,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _exact(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation that adds no error, and stores its copies if its arguments have some."""
+        """Returns the result of torch's operation `func`, which rounds nothing; copies it if arguments have copies."""
         result = func(*args, **kwargs)
         several = isinstance(result, tuple | list)
         if not any(isinstance(x, Tensor) for x in (result if several else (result,))):
@@ -234,10 +234,9 @@ class Roundings(TorchDispatchMode):
     def _each(
         self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = _unchanged
     ) -> Any:
-        """Returns the results of an operation for the copies of its arguments, [copies, *shape].
+        """Returns the results of torch's operation `func` (`base`) for the copies of its arguments, [copies, *shape].
 
-        Args:
-            change: applied to the float64 arguments.
+        change: applied to the float64 arguments.
         """
         if not self._has_copies((args, kwargs)):
             return self._expanded(func(*_mapped(args, change), **kwargs))
@@ -261,9 +260,10 @@ class Roundings(TorchDispatchMode):
     def _vmapped(
         self, func: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor], differs: Callable[[Tensor], bool]
     ) -> Any:
-        """Returns the results of an operation for all copies, by torch.vmap.
+        """Returns the results of torch's operation `func` for all copies, [copies, *shape], by torch.vmap.
 
         Args:
+            change: applied to the float64 arguments.
             differs: true for the tensors whose copies are used; others have equal elements in all copies.
         """
         flat, spec = tree_flatten((args, kwargs))
@@ -293,7 +293,7 @@ class Roundings(TorchDispatchMode):
         return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
 
     def _has_copies(self, x: Any) -> bool:
-        """True if a tensor, or one in a list or dictionary, has copies."""
+        """True if x, a tensor, list or dictionary, contains a tensor with copies."""
         if isinstance(x, dict):
             x = list(x.values())
         if isinstance(x, tuple | list):
@@ -310,7 +310,7 @@ class Roundings(TorchDispatchMode):
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
     def _error(self, size: Tensor) -> Tensor:
-        """Returns size * uniform(-1, 1), in place."""
+        """Replaces `size` by random errors between -size and size, and returns them."""
         return size.mul_(self.noise(size.numel()).view(size.shape))
 
     def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:
@@ -347,7 +347,7 @@ class Roundings(TorchDispatchMode):
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
     def _is_exact(self, values: Tensor) -> Tensor:
-        """True if the dtype represents a result exactly (for float64: if float32 does), or if it is beyond the range.
+        """True for values that the dtype represents exactly (for float64: if float32 does), or that exceed its range.
 
         Models fill masks with the lowest float64 number, which would become -inf with an error.
         """
@@ -371,8 +371,7 @@ class Noise:
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """Computes the primitive prims.var over the axes `dims`, which torch's decompositions of norms use, from other
-    operations."""
+    """Computes prims.var over the axes `dims`, which torch's decompositions of norms use, from other operations."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
@@ -383,7 +382,7 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def _is_float(x: object) -> bool:
-    """True for a tensor of float64 or complex128."""
+    """True if x is a tensor of float64 or complex128."""
     return isinstance(x, Tensor) and x.dtype in (torch.float64, torch.complex128)
 
 
@@ -410,7 +409,7 @@ def _is_factor(name: str) -> bool:
 
 
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
-    """Returns the number of terms of each sum in the result of an operation, `base` by name."""
+    """Returns the number of terms of each sum in the result of torch's operation `func`, named `base`."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
@@ -419,7 +418,7 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:
-    """True for results without rounding: a factor is a power of two, or a term is 0."""
+    """True for results of torch's operation `base` without rounding: a factor is a power of two, or a term is 0."""
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)
@@ -432,6 +431,6 @@ def _exact(base: str, result: Any, args: Any) -> Any:
 
 
 def _is_power(x: Any) -> Tensor:
-    """True for plus or minus a power of two, elementwise."""
+    """True for elements of x that are plus or minus a power of two."""
     x = torch.as_tensor(x, dtype=torch.float64)
     return (x.view(torch.int64) & (2**52 - 1)) == 0  # no mantissa bits; true for 0 and infinity too

@@ -127,7 +127,7 @@ class IndexerCase(Rows):
 
 
 def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
-    """Returns sequence b of a tensor of rows as a view [tokens, ...]; side: "q" or "kv"."""
+    """Returns sequence b of a tensor of rows of a case as a view [tokens, ...]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if not case.packed:
         return tensor[b, :length]
@@ -149,7 +149,7 @@ class Maker:
         return torch.randn(shape, generator=self.generator)
 
     def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of rows [..., *inner] filled with NaN (integers: 255), see poisoned()."""
+        """Returns a tensor of rows of a side, "q" or "kv", [..., *inner], filled with NaN (integers: 255)."""
         case = self.case
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
@@ -163,7 +163,7 @@ class Maker:
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
-        """Returns a tensor of rows of keys stored in pages, [pages, page, heads, dim]; unused memory is NaN."""
+        """Returns keys stored in the pages of a block table, [pages, page, heads, dim]; unused memory is NaN."""
         case = self.case
         used = table[table < WILD]
         pages = int(used.max()) + 2 if len(used) else 1
@@ -212,7 +212,7 @@ def layouts_of(case: Rows) -> dict[str, Any]:
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns the arguments of npu_sparse_flash_attention, and dy, by canonical name: views in memory of NaN."""
+    """Returns a case's arguments of npu_sparse_flash_attention, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -254,7 +254,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
-    """Returns the blocks that a row of sequence b selects, in list order."""
+    """Returns the blocks that a row of sequence b selects, in list order, randomly drawn in the form of case.lists."""
     seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
     mixed = torch.randperm(seen, generator=generator)
     if case.lists == "none" or not all_:
@@ -267,7 +267,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns the arguments of npu_lightning_indexer, and dy, by canonical name: views in memory of NaN."""
+    """Returns a case's arguments of npu_lightning_indexer, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
@@ -304,7 +304,7 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
-    """Returns a back end's results: out, max, sum and (without pages) the gradients."""
+    """Returns a back end's results: out, max, sum and (without pages) the gradients; dy: the gradient of out."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
@@ -350,7 +350,7 @@ def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
-    """Returns a back end's gradients of the indexer's values at given indices."""
+    """Returns a back end's gradients of an indexer's values at given indices; dy: the gradient of the values."""
     return run(IndexerBackward(call, dy, indices), backend)
 
 
@@ -361,7 +361,7 @@ promoted = in_float64
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
-    """Returns the tokens that a row of sequence b attends to, in list order, with multiplicity; entries: its list."""
+    """Returns the tokens that a row of sequence b attends to, in list order, with repetitions; entries: its list."""
     seen, tokens = case.seen(b, row), []
     for slot, block in enumerate(entries):
         if slot >= math.ceil(seen / case.block) or block == -1:
@@ -380,7 +380,7 @@ def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
 
 
 def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Yields (b, key head, row, tokens) for every row that attends to a token."""
+    """Yields (sequence, key head, row, tokens) for every row of a case that attends to a token."""
     for b, rows in enumerate(case.q_len):
         lists = part(case, args["sparse_indices"], "q", b)
         for row, head in np.ndindex(rows, case.heads_kv):
@@ -406,7 +406,7 @@ def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Computes the formulas row by row with gathers in float64, as a reference for golden."""
+    """Computes a case by the formulas, row by row with gathers in float64, as a reference for golden."""
     result = _nothing(case, args)
     for place in _each_row(case, args):
         _plain_row(case, args, place, result)
@@ -469,7 +469,7 @@ def _plain_row(
 
 
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
-    """Returns [rows, keys]: the indexer's scores of sequence b, computed in dtype `wide`; -inf for an invisible key."""
+    """Returns an indexer's scores of sequence b, [rows, keys], computed in dtype `wide`; -inf for an invisible key."""
     q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
     k = keys_of(case, args, "key", b)[:, 0].to(wide)
     scores = torch.einsum("rhd,kd->rhk", q, k).relu().mul(w[..., None]).sum(1)
@@ -479,7 +479,7 @@ def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dt
 
 
 def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices: Tensor) -> Results:
-    """Computes the indexer's gradients row by row with gathers in float64."""
+    """Computes an indexer's gradients at given indices row by row with gathers in float64."""
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):

@@ -53,8 +53,7 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
-    """Returns the arguments of indexer_target_loss() for a case by canonical name; targets that no
-    row reads are NaN."""
+    """Returns a case's arguments of indexer_target_loss() by canonical name; targets that no row reads are NaN."""
     make = Maker(case)
     args = {
         "query_index": make.rows("q", case.heads, case.dim),
@@ -76,7 +75,7 @@ def arguments(case: TargetCase) -> dict[str, Any]:
 
 
 def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
-    """Returns a target of `count` probabilities for a row, of the kind case.target."""
+    """Returns a target of `count` probabilities for a row, of the kind case.target; make: draws numbers."""
     p = (2 * make.draw(count)).softmax(-1) * {"zero": 0.0, "part": 0.6}.get(case.target, 1.0)
     if case.target == "nan" and row % 3 == 0:
         p[0] = torch.nan
@@ -84,7 +83,7 @@ def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
 
 
 def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
-    """Returns the lowered call of the Python API; names: of the results to compute, if not the default ones."""
+    """Returns a case's lowered call of the Python API; names: of the results to compute, if not the default ones."""
     call = lower_target(bind(api_target_definition.RECORD, args))
     return replace(call, names=names or call.names)
 
@@ -95,10 +94,9 @@ def golden(call: TargetLoss) -> Results:
 
 
 def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
-    """Computes the formulas row by row in float64, as a reference for golden; the loss is rounded to float32.
+    """Computes a case by the formulas row by row in float64, as a reference for golden; the loss is rounded to float32.
 
-    Args:
-        unit: the gradients are those for a target that sums to 1.
+    unit: True for the gradients of a target that sums to 1.
     """
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
     results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
@@ -120,7 +118,7 @@ def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> 
 
 
 def each_row(case: TargetCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int], list[int]]]:
-    """Yields (b, row, slots, keys) of every row that reads a key; slots: the keys' positions in its list."""
+    """Yields (sequence, row, slots, keys) for every row that reads a key; slots: the keys' positions in its list."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if pairs := slots_of(case, args, b, row):

@@ -49,7 +49,7 @@ _ways: Ways | None = None  # one per process, as the device is registered per pr
 
 
 def connect(ways: Ways) -> None:
-    """Registers the conversions; functions wrapped by crossing() then accept tensors on that device."""
+    """Registers conversions between devices; functions wrapped by crossing() then accept tensors on ways.device."""
     global _ways  # noqa: PLW0603
     _ways = ways
 
@@ -60,7 +60,7 @@ def crosses(device: torch.device) -> bool:
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
-    """crossing() of a function, with TypeErrors that suggest the intended parameter name."""
+    """Returns crossing() of a function, with TypeErrors that suggest parameter names; host: see crossing()."""
     return crossing(suggested(function), host)
 
 
@@ -105,7 +105,7 @@ def _elsewhere(
     kwargs: dict[str, Any],
     names: Mapping[str, str] | None,
 ) -> RuntimeError:
-    """torch's error for tensors on several devices, with the name of the argument."""
+    """Returns torch's error for tensors on several devices, with the name of the argument in a call of `function`."""
     home, strange = crossing.tensors[0].device, crossing.strange
     if names is None:
         named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
@@ -124,7 +124,7 @@ def _elsewhere(
 
 
 class _Crossing:
-    """The conversion of one call's tensors to aliases, and of its results back."""
+    """The conversion of one call's tensors to aliases, and of its results back to the device by name."""
 
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
@@ -169,7 +169,7 @@ class _Crossing:
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """The value with the function's tensors replaced by tensors on the device by name."""
+        """The value, a result of the function, with tensors replaced by tensors on the device by name."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

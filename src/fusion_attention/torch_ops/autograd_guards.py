@@ -43,7 +43,7 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
 
 
 def constants(upstream: Iterable[Tensor | None]) -> None:
-    """Raises if gradients of an attention's statistics are not zero, since they have no derivative.
+    """Raises if `upstream`, gradients of attention's statistics, are not zero, since statistics have no derivative.
 
     Zeros are legal: reentrant checkpointing makes them for unused outputs. NaN counts as zero: the logarithm makes it
     from a zero gradient if the sum of a row without keys is 0.
@@ -58,7 +58,7 @@ def constants(upstream: Iterable[Tensor | None]) -> None:
 
 @contextmanager
 def below() -> Iterator[None]:
-    """A context that calls an operator below autograd, because the caller records its derivative.
+    """A context in which autograd does not see an operator, because the caller records its derivative.
 
     Outer levels of torch.func still record theirs.
     """

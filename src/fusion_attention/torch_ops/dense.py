@@ -14,7 +14,7 @@ _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
 def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
-    """Runs attention() with arguments by canonical name; returns (out, max, sum).
+    """Runs attention() on a back end, with arguments by canonical name; returns (out, max, sum).
 
     stats: max and sum are needed; if False they may be None. capture() replaces this function while it saves calls.
     """

@@ -19,8 +19,7 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, st
 
 
 def is_traced(args: Iterable[Any]) -> bool:
-    """True if a call must be a registered operator: it is traced or transformed, a mode is active, or an argument is
-    of a tensor subclass."""
+    """True if a call must be a registered operator: traced, transformed, under a mode, or with a tensor subclass."""
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -59,9 +58,9 @@ def drops(keep_prob: Any) -> bool:
 def results(
     op: Op, args: Mapping[str, Any], backend: str = "auto", *, complete: bool = False, reads: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Runs a call and returns its results by canonical name, as eager.results(); in a trace, absent ones are empty.
+    """Runs a call of `op` on a back end; returns its results by canonical name; in a trace, absent ones are empty.
 
-    reads: as in bind(); False if the caller made the data that rules would read.
+    complete: as in eager.results(). reads: as in bind(); False if the caller made the data that rules would read.
     """
     if is_traced(args.values()):
         return traced.results(op, args, backend)

@@ -27,7 +27,7 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
-    """Runs a lowered call and returns its results by the names of the operator's outputs, without autograd."""
+    """Runs a lowered call on a back end and returns its results by the names of outputs, without autograd."""
     results = call.results()
     compute(call, results, backend)
     return results
@@ -74,7 +74,10 @@ def _trained(
     backend: str,
     prepared: Prepared | None,
 ) -> Results:
-    """Runs a lowered call (bare: without tensors) on inputs, with autograd; names: those that the call reads."""
+    """Runs a lowered call (bare: without tensors) on `inputs`, with autograd; names: the inputs that the call reads.
+
+    prepared: the prepared call, or None.
+    """
     # Inputs without a gradient are detached, so that backward does not run through, and free, their graph.
     tensors = [
         t.detach() if t is not None and t.requires_grad and name not in op.trained else t
@@ -84,7 +87,8 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a checked call at its second use; calls whose lengths always change are not prepared.
+    """Plans and views of a call are stored at its second use for later calls on other memory, unless lengths always
+    change.
 
     bound: the checked call. call: the lowered one. backend: the back end's name, or "auto".
     """

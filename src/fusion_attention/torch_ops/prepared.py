@@ -23,7 +23,7 @@ _PACKED = ("slopes", "sink")  # operands that the core reads as contiguous float
 
 
 class Prepared:
-    """Plan, views and shapes of results for all calls of one call cache; holds no tensor of a caller.
+    """Plan, views and shapes of results for all calls that differ only in memory; it holds no tensor of a caller.
 
     Attributes:
         bare: (lowered call without tensors, names of the arguments that are its inputs), which autograd uses; None if
@@ -35,7 +35,7 @@ class Prepared:
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
-        """Plans the call; views: its operands without memory; sources: results of _source() by operand."""
+        """Plans the call on a back end; views: its operands without memory; sources: from _source(), by operand."""
         self.bare: tuple[Differentiable, tuple[str, ...]] | None = None
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
@@ -107,7 +107,7 @@ def _first(tensors: Any) -> Tensor:
 
 
 def _stand_in(tensors: Any, widened: bool) -> Any:
-    """A meta tensor with shape, strides and dtype of an argument; widened: contiguous, in float32."""
+    """A meta tensor with the shape, strides and dtype of an argument, or contiguous and in float32 if `widened`."""
     if not isinstance(tensors, torch.Tensor):
         return type(tensors)(_stand_in(t, widened) for t in tensors)
     if widened:
@@ -116,16 +116,16 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
 
 
 def _narrow(given: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """The names of arguments with 16-bit floats, among `names`, whose operands may be float32 copies; given: arguments
-    by name."""
+    """The arguments among `names`, with values `given`, whose 16-bit floats may be copied to float32 operands."""
     return frozenset(name for name in names if _first(given[name]).dtype in (torch.float16, torch.bfloat16))
 
 
 def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
 ) -> tuple[str, Source, Source]:
-    """(argument, function to a tensor that starts at the operand's address, function to the operand), both from the
-    call's arguments by name."""
+    """Returns (argument, function to a tensor that starts at the address of `operand`, function to the operand); both
+    functions take a call's arguments by name. widened: True if the operand is a float32 copy of the argument.
+    """
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Registration of operators with torch: kernels, fake implementations, autograd and vmap."""
+"""Registration of operators with torch: implementations, also for fake tensors, autograd and vmap."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def register(
 
 
 def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
-    """The Autograd kernel of an operator that computes gradients: differentiating its results raises."""
+    """Returns the implementation, for autograd, of an operator that computes gradients: their derivative raises."""
 
     def call(*args: Any) -> list[torch.Tensor]:
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
@@ -57,7 +57,7 @@ def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
 
 
 def _no_vmap(*args: Any) -> Any:
-    """The kernel for torch.vmap: raises NotImplementedError."""
+    """The implementation for torch.vmap of operators that do not support it: raises NotImplementedError."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )

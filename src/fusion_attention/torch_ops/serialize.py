@@ -1,7 +1,7 @@
 """Serialization of any operator's call to arguments of a torch operator: tensors, lengths as int64 tensors,
 numbers and one line of text.
 
-A trace therefore contains no lengths and no plan: validation, lowering and planning run inside the operator. pack()
+A trace therefore contains no lengths and no plan: checks, lowering and planning run inside the operator. pack()
 serializes arguments; read() and unpack() restore them.
 """
 
@@ -28,7 +28,7 @@ CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tens
 
 
 class Names(NamedTuple):
-    """Canonical names of an operator's parameters by kind, and of its results."""
+    """The canonical names of an operator's parameters, grouped by kind, and of its results."""
 
     tensors: tuple[str, ...]  # inputs
     arrays: tuple[str, ...]
@@ -38,7 +38,7 @@ class Names(NamedTuple):
 
 
 def names_of(op: str) -> Names:
-    """The Names of the operator definition `op`."""
+    """Returns the names of the parameters, by kind, and results of the operator `op`."""
     record = RECORDS[op]
     return Names(
         tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output),
@@ -50,7 +50,7 @@ def names_of(op: str) -> Names:
 
 
 def constant(function: Callable[[str], Any], value: str) -> Any:
-    """function(value); in a trace, a constant, so that torch neither traces nor guards definitions and settings."""
+    """Returns function(value), in a trace as a constant, so that torch does not trace definitions and settings."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -59,7 +59,8 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """Serializes a call to the arguments of an operator with schema CALL; args: by canonical name.
+    """Serializes a call of `op` on a back end to the arguments of a torch operator with schema CALL; args: by canonical
+    name.
 
     A list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
     declared one; bind() reports wrong types later.
@@ -107,7 +108,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
 
 
 def nested(op: str, name: str) -> ContractError:
-    """The error for a nested tensor, which torch would not pass to an operator."""
+    """The error for a nested tensor as argument `name` of `op`: torch would not pass it to an operator."""
     return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
 
 
@@ -126,11 +127,11 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """The parsed line of text of a traced call: operator definition, settings, names of numbers, lengths of lists, and
-    other attributes (words).
+    """The line of text that a trace stores for a call, parsed.
 
     Attributes:
-        strict, check_content: True if the trace was strict; None: settings at run time decide.
+        strict, check_content: True if set when the call was traced; None: settings at run time decide.
+        ints, floats: names of the numbers; lists: {parameter: number of its tensors}; words: other attributes.
     """
 
     op: Op
@@ -145,7 +146,7 @@ class Text:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Text:
-    """Parses the line of text; results are cached."""
+    """Parses the line of text that pack() made; results are cached."""
     name, settings, ints, floats, lists, words = text.split(";", 5)
     backend, strict, content = settings.split(",")
     op = RECORDS[name]
@@ -160,7 +161,7 @@ def read(text: str) -> Text:
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
-    """The inverse of pack(): a call's arguments by canonical name; text: the result of read()."""
+    """The inverse of pack(): returns a call's arguments by canonical name; text: the result of read()."""
     names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
@@ -173,12 +174,12 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """Checks the arguments from unpack(), and returns the checked call."""
+    """Checks arguments by canonical name, which unpack() returned, and returns the checked call."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """Checks a call during tracing, unless it has symbolic sizes or lengths, which are checked when it runs."""
+    """Checks a call in a trace, unless it has symbolic sizes or lengths (arrays), which it checks when it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
     is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))

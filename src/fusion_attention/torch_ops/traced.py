@@ -22,20 +22,19 @@ Tensor = torch.Tensor
 
 
 def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, call: str) -> tuple[Text, dict[str, Any]]:
-    """(parsed text, arguments by canonical name), from the operator's arguments."""
+    """Returns (parsed text `call`, arguments by canonical name) from the arguments of a registered operator."""
     text = read(call)
     return text, unpack(tensors, arrays, ints, floats, text)
 
 
 def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
-    """Checks and lowers a call; text: the result of read(); args: by canonical name; seed: a tensor with the drawn
-    seed, or None."""
+    """Checks and lowers a call from the parsed text and its arguments by canonical name; seed: drawn, or None."""
     assert text.op.lower is not None
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """The tensors in the order of names; absent ones are empty tensors with the dtype and device of `like`."""
+    """Returns the tensors of `by_name` in the order of names, or an empty one like `like` if absent."""
     return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 
@@ -118,7 +117,7 @@ class _Differentiable(_SingleLevelFunction):
 
 
 def _untrained(tensors: Any, *rest: Any) -> None:
-    """Raises ContractError if a tensor without a derivative requires a gradient; rules below autograd cannot see it."""
+    """Raises ContractError if a tensor without a derivative requires a gradient; rest: other arguments."""
     text, args = _arguments(tensors, *rest)
     rules = [r for r in text.op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
     ask(text.op, [r for r in rules if trained(args[r.param])], args)
@@ -145,7 +144,7 @@ register(
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor | None = None) -> dict[str, Tensor]:
-    """Runs a call as an operator; returns results by canonical name, absent ones empty. seed: a drawn seed."""
+    """Runs a call as a registered operator; returns results by name, absent ones empty. seed: a drawn seed."""
     packed = pack(op.name, args, seed, backend)
     return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))
 
@@ -153,7 +152,10 @@ def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor
 def gradients(
     op: Op, args: Mapping[str, Any], results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], backend: str
 ) -> dict[str, Tensor]:
-    """Computes the gradients of a call's tensors as an operator, by canonical name; upstream: gradients of results."""
+    """Returns the gradients of a call's tensors by canonical name, computed by a registered operator.
+
+    results, upstream: the call's results, and their gradients, by name.
+    """
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]

@@ -103,7 +103,8 @@ def page_wrong(case: Case) -> Iterator[Try]:
 
 
 def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, int]]:
-    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows of the output `o`.
+    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows of output o of the call
+    `case`.
 
     In such a pair, the kernel reads this block of the paged KV cache `k` in place of the one in the page table.
     """
@@ -208,7 +209,7 @@ def _transposed(rows: Tensor) -> Tensor:
 
 
 def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yields (detail, change of scales) for scales of another head, token or channel."""
+    """Yields (detail, change of scales): a call (`case`) with the scales of another head, token or channel."""
     p, o = case.setting.problem, case.setting.operands
     if p.heads_kv > 1:
         yield "scales prepared [D, N2], not [N2, D]", _transposed

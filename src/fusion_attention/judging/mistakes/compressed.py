@@ -21,7 +21,7 @@ RESIDUAL = (
 
 
 def bounds(hi: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, other hi) for the bound (row + hi) // ratio of a row's visible compressed keys."""
+    """Yields (detail, other hi) for the bound (row + hi) // ratio of visible compressed keys of `ratio` tokens."""
     yield "position // ratio: a token late", hi - 1
     yield "position // ratio + 1: before their last token", hi + ratio - 1
     if ratio > 2:
@@ -31,7 +31,8 @@ def bounds(hi: np.ndarray, ratio: int) -> Edges:
 
 
 def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, wrong upper edge of the band over compressed keys), computed with another residual of tokens.
+    """Yields (detail, wrong upper edge of the band over compressed keys), from a wrong number of tokens after the last
+    one.
 
     All arrays have a number per sequence: hi is the correct edge, tokens - q_len + 1; keys: numbers of compressed keys,
     of `ratio` tokens each.
@@ -43,7 +44,7 @@ def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -
 
 
 def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
-    """Yields the setting with another upper edge of the band over compressed keys, if any row then sees other keys."""
+    """Yields the call s with another upper edge `hi` of the band over compressed keys, if a row then sees others."""
     changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
     for b, rows in enumerate(s.extents.q_len.tolist()):
         row = np.arange(rows)

@@ -54,7 +54,7 @@ def _neighbours(heads: int) -> list[tuple[str, int]]:
 
 
 def _of_other(case: Case, x: Block, by: int) -> tuple[Tensor, ...]:
-    """Returns (dout, out, max, sum) for the block x of the query heads that are `by` heads after its own."""
+    """Returns (dout, out, max, sum) of the query heads that are `by` heads after those of block x of a call."""
     s = case.setting
     heads = (torch.arange(x.heads.start, x.heads.stop) + by) % s.problem.heads_q
     return tuple(t[heads] for t in s.block(x.b, slice(0, s.problem.heads_q), x.rows, slice(0, 0)).saved)

@@ -44,7 +44,7 @@ class Case:
     cached: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
-        """Returns what(case, o), which is computed in the first call and cached, because several mistakes use it."""
+        """Returns what(case, o), computed in the first call and then cached, because several mistakes use it."""
         if (what, o.name) not in self.cached:
             self.cached[what, o.name] = what(self, o)
         result: Result = self.cached[what, o.name]
@@ -94,18 +94,18 @@ class Mistake:
 
 
 def wrong_outputs(case: Case) -> list[Output]:
-    """Returns the outputs, except statistics, of which some rows are wrong."""
+    """Returns the outputs of a call, except statistics, of which some rows are wrong."""
     statistics = ("max", "sum", "lse")
     return [o for o in case.outputs if o.kind not in statistics and any(w.any() for w in case.wrong.get(o.name, ()))]
 
 
 def out_of(case: Case) -> Output | None:
-    """Returns the attention output if some of its rows are wrong, else None."""
+    """Returns the attention output of a call if some of its rows are wrong, else None."""
     return next((o for o in wrong_outputs(case) if o.kind == "out"), None)
 
 
 def wrong_area(case: Case, o: Output) -> list[Tensor]:
-    """Returns the rows of an output that may be wrong: bool [heads, rows] per sequence.
+    """Returns the rows of output o of a call that may be wrong: bool [heads, rows] per sequence.
 
     Some rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows
     between the first and last wrong row if half of them are.
@@ -114,7 +114,7 @@ def wrong_area(case: Case, o: Output) -> list[Tensor]:
 
 
 def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]:
-    """Returns a function that marks the rows of a block, or of a unit, that may be wrong: bool [heads, rows, 1]."""
+    """Returns a function that marks the rows of a block that may be wrong in output o: bool [heads, rows, 1]."""
     areas = [] if o is None else wrong_area(case, o)
     return lambda x: areas[x.b][x.heads, x.rows, None]
 
@@ -125,8 +125,7 @@ def _heads(wrong: Tensor) -> Tensor:
 
 
 def _filled(wrong: Tensor) -> Tensor:
-    """Returns bool [rows]: all rows from the first to the last true one if more than half of them are true in `wrong`,
-    else `wrong`."""
+    """Returns [rows]: all from the first to the last true row of `wrong` if most of them are true, else `wrong`."""
     at = wrong.nonzero().flatten()
     if len(at) and 2 * len(at) > int(at[-1] - at[0]) + 1:
         wrong = wrong.clone()
@@ -135,7 +134,7 @@ def _filled(wrong: Tensor) -> Tensor:
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
-    """Yields (layout, view of the same memory in this layout) for layouts other than the call's.
+    """Yields (layout, view of the same memory in this layout) for layouts other than that of the call `case`.
 
     view: rows of `heads` heads: keys if of_keys, else query rows.
     """
@@ -177,7 +176,8 @@ def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Returns the variance of rows' errors after a change, in proportion to the growth of the rows' sums of squares.
+    """Returns the variance of the errors of changed rows, increased as the rows' sums of squares; unchanged for
+    statistics.
 
     A function for Setting.errors; before, after: the rows without and with the change, [heads, rows, elements].
     """
@@ -199,24 +199,24 @@ def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
 
 
 def opened(s: Setting) -> Setting:
-    """Returns a setting without the band: rows see all keys that the mask matrix does not remove."""
+    """Returns the call s without the band: rows see all keys that the mask matrix does not remove."""
     e = s.extents
     lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
     return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
 
 
 def without_matrix(s: Setting) -> Setting:
-    """Returns a setting without the mask matrix."""
+    """Returns the call s without the mask matrix."""
     return s.of_problem(has_blocked=False, has_blocked_tiles=False)
 
 
 def unmasked(s: Setting) -> Setting:
-    """Returns a setting whose rows see all keys."""
+    """Returns the call s with all keys visible to all rows."""
     return without_matrix(opened(s))
 
 
 def same_band(one: Setting, other: Setting) -> bool:
-    """True if the bands of two settings give every row the same keys."""
+    """True if the bands of two variants of a call, `one` and `other`, give every row the same keys."""
     for b in range(len(one.extents)):
         rows = np.arange(one.extents.q_len[b])
         (lo, hi), (low, high) = (s.extents.row_interval(b, rows) for s in (one, other))

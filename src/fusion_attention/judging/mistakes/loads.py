@@ -57,7 +57,7 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns the scores, weights and values of all keys of a loop if each were treated wrongly in this way.
+    """Returns the scores, weights and values of all keys of a loop if each were treated wrongly in one way.
 
     kind: the wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by.
     """
@@ -116,8 +116,9 @@ _Key = tuple[str, int, int]  # kind, size and number of a tile
 
 
 def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the ways of making a mistake, (kind of treatment, keys of a tile, number of the tile), that explain the
-    sampled wrong rows, the one with the smallest remaining error first; mistake: its name."""
+    """Returns the ways of making a mistake in a call, (kind of treatment, keys of a tile, number of the tile), that
+    explain sampled wrong rows, the one with the smallest remaining error first; mistake: its name.
+    """
     o = out_of(case)
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
@@ -151,9 +152,10 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
 
 
 def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
-    """Returns the error of a row (mine: as recorded) that remains if one tile is treated wrongly, for each tile.
+    """Returns the error of a row (mine: as recorded) that remains if one tile of `size` keys is treated wrongly, per
+    tile.
 
-    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none.
+    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none. kind: the wrong treatment.
     """
     number = loop.positions // size - loop.first // size
     tiles = int(number[-1]) + 1
@@ -178,7 +180,7 @@ def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
 
 
 def _every_stale(case: Case) -> Iterator[Try]:
-    """Yields loops in which every tile except the first has keys or values of the previous tile."""
+    """Yields variants of a call in which each tile except the first has the keys or values of the previous tile."""
     kinds = [f"with {what} of the tile before" for what in _STALE]
     return explaining(case, (
         Way(f"every tile of {size}, {kind}", partial(_every, kind=kind, size=size))
@@ -187,7 +189,7 @@ def _every_stale(case: Case) -> Iterator[Try]:
 
 
 def _transposed(case: Case) -> Iterator[Try]:
-    """Yields calls with rows and columns of all square tiles of keys or values exchanged; the last is zero-padded."""
+    """Yields variants of a call in which all square tiles of keys or values are transposed; the last is zero-padded."""
     s = case.setting
 
     def turned(x: Block, *, name: str, size: int) -> Block:

@@ -33,7 +33,7 @@ def _bands(s: Setting) -> bool:
 
 
 def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
-    """Yields one Try of the setting `changed`, described by `detail`, if its band differs from the call's."""
+    """Yields the variant `changed` of a call, described by `detail`, if its band differs from the call's."""
     if not same_band(case.setting, changed):
         yield Try(detail, changed)
 
@@ -129,7 +129,8 @@ def window_by_one(case: Case) -> Iterator[Try]:
 
 @dataclass(frozen=True)
 class _Tiled:
-    """A band in tiles of `rows` x `keys` pairs: tiles without a visible key are skipped.
+    """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and moves the band in
+    others.
 
     Attributes:
         left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.
@@ -142,7 +143,7 @@ class _Tiled:
     right: int | None = 0
 
     def visible(self, b: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Returns the pairs of rows and keys of sequence b that such a kernel sees: bool [rows, keys]."""
+        """Returns the pairs of rows and keys of sequence b that a kernel with this mask sees: bool [rows, keys]."""
         count, length = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         edges = self.extents.row_interval(b, np.arange(count))
         some = edges[0] < edges[1]
@@ -169,7 +170,8 @@ class _Tiled:
         return replace(x, visible=x.visible & band, in_band=band.any(-1))
 
     def explains(self, case: Case) -> bool:
-        """True if visible keys differ from the band's in most wrong rows and in few correct rows; likewise for keys.
+        """True if visible keys differ from the band's in most wrong rows of a call and in few correct ones; likewise
+        for keys.
 
         False if the tiles hide no pair, which is the mistake `mask-ignored`.
         """
@@ -191,7 +193,7 @@ class _Tiled:
 
 
 def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterator[Try]:
-    """Yields a Try for each size of tiles and each (detail, left, right) of `edges`, which are fields of _Tiled."""
+    """Yields variants of a call for all sizes of tiles and all (detail, left, right) of `edges`, of a _Tiled."""
     s = case.setting
     if s.problem.select_count or s.problem.compressed_ratio or s.extents.prefix.any():
         return

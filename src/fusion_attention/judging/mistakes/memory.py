@@ -98,7 +98,7 @@ def values_confused(case: Case) -> Iterator[Try]:
 
 
 def _capacity(case: Case) -> np.ndarray | None:
-    """Returns the number of keys that the call's tensor or pages can store, per sequence; None for packed sequences."""
+    """Returns the number of keys that a call's tensor or pages can store, per sequence; None for packed sequences."""
     s = case.setting
     count, k = len(s.extents), s.operands.k
     if isinstance(k, PagedView):
@@ -110,7 +110,7 @@ def _capacity(case: Case) -> np.ndarray | None:
 
 
 def _longer(case: Case, lengths: np.ndarray) -> Setting:
-    """Returns the call with other numbers of keys (lengths, per sequence); the band's edges move with the last key."""
+    """Returns a call with other numbers of keys (lengths, per sequence); the band's edges move with the last key."""
     s, e = case.setting, case.setting.extents
     edges = {n: np.where(finite(a), a + (lengths - e.kv_len), a) for n, a in (("lo", e.lo), ("hi", e.hi))}
     return s.of_extents(kv_len=lengths, **edges)
@@ -164,7 +164,7 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
 
 
 def _past_the_end(case: Case) -> Iterator[Try]:
-    """Yields a Try per tile size, in which the last tile also reads the keys after the end; after the tensor, zeros."""
+    """Yields a variant of a call per tile size, whose last tile also reads keys after the end (after the tensor, 0)."""
     s, o, e = case.setting, case.setting.operands, case.setting.extents
     views = {name: getattr(o, name) for name in ("k", "v", "k_rope") if getattr(o, name) is not None}
     if not all(isinstance(v, RowView) and len(v.keep) == 1 and v.keep[0].is_contiguous() for v in views.values()):

@@ -141,7 +141,7 @@ def swapped(case: Case) -> Iterator[Try]:
 
 
 def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
-    """Returns the output o, a softmax statistic of `heads` heads, read in another order from the same memory.
+    """Returns output o of a call, a softmax statistic of `heads` heads, read in another order from the same memory.
 
     how: "token" (heads of a token are adjacent), "item" (tokens of a head in a sequence), "head" (tokens of a head in
     a packed tensor). None if the layout has no such order, or if view, the output's rows, has it already.

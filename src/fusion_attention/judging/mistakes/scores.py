@@ -113,7 +113,7 @@ def softcap_order(case: Case) -> Iterator[Try]:
 
 
 def _masked_keys_capped(case: Case) -> Iterator[Try]:
-    """Yields a mask that is added before the cap, which makes -softcap of -inf."""
+    """Yields a variant of a call whose mask is added before the cap, which makes -softcap of -inf."""
     s = case.setting
 
     def capped(x: Block) -> Block:

@@ -40,7 +40,7 @@ class Split:
 
 
 def _splits(case: Case) -> list[Split]:
-    """Returns the ways to split the keys of a case; of ways that split all sequences equally, only one."""
+    """Returns the ways to split the keys of a call; of ways that split all sequences equally, only one."""
     k, lengths = case.setting.operands.k, sorted({int(n) for n in case.setting.extents.kv_len})
     units = sorted({*_UNITS, *((k.page_size,) if isinstance(k, PagedView) else ())})
     splits = [Split(0, size) for size in SIZES] + [Split(count, unit) for count in _COUNTS for unit in units]
@@ -95,7 +95,7 @@ def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], 
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """Returns the result of merging separate softmaxes of splits with wrong weights; how: arguments of _merged()."""
+    """Returns the softmax of a loop's keys, merged with wrong weights from softmaxes of splits; how: see _merged()."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 

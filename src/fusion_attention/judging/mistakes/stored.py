@@ -34,7 +34,8 @@ def _suits(case: Case) -> list[Output]:
 
 
 def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Grade = KERNEL) -> Wanted:
-    """Returns golden's rows of an output in sequence b [heads, rows, elements], with the variance of their error.
+    """Returns golden's rows of output o in sequence b [heads, rows, elements], with the variance of their error for a
+    grade.
 
     heads and rows are those of the output: key heads and keys for gradients of keys.
     """
@@ -47,7 +48,7 @@ def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Gra
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
-    """Returns (recorded row, golden's row), both [elements], of up to _SAMPLES wrong rows of an output."""
+    """Returns (recorded row, golden's row), both [elements], of up to _SAMPLES wrong rows of output o of a call."""
     s, results = case.setting, []
     for b, h, r in case.wrong_rows_of(o, _SAMPLES):
         heads, rows = slice(h, h + 1), slice(r, r + 1)
@@ -60,14 +61,10 @@ def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
 def _changed(
     case: Case, o: Output, detail: str, change: Callable[[Tensor, At], Tensor], errors: Callable[..., Tensor] = grown
 ) -> Try:
-    """Returns a Try in which the wrong rows of an output are changed.
+    """Returns a variant of a call in which the wrong rows of output o are changed, as `detail` says in a few words.
 
-    Args:
-        case: the call.
-        o: the output.
-        detail: describes the change in a few words.
-        change: (golden's rows [heads, rows, elements], their block or unit) -> the rows that a wrong kernel returns.
-        errors: a function for the variances of their errors, as in Setting.errors.
+    change: (golden's rows [heads, rows, elements], their block or unit) -> the rows that a wrong kernel returns.
+    errors: a function for the variances of their errors, as in Setting.errors.
     """
     wrong = wrong_rows(case, o)
 
@@ -179,9 +176,9 @@ class Place:
         return ", ".join(words)
 
     def of(self, setting: Setting, o: Output, x: At, grade: Grade = KERNEL) -> Wanted:
-        """Returns golden's rows [heads, rows, elements] that this mapping puts in place of the rows of x.
+        """Returns golden's rows [heads, rows, elements] of output o that this mapping puts in place of the rows of x.
 
-        The result includes the variance of their errors, for a grade.
+        It includes the variance of their errors in a program that rounds as `grade`; setting: the call.
         """
         e, p = setting.extents, setting.problem
         b = (x.b + self.sequence) % len(e)
@@ -203,7 +200,7 @@ def _short(number: int, end: int) -> int:
 
 
 def _other_places(case: Case, o: Output) -> list[Place]:
-    """Returns up to four mappings to other rows, heads or sequences that explain most of the sampled wrong rows.
+    """Returns up to four mappings to other rows, heads or sequences that explain most sampled wrong rows of output o.
 
     A wrong row is compared with all of golden's rows by one number per row, marked(): a product with fixed numbers.
     """

@@ -56,7 +56,7 @@ class Sample:
     Attributes:
         mine, right: the wrong row and golden's row, [elements].
         terms: golden's contributions by query heads and tiles of 16, [heads, tiles, elements].
-        moved: by distance d, the contributions with vectors of the keys (rows) that are d before.
+        moved: {distance d: the contributions if vectors are read from the keys (or rows) that are d before}.
         first, last: the first and last key (row) that contributes.
     """
 
@@ -68,7 +68,7 @@ class Sample:
     last: int
 
     def of(self, subset: Subset, by: int = 0) -> Tensor:
-        """Returns the sum of a subset of contributions [elements], with the vectors of the keys (rows) `by` before."""
+        """Returns the sum of a subset of contributions [elements], with the vectors of keys (rows) `by` before."""
         terms = self.moved[by] if by else self.terms
         terms = terms if subset.head < 0 else terms[subset.head : subset.head + 1]
         if subset.tiles == "all":
@@ -79,7 +79,7 @@ class Sample:
 
 
 def counted(x: Block, factor: Tensor) -> Block:
-    """Returns a block in which the contribution of each pair of row and key to gradients is multiplied by a factor.
+    """Returns block x with the contribution of each pair of row and key to gradients multiplied by a factor.
 
     factor: [heads or 1, rows or 1, keys or 1].
     """
@@ -87,7 +87,7 @@ def counted(x: Block, factor: Tensor) -> Block:
 
 
 def _sampled(case: Case, o: Output) -> list[Sample]:
-    """Returns golden's contributions to up to _SAMPLES wrong rows of a gradient, which is the output `o`."""
+    """Returns golden's contributions to up to _SAMPLES wrong rows of output `o` of a call, a gradient."""
     s, e, results = case.setting, case.setting.extents, []
     for b, head, row in case.wrong_rows_of(o, _SAMPLES):
         at = slice(row, row + 1)
@@ -108,7 +108,7 @@ def _sampled(case: Case, o: Output) -> list[Sample]:
 
 
 def _vectors(x: Block, kind: str) -> Tensor:
-    """Returns the vectors whose weighted sum a gradient of a kind is, [heads or 1, rows or keys, elements]."""
+    """Returns vectors of block x whose weighted sum a gradient of a kind is, [heads or 1, rows or keys, elements]."""
     vectors: Tensor = x.saved[0] if kind == "dv" else getattr(x, _VECTORS[kind])
     return vectors
 
@@ -125,7 +125,7 @@ def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
-    """Yields subsets of contributions by query head of a group of `group` heads, by tile, and by both."""
+    """Yields subsets of the contributions to sampled rows: by query head of `group`, by tile, and by both."""
     length = 16 * max(x.terms.shape[1] for x in samples)
     for head in range(-1, group if group > 1 else 0):
         if head >= 0:
@@ -137,7 +137,7 @@ def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
 
 
 def _changes(case: Case, o: Output) -> list[Change]:
-    """Returns up to three changes of contributions that explain the sampled wrong rows of a gradient, the output `o`.
+    """Returns up to three changes of contributions that explain sampled wrong rows of output `o` of a call, a gradient.
 
     The change with the smallest remaining error is first.
     """
@@ -165,7 +165,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
 
 
 def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
-    """Yields a Try for each change of contributions that explains wrong gradients and for which suits() is true."""
+    """Yields variants of a call for each change of contributions that explains wrong gradients and suits() accepts."""
     s = case.setting
     if s.grads is None or s.problem.shares_kv:
         return
@@ -209,7 +209,7 @@ def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
 
 
 def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -> Tensor:
-    """Returns bool [heads, rows or 1, keys or 1], true for a block's pairs whose contributions are in a subset.
+    """Returns bool [heads, rows or 1, keys or 1], true for pairs of block x whose contributions are in a subset.
 
     of_terms: positions of the block's keys (of its rows, for gradients of keys), over which the output `o` sums.
     """
@@ -232,7 +232,7 @@ def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -
 
 
 def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
-    """Returns a block in which a gradient of a kind sums the vectors of a neighbouring tile in place of one tile's.
+    """Returns block x with a gradient of a kind that sums the vectors of a neighbouring tile in place of one tile's.
 
     of_terms: positions of the block's keys (or rows) that it sums; stale: bool, true for those of the tile; by: the
     distance from the vectors that are read to the tile's.

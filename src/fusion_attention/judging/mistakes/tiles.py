@@ -78,14 +78,15 @@ def exponentials(scores: Tensor) -> Tensor:
 
 
 def summed(scores: Tensor, values: Tensor) -> Sums:
-    """Returns the correct sums of a softmax, over all keys at once."""
+    """Returns the correct sums of a softmax over all keys at once, of scores and values as in Loop."""
     weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
 def suits(case: Case) -> bool:
-    """True if the attention output has wrong rows and the call's weights depend on the scores alone (no dropout, lists,
-    sinks or quantised weights), so that programs for a Loop can compute it."""
+    """True if a call's attention output has wrong rows and its weights depend on the scores alone (no dropout, lists,
+    sinks or quantised weights), so that programs for a Loop can compute it.
+    """
     p, s = case.setting.problem, case.setting
     return (
         s.grads is None and p.dropout == "none" and not p.selects and not p.compressed_ratio and not p.has_sink
@@ -117,7 +118,7 @@ class Way:
 
 
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
-    """Yields a Try for each of the candidates that explains the first _SCREENED wrong rows of the output."""
+    """Yields a variant of a call for each of the candidates that explains its first _SCREENED wrong output rows."""
     s, o = case.setting, out_of(case)
     if not suits(case) or o is None:
         return
@@ -135,7 +136,7 @@ def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
 
 
 def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
-    """Returns a Try in which another program computes the wrong rows; detail, program, weights: as in Way."""
+    """Returns a variant of a call in which another program computes the wrong rows; other arguments: see Way."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
     nan = o is not None and bool(o.tensor.isnan().any())  # of rows without visible keys
@@ -174,7 +175,7 @@ _ORDERS = {
 
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns for each key the running maximum when its tile is added, [heads, rows, keys].
+    """Returns for each key of a loop the running maximum when its tile is added, [heads, rows, keys].
 
     size: keys of a tile; order: the order of tiles, a key of _ORDERS.
     """
@@ -195,13 +196,13 @@ def _maxima(loop: Loop, size: int, order: str) -> Tensor:
 
 
 def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns exp(score - running maximum when the key's tile is added), [heads, rows, keys], without rescaling."""
+    """Returns exp(score - running maximum) of a loop's keys, [heads, rows, keys], not rescaled later; see _maxima()."""
     tops = _maxima(loop, size, order)
     return (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
 
 
 def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Sums:
-    """Returns the sums of an online softmax, in which some sums are wrongly not rescaled when the maximum rises.
+    """Returns the sums of an online softmax over a loop, some of which are wrongly not rescaled when the maximum rises.
 
     size, order: as for _maxima(); rescaled: {"values" and "sum": True if this sum is rescaled}.
     """
@@ -211,7 +212,7 @@ def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> S
 
 
 def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Tensor:
-    """Returns the weights of keys in the result of online(), [heads, rows, keys]."""
+    """Returns the weights of a loop's keys in the result of online(), whose arguments it has, [heads, rows, keys]."""
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
     values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
     return values / total.sum(-1, keepdim=True)
@@ -240,7 +241,7 @@ def rescale_missing(case: Case) -> Iterator[Try]:
 
 
 def padded(loop: Loop, size: int) -> Sums:
-    """Returns the sums of a softmax whose last tile of `size` keys is padded with scores of zero and values of zero."""
+    """Returns sums of a softmax over a loop whose last tile of `size` keys is padded by zero scores and values."""
     one = summed(loop.scores, loop.values)
     count = -loop.length % size
     top = one.top.clamp_min(0.0)

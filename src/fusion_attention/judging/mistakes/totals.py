@@ -21,7 +21,7 @@ NAMES = tuple(_NAMES.values())
 
 
 def explained(setting: Setting, outputs: Sequence[Output], failing: Sequence[str]) -> tuple[Explanation, ...]:
-    """Returns explanations of wrong gradients that are sums over all sequences: of sinks and of a bias.
+    """Returns explanations of those wrong gradients of a call that are sums over all sequences: of sinks and of a bias.
 
     failing: the names of the wrong outputs.
     """

@@ -51,8 +51,7 @@ def triangle(mask: torch.Tensor) -> bool:
 
 
 def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
-    """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] has an element for every score of sequences with these
-    lengths [B]."""
+    """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] covers the scores of these lengths [B]."""
     lead, longest = mask.shape[:-2], max(lengths.tolist(), default=0)
     heads = lead[1] if len(lead) == 2 else 1
     batch = lead[0] if lead else 1
@@ -117,7 +116,7 @@ def out(rows: str, dim: str = "Dv") -> Tensor:
 
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
-    """The rule with the expression `check` on the parameter `name`, a list of lengths.
+    """The rule with the expression `check` on the parameter `name`, a list of lengths; more: other fields of the rule.
 
     text, advice: the expected value and a hint, for the error; broken: an invalid value for a sample call.
     """
@@ -176,7 +175,10 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """The definition of an attention function that writes to `out`; visible: words for the visible keys."""
+    """The definition of an attention function that writes to `out`; visible: words for the visible keys.
+
+    sample: shapes of the default sample call; more: other fields of Op.
+    """
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}

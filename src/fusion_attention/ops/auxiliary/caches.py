@@ -18,8 +18,7 @@ def stores_fragments(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """True if a cache stores rows in fragments (NZ). If its shape allows both formats, it does in mode "PA_NZ" with
-    fragments of 32 bytes."""
+    """True if a cache stores rows in fragments (NZ); of a shape that allows both, if PA_NZ and of 32-byte fragments."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
         return mode == "PA_NZ" and chips_width and stores_fragments(cache, rows)
@@ -27,7 +26,7 @@ def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -
 
 
 def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bool:
-    """True if a paged cache can store such rows, contiguous or (if `fragments`) in fragments."""
+    """True if a paged cache can store `rows`, contiguous or (if `fragments`) in fragments."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
     return cache.shape[2:] == rows.shape[1:] or (fragments and stores_fragments(cache, rows))
@@ -44,7 +43,7 @@ def written(name: str, text: str, like: str) -> Tensor:
 
 
 def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors that are written in place do not require gradients; shape: of invalid sample tensors."""
+    """Rules: tensors `names`, written in place, do not require gradients; shape: of invalid sample tensors."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
     text, advice = (
         "a tensor that does not require a gradient",
@@ -54,9 +53,9 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors that are written in place have no elements that share memory; shape: of invalid sample tensors."""
+    """Rules: tensors `names`, written in place, have no elements that share memory; shape: of invalid samples."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
-    advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
+    advice, text = "an expanded tensor cannot be written: clone() it", "a separate memory address for every element"
     return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)
 
 
@@ -311,7 +310,7 @@ SCATTER_ND_ = SCATTER_ND.version(
         ),
         invalid(
             "apart(input)",
-            "input: memory of its own for every element (an expanded tensor cannot be written: clone() it)",
+            "input: a separate memory address for every element (an expanded tensor cannot be written: clone() it)",
             invalid={"input": torch.zeros(5, 1).expand(5, 8)},
         ),
     ),

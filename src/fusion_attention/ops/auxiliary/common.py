@@ -56,19 +56,19 @@ FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """A floating-point tensor parameter whose shape rules check; like: the parameter whose dtype it has."""
+    """A floating-point tensor parameter whose shape rules check; like: the one whose dtype it has; changes: fields."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 
 def result(name: str, text: str, dtypes: str) -> Tensor:
-    """A result of an auxiliary operator; the text states its shape."""
+    """The parameter for a result of an auxiliary operator, with one of several dtypes; the text states its shape."""
     return Tensor(name, text, dtypes=dtypes, output=True)
 
 
 def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an auxiliary operator.
+    """The definition of an auxiliary operator with these parameters, computed by torch.
 
-    more: fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call.
+    more: other fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call.
     """
     return Op(
         name,
@@ -89,7 +89,7 @@ def writes(*names: str) -> dict[str, Any]:
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """Rule: tensor `name` has the shape of tensor `other`; invalid: settings of an invalid sample call."""
+    """Rule: tensor `name` has the shape of tensor `other`; more: fields of the rule, `invalid`: of a sample call."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken
@@ -97,7 +97,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
 
 
 def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
-    """Rules: an axis exists and has an even size; more: further settings of an invalid sample call with an odd size."""
+    """Rules: tensor `tensor` has axis `dim`, of even size; more: settings of a sample call with an odd size."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (
         invalid(present, f"{dim}: an axis of {tensor} ({advice})", invalid={dim: 4}),

@@ -35,7 +35,7 @@ class Sequences:
 
     @staticmethod
     def of(x: Tensor, ratio: int, coff: int, ends: Lengths, used: Lengths, start: Lengths) -> Sequences:
-        """The sequences of a checked call; ends: cu_seqlens, used: seqused, start: start_pos."""
+        """The sequences of a checked call on rows x, from its arguments cu_seqlens (ends), seqused and start_pos."""
         given = (None if n is None else [int(i) for i in n] for n in (ends, used, start))
         spans = tuple(zip(*lengths_of(x, *given), strict=True))
         packed = ends is not None
@@ -73,10 +73,11 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call, one per window of rows of its sequences (of), from x @ wkv.T and x @ wgate.T.
+    """The compressed keys of a call, one per window of rows of its sequences (of), from x @ wkv.T and x @ wgate.T +
+    ape.
 
-    Stores rows that later calls need in state_cache, whose blocks `table` lists, and the rows of windows in `saved`,
-    cleared memory for the backward. pool: pools windows.
+    Stores rows that later calls need in state_cache, whose blocks `table` lists (cache_mode: the form of this table),
+    and the rows of windows in `saved`, cleared memory for the backward. pool: pools windows.
     """
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -118,7 +119,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dwkv, dwgate, dape) from dcmp_kv, the gradient of the compressed keys, and the windows' rows in `saved`.
 
-    Rows that came from state_cache have no gradient.
+    x, wkv, wgate, of: as in compressed(). Rows that came from state_cache have no gradient.
     """
     dim, dtype = wkv.shape[0] // of.coff, torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2)
@@ -152,8 +153,9 @@ def _alternating(rows: Tensor, coff: int) -> Tensor:
 
 
 def _by_token(rows: Tensor, dim: int) -> Tensor:
-    """Gradients of tokens [tokens, coff * D] from those of windows' rows [windows, ratio, coff, D]; with coff 2, the
-    first tokens are those of the window before the first."""
+    """Gradients of tokens [tokens, coff * dim] from those of windows' rows [windows, ratio, coff, dim]; with coff 2,
+    the first tokens are those of the window before the first.
+    """
     count, ratio, coff, _ = rows.shape
     result = rows.new_zeros(count + coff - 1, ratio, coff * dim)
     for half in range(coff):

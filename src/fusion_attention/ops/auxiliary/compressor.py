@@ -40,7 +40,7 @@ def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
 
 
 def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None) -> bool | str:
-    """True if `used` has one number per sequence, at most its rows in x."""
+    """True if `used` has one number per sequence, at most its rows in x; cumulative: ends of packed sequences."""
     first, tokens, _ = lengths_of(x, cumulative, None, None)
     if used is not None and any(n > most for n, most in zip(used, tokens, strict=False)):
         return f"{[int(n) for n in used]} of sequences with {tokens} rows"
@@ -48,7 +48,7 @@ def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[i
 
 
 def starts_fit(x: torch.Tensor, cumulative: Sequence[int] | None, start: Sequence[int] | None) -> bool | str:
-    """True if `start` has one position per sequence, and the positions of all rows fit int64."""
+    """True if `start` has one position per sequence, and the positions of all rows of x fit int64; cumulative: ends."""
     first, _, _ = lengths_of(x, cumulative, None, None)
     if start is not None and max(start, default=0) > torch.iinfo(torch.int64).max - x.shape[-2]:
         return f"{[int(n) for n in start]} of {x.shape[-2]} rows, whose positions overflow int64"
@@ -63,7 +63,7 @@ def _one_each(given: Sequence[int] | None, count: int) -> bool | str:
 def lengths_fit(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> bool:
-    """True if ends_fit(), used_fit() and starts_fit()."""
+    """True if cumulative ends, used lengths and start positions are legal: ends_fit(), used_fit(), starts_fit()."""
     return ends_fit(x, cumulative) is True and (
         used_fit(x, cumulative, used) is True and starts_fit(x, cumulative, start) is True
     )
@@ -73,9 +73,10 @@ def positions_fit(
     table: torch.Tensor | None, cache: torch.Tensor, x: torch.Tensor, cumulative: Sequence[int] | None,
     used: Sequence[int] | None, start: Sequence[int] | None, mode: int, reach: int,
 ) -> bool | str:  # fmt: skip
-    """True if a state table has a block for every row that a call writes or reads.
+    """True if a state table (of cache_mode `mode`) has a block in the cache for every row that a call writes or reads.
 
-    reach: the largest number of rows before the first token that a window reads.
+    x, cumulative, used, start: as in lengths_of(); reach: the largest number of rows before the first token that a
+    window reads.
     """
     first, tokens, positions = lengths_of(x, cumulative, used, start)
     if table is None:
@@ -92,7 +93,7 @@ def positions_fit(
 
 
 def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
-    """True if a projection is [coff * D, H], where rows of x have H elements."""
+    """True if a projection's weight is [coff * D, H], for rows of x with H elements; coff: 2 if windows overlap."""
     sized = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
     return sized and weight.shape[0] >= coff and weight.shape[0] % coff == 0
 
@@ -104,7 +105,7 @@ _FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes
 
 
 def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
-    """Rules of caches for state_cache; sample: an invalid float32 tensor."""
+    """The result of `rules`, for state_cache with an invalid float32 tensor `sample`."""
     shape, name = tuple(sample.shape), "state_cache"
     return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
 

@@ -20,7 +20,7 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an operator on experts; more: further fields of Op, `sample` and `sizes`."""
+    """The definition of an operator on experts with these parameters; more: other fields of Op, sample, sizes."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
@@ -175,7 +175,7 @@ def within(ids: torch.Tensor, end: int) -> bool:
 
 
 def chosen(routing_map: torch.Tensor) -> torch.Tensor:
-    """Number of experts of each token."""
+    """Number of experts of each token in a routing map [tokens, experts]."""
     return routing_map.bool().sum(1)
 
 

@@ -26,7 +26,7 @@ def buffer(cache: torch.Tensor, mode: str) -> int:
 
 
 def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
-    """True if a cache has rows of `width` elements, and a shape and strides that the mode can write."""
+    """True if a cache for rows of kv has `width` elements per row, and a shape and strides that the mode can write."""
     if cache.dim() != 4 or cache.shape[3] != width:
         return False
     if mode == "Norm":
@@ -44,24 +44,24 @@ def is_separate(v: torch.Tensor | None) -> bool:
 
 
 def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements of a row that are rotated; 0 or less if shapes do not fit."""
+    """Number of elements of a row of kv that are rotated, not normalised by gamma; 0 or less if shapes do not fit."""
     if is_separate(v):
         return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
     return kv.shape[-1] - gamma.shape[0]
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements in a row of k_cache."""
+    """Number of elements in a row of k_cache; arguments: as of rope_width()."""
     return kv.shape[-1] if is_separate(v) else rope_width(kv, gamma, v)
 
 
 def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements in a row of ckv_cache."""
+    """Number of elements in a row of ckv_cache: as many as gamma has, or those of separate values v."""
     return APART if is_separate(v) else gamma.shape[0]
 
 
 def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
-    """The parameter for scales or offsets of int8 rows, one per element of a row, and its rule; width: expression."""
+    """The parameter for scales or offsets of int8 rows of a cache, one per element, and its rule; width: expression."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
         f"{name}: [{width}] (one per element of a row)",

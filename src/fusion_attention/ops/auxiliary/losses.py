@@ -15,7 +15,7 @@ NOT_HERE = "neither the chip nor this library computes the loss of lse"
 
 
 def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
-    """True if every label is in [0, classes) or equal to `ignored`; else text with a wrong one. Reads the labels."""
+    """True if each label in `target` is in [0, classes) or equal to `ignored`; else text with one. Reads them."""
     if target.is_meta:
         return True
     wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
@@ -38,7 +38,7 @@ HOW = (
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
-    """The operator definition of the loss or its gradient; rows: name of the tensor [T, C]."""
+    """The definition of the loss, or of its gradient, with these parameters; rows: name of the tensor [T, C]."""
     has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
                        f"target: labels below the number of columns of {rows} (or ignore_index)", code=INVALID,
                        reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4,

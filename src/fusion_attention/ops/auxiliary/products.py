@@ -24,12 +24,12 @@ BESIDE_COLUMNS = {"bias": "[E, N], or a list of [N] (one per group and column)"}
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
-    """The matrices [K, N] of all groups, from a list of them or one tensor [E, K, N]."""
+    """The matrices [K, N] of all groups, from a list of them or one tensor [E, K, N] (weight)."""
     return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
 
 
 def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
-    """The tensors [N] or [blocks, N] of `count` groups, from a list of them or one tensor [E, ...]."""
+    """The tensors [N] or [blocks, N] of `count` groups, from a list of them or one tensor [E, ...] (given)."""
     full = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
     return given[0].unbind(0) if full else tuple(given)
 
@@ -57,7 +57,7 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
-    """True if every group has a tensor [N], one element per column of its matrix; blocks: or [blocks, N]."""
+    """True if each group has a tensor [N] in `given`, for its matrix [K, N] in `weight`; blocks: or [blocks, N]."""
     weights = matrices(weight)
     results = vectors(given, len(weights))
 
@@ -74,13 +74,16 @@ def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
 
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
-    """Index of the group that each size in sizes_of() belongs to."""
+    """The group index of each size that sizes_of() returns for the same group list and kind (group_list_type)."""
     results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
     return results
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
-    """True if a group list has legal groups and sizes, at most the rows of x in total."""
+    """True if a group list has legal groups and sizes, at most the rows of x in total; kind: group_list_type.
+
+    group_type: the axis by which groups divide x, as in fit().
+    """
     count = len(group_list) if group_type == 2 else len(matrices(weight))
     sizes = sizes_of(group_list, kind)
     total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)

@@ -49,7 +49,7 @@ CACHES = (
 
 
 def absent(*names: str) -> tuple[Tensor, ...]:
-    """Parameters of quantized variants, which must be None."""
+    """Parameters `names` of quantized variants, which must be None."""
     return tuple(Tensor(name, f"None: {INTEGERS}.", True) for name in names)
 
 
@@ -134,7 +134,7 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of a version of the operator."""
+    """The definition of a version of the operator with these parameters; more: other fields of Op."""
     return auxiliary(
         name,
         summary,

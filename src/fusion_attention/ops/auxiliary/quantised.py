@@ -36,7 +36,7 @@ def ends(group_index: torch.Tensor, rows: int) -> bool:
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """Number of rows of a tensor: the product of all axes but the last."""
+    """Number of rows of a tensor x: the product of all axes but the last."""
     return x[..., 0].numel()
 
 
@@ -54,7 +54,7 @@ def inner(x1: torch.Tensor) -> int:
 
 
 def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """True if an int32 of x2 stores eight int4 of a column, not of a row."""
+    """True if an int32 of x2, the right factor of x1, stores eight int4 of a column, not of a row."""
     return x2.dtype == torch.int32 and 8 * x2.shape[-2] == inner(x1)
 
 
@@ -64,13 +64,13 @@ def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
 
 
 def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """True if two batches of matrices can be multiplied."""
+    """True if two batches of matrices, x1 and x2, can be multiplied."""
     meet = inner(x1) == x2.shape[-2] or rows_packed(x1, x2)
     return meet and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
 
 
 def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """True if a bias broadcasts to every row of the product of two batches of matrices."""
+    """True if a bias broadcasts to every row of x1 @ x2, a product of two batches of matrices."""
     row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, columns(x1, x2))) or ()
     return broadcast(row, bias.shape) == row
 
@@ -81,8 +81,7 @@ def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
-    """Number of blocks in a row of x1; sizes: group_sizes, whose last number is the elements of a block. 0 if they are
-    illegal."""
+    """Number of blocks in a row of x1, 0 if illegal; the last of the numbers `sizes` is the elements of a block."""
     rest = [] if sizes is None else sizes.tolist()
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0

@@ -34,14 +34,13 @@ def without_last(shape: dict[str, str]) -> dict[str, str]:
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of a floating-point operator on parameters in `params`, without rules whose expressions have one of the
-    words `others`."""
+    """The rules of a floating-point operator on `params`, except those whose expressions have a word of `others`."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """The int8 variant of an operator definition, without lowering; changes: fields of Op, and settings of samples."""
+    """The int8 variant of an operator definition, with `params` and no lowering; changes: fields of Op, and samples."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}

@@ -63,7 +63,7 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """The rule EVEN for the tensor `name`; also: tensors with the same last axis in an invalid sample call."""
+    """Rule: the last axis of tensor `name` has an even size; also: tensors with this axis in an invalid sample call."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 

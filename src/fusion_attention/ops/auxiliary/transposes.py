@@ -42,8 +42,9 @@ def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
 
 
 def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
-    """True if the rows [B*N] of the result [M, B, N] can be divided into `factor` parts, or if a permutation is wrong,
-    which another rule reports."""
+    """True if the rows [B*N] of a product [M, B, N] can be divided into `factor` parts, or if a permutation is wrong,
+    which another rule reports; arguments: as of multiply(), and perm_y, the permutation of the result.
+    """
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
         return True
     width = result_columns(w, perm_w)

@@ -21,7 +21,7 @@ _NAMES = ("query", "key", "value", *(MASK if name == "blocked_tiles" else "" for
 
 
 class BlockForward(DenseForward):
-    """A lowered forward call. softmax_lse is log(sum(exp(s))) of a row, -inf in a row without visible keys."""
+    """A lowered forward call of BlockSparseAttention; softmax_lse: log(sum(exp(s))), -inf in a row without keys."""
 
     def results(self) -> dict[str, Tensor]:
         """Allocates the output and softmax_lse."""
@@ -29,20 +29,20 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled): views of its tensors and of `outputs`, the results by name."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """The gradient call, from results and their gradients (upstream)."""
+        """The gradient call, from results and their gradients (upstream); it computes all, whatever is wanted."""
         out, lse, dout, dlse = results[OUT], results[LSE], upstream.get(OUT), upstream.get(LSE)
         dlse = None if dlse is None else by_head(dlse, self.call)
         return BlockBackward(self.call, torch.zeros_like(out) if dout is None else dout, out, lse, dlse)
 
 
 class BlockBackward(DenseBackward):
-    """A lowered gradient call, from the forward's output and its softmax_lse."""
+    """A lowered gradient call of BlockSparseAttention, from the forward's output and its softmax_lse."""
 
     def __init__(self, call: DenseCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
         super().__init__(call, (dout, out, lse, lse), None, dlse)

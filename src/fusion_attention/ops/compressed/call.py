@@ -51,7 +51,7 @@ def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Place
 
 
 class FlashMla(Sparse):
-    """A lowered forward call.
+    """A lowered forward call of SparseFlashMla.
 
     softmax_lse is log(sum(exp(s))) over the keys of both sources and the sink, in CANN's order of statistics. In a row
     without visible keys, out and softmax_lse are 0, also with a sink. Lists select keys of the second source; if there
@@ -67,7 +67,7 @@ class FlashMla(Sparse):
         return lists.where(slots < counts[..., None], -1)  # Kernels read lists to their first -1.
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         result = replace_statistics(super().results())
         return result if self.stats else {OUT: result[OUT]}
 
@@ -76,10 +76,7 @@ class FlashMla(Sparse):
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
@@ -89,8 +86,7 @@ class FlashMla(Sparse):
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call; if `entries` is not None, it also returns the probabilities of so many entries
-        of each list."""
+        """The gradient operator's call, from out, lse and dout; entries: probabilities per list to return, or None."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
@@ -146,14 +142,14 @@ class FlashMla(Sparse):
 
 
 def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces maximum and sum in the results by softmax_lse."""
+    """Replaces "max" and "sum" in a dictionary of results by softmax_lse."""
     out, top, *_ = (results.get(name) for name in RESULTS)
     assert out is not None
     return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
 
 
 class FlashMlaBackward(SparseBackward):
-    """A lowered gradient call that also returns the probabilities of selected keys, averaged over heads."""
+    """A lowered gradient call of SparseFlashMla that also returns selected keys' probabilities, averaged over heads."""
 
     call: FlashMla
     entries: int | None = None
@@ -164,16 +160,13 @@ class FlashMlaBackward(SparseBackward):
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         q = self.call.given("query")
         shape = (*q.shape[:-2], 1, self.entries or 0)
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of tensors, saved results and `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the results by name."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
         if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")

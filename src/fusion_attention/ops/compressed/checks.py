@@ -1,5 +1,4 @@
-"""Check functions for rules of SparseFlashMla: each returns True for a legal call, otherwise a text with the illegal
-value."""
+"""Check functions for rules of SparseFlashMla: each returns True for a legal call, else a text with the value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,14 +44,17 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
 
 
 def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
-    """An index that selects the rows of sequence b in a tensor of query rows."""
+    """An index that selects the rows of sequence b in a tensor of query rows; q_start: its first row if packed."""
     if layout == "TND":
         return slice(int(q_start[b]), int(q_start[b] + q_len[b]))
     return b, slice(0, int(q_len[b]))
 
 
 def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths) -> Outcome:
-    """True if every entry is -1 or in [0, c_len) of its row's sequence, or if stays_unread(lists)."""
+    """True if every entry is -1 or in [0, c_len) of its row's sequence, or if stays_unread(lists).
+
+    layout, q_len, q_start: of the query rows, for which there is one list each.
+    """
     if stays_unread(lists):
         return True
     for b in range(len(q_len)):
@@ -67,7 +69,10 @@ def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Len
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
-    """True if no list has more entries than its row has visible compressed keys, and all of them are visible."""
+    """True if no list has more entries than its row has visible compressed keys, and all of them are visible.
+
+    Per sequence: q_len rows from q_start on, c_len keys of `ratio` tokens each, and `tokens` in all.
+    """
     count, first = 0, ""
     for b in range(len(q_len)):
         entries = lists[rows_of(b, layout, q_len, q_start)][:, 0]

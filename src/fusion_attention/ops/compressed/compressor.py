@@ -25,7 +25,7 @@ GRADIENTS = ("dx", "dwkv", "dwgate", "dape")
 
 @dataclass(frozen=True, eq=False)
 class Compressor(TensorCall):
-    """A lowered forward call, computed in finish(): its extents have no sequence, so no back end runs.
+    """A lowered call of CANN's compressor, computed by torch in finish(); no back end runs.
 
     Args:
         of: the sequences.
@@ -40,11 +40,11 @@ class Compressor(TensorCall):
     op_kind = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the results by torch to `outputs`, tensors by name."""
         return _Run(self, outputs)
 
 
@@ -66,18 +66,18 @@ class _Run(Filled):
 
 @dataclass(frozen=True, eq=False)
 class CompressorGrad(TensorCall):
-    """A lowered gradient call, computed in finish(): no back end runs."""
+    """A lowered gradient call of CANN's compressor, computed by torch in finish(); no back end runs."""
 
     of: Sequences
     problem: Problem = NO_ATTENTION
     op_kind = "attention_backward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the gradients by torch to `outputs`, tensors by name."""
         return _GradRun(self, outputs)
 
 
@@ -132,9 +132,9 @@ def _lower_grad(bound: Bound) -> CompressorGrad:
 def covers_windows(
     result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any
 ) -> bool | str:
-    """True if a tensor has an entry per window: a row of results, or (with one more axis) coff * ratio saved rows.
+    """True if a tensor has an entry per window of x: a row of results, or (with one more axis) coff * ratio saved rows.
 
-    coff: 2 if windows overlap, else 1; lengths: cu_seqlens, seqused and start_pos.
+    wkv: [coff * D, ..]; coff: 2 if windows overlap, else 1; lengths: cu_seqlens, seqused and start_pos.
     """
     of, dim = Sequences.of(x, ratio, coff, *lengths), wkv.shape[0] // coff
     saved = result.dim() == (4 if of.size is not None else 3)
@@ -143,7 +143,7 @@ def covers_windows(
 
 
 def layout_of(n: Mapping[str, Any]) -> str:
-    """The layout of a call's rows: "BSH" padded, "TH" packed, which have cu_seqlens."""
+    """The layout of a call's rows: "BSH" padded, "TH" packed, which have cu_seqlens; n: the call's arguments."""
     return "BSH" if n["cu_seqlens"] is None else "TH"
 
 

@@ -126,7 +126,7 @@ LSE_OUT = output(
 
 
 def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(used lengths, first rows in packed tensors) of `count` sequences; padded: rows of a padded sequence."""
+    """(used lengths, first rows if packed) of `count` sequences of a side ("q", ..); padded: rows of padded ones."""
     ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
     capacity = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
     start = np.cumsum(capacity) - capacity if ends is None else np.asarray(ends[:-1], np.int64)
@@ -161,7 +161,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
-    """derive(), and the axis G of softmax_lse; None if it is not returned."""
+    """Derived values of a forward call, with the axis G of softmax_lse, which is None if it is not returned."""
     return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
 
 

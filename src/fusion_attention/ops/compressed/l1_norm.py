@@ -1,5 +1,4 @@
-"""The operator definition of CANN's SparseFlashMlaSoftmaxL1Norm, probabilities of compressed keys, which torch's
-operators compute."""
+"""The operator definition of CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys, by torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 @dataclass(frozen=True, eq=False)
 class L1Norm(TensorCall):
-    """A lowered call, computed in finish(): its extents have no sequence, so no back end runs.
+    """A lowered call of SparseFlashMlaSoftmaxL1Norm, computed by torch in finish(); no back end runs.
 
     Args:
         problem: the attention whose probabilities are computed.
@@ -53,11 +52,11 @@ class L1Norm(TensorCall):
         return row_view(tensor, self.layout, heads, self.placed, "q")
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the result."""
+        """Allocates the call's result, by name."""
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the result by torch to `outputs`, tensors by name."""
         return _Run(self, outputs[OUT])
 
 
@@ -107,8 +106,7 @@ def lower(bound: Bound) -> L1Norm:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, axes, tokens of the sequences, and columns of the
-    result."""
+    """Values derived from a call's arguments (`n`): lengths, axes, tokens of sequences, columns of the result."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
@@ -194,7 +192,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def longest(ends: np.ndarray, used: np.ndarray | None) -> int:
-    """The largest number of (used) keys of a packed sequence."""
+    """The largest number of keys of a packed sequence, from cumulative ends or, if not None, used lengths."""
     return int((np.diff(ends) if used is None else used).max(initial=0))
 
 

@@ -24,7 +24,7 @@ def lower(bound: Bound) -> Sparse:
 
 
 def call_of(bound: Bound, kind: type[Call]) -> Call:
-    """Lowers a checked call with two sources of keys to a call of class `kind`."""
+    """Lowers a checked call (`bound`) with two sources of keys to a call of class `kind`."""
     n = bound.names
     problem, extents, second = bound.once(lambda n: (_problem(n), *_extents(n)))
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *COMPRESSED)}
@@ -44,10 +44,7 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
 
 
 def chosen_keys(bound: Bound) -> FlashMla:
-    """Lowers a checked call (`bound`) with lists of keys (ori_sparse_indices).
-
-    It has one source of keys and no causal band.
-    """
+    """Lowers a checked call (`bound`) with lists of keys (ori_sparse_indices), one source and no causal band."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem_of_chosen(n), _extents_of_chosen(n)))
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *COMPRESSED)} | {COUNTS: n["ori_topk_length"]}

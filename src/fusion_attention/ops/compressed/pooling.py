@@ -28,7 +28,7 @@ DIFFERENTIABLE = ("kv", "gate", "position_bias")
 
 @dataclass(frozen=True, eq=False)
 class Pooling(TensorCall):
-    """A lowered forward call.
+    """A lowered forward call of compress(), which pools windows of rows.
 
     Args:
         layout: of the rows and of the results.
@@ -40,7 +40,7 @@ class Pooling(TensorCall):
     op_kind = "pooling"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         kv = self.given("kv")
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
@@ -57,10 +57,7 @@ class Pooling(TensorCall):
         return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out = buffer(outputs[OUT])
         clears = () if self.covers(out) else (out,)
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
@@ -72,13 +69,13 @@ class Pooling(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Computes the gradients of the inputs, as ir.call.Differentiable."""
+        """Returns the gradients of the inputs; arguments: as of ir.call.Differentiable.gradients()."""
         result = run(PoolingBackward(self, upstream[OUT], wanted is None or "position_bias" in wanted))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in result}
 
 
 class PoolingBackward(OfCall):
-    """A lowered gradient call; of_bias: the gradient of position_bias is wanted."""
+    """A lowered gradient call of compress(); of_bias: the gradient of position_bias is wanted."""
 
     call: Pooling
     op_kind = "pooling_backward"
@@ -89,16 +86,13 @@ class PoolingBackward(OfCall):
         self.bias = bias if of_bias else None
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         like = {"dkv": self.call.given("kv"), "dgate": self.call.given("gate")}
         like |= {} if self.bias is None else {"dposition_bias": self.bias}
         return {name: empty(t, t.shape) for name, t in like.items()}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of the gradients in `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs.values())
         dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
         # Back ends write the gradient of a bias in the precision of its sums.
@@ -130,7 +124,7 @@ def _lower(bound: Bound) -> Pooling:
 
 
 def _windows(n: Mapping[str, Any]) -> Any:
-    """Pooling.windows of a call: an int, or a torch.SymInt in a trace."""
+    """Number of results in memory of a call with arguments `n`: an int, or a torch.SymInt in a trace."""
     return n["windows"] if n["layout"] == "TND" else torch.sym_max(n["kv"].shape[1] // n["ratio"] - n["before"], 0)
 
 
@@ -140,7 +134,7 @@ def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
-    """True if lengths are not negative and add up to the rows of a packed tensor (tokens)."""
+    """True if the lengths `given` are not negative and add up to the rows of a packed tensor (tokens)."""
     each = bool(((given >= 0) & (given <= tokens)).all())  # Their sum cannot overflow then.
     return (each and int(given.sum()) == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
 

@@ -1,5 +1,4 @@
-"""Probabilities of the keys of one source in attention's softmax over all sources, averaged over heads: the target of
-an indexer's loss."""
+"""Probabilities of the keys of one source in a softmax over all sources, as a mean of heads: an indexer's target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ class ListedRows:
 def write_probabilities(rows: ListedRows, out: Tensor) -> None:
     """Writes mean_h exp(scale * q_h . k - lse_h) for the keys that rows read, and 0 for others.
 
-    Args:
-        out: [B, S1, 1, W] or [T1, 1, W], with a column for each entry of a list, or without lists for each key.
+    out: [B, S1, 1, W] or [T1, 1, W], with a column for each entry of a list, or without lists for each key.
     """
     written = buffer(out).zero_()
     heads = rows.query.shape[-2]

@@ -28,7 +28,10 @@ from fusion_attention.ops.sparse.rules import packed_lists
 
 
 def own_entries(param: str, check: str, keys: str = "compressed keys", count: int = 2048) -> tuple[Rule, Rule]:
-    """Rules of lists [.., count]: entries are -1 or keys of the row's sequence, and none is behind a -1."""
+    """Rules of lists [.., count], parameter `param`: entries are -1 or one of the `keys`, and none is behind a -1.
+
+    check: the expression for the first rule.
+    """
     return (
         meaning(
             check,
@@ -85,7 +88,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Rules for cumulative lengths."""
+    """Rules for cumulative lengths of every side (queries, keys)."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
@@ -120,7 +123,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Rules for used lengths, which must not exceed the rows of a sequence in memory, and for the residual."""
+    """Rules for used lengths of every side, at most the rows of a sequence in memory, and for the residual."""
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
@@ -152,7 +155,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Rules for lengths that are required."""
+    """Rules for lengths of every side that are required; paged: keys may be paged."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(

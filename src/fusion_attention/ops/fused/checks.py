@@ -51,7 +51,7 @@ def rows_fit(
 def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
     """True if keys are one tensor for the batch, one tensor per sequence, or (with a page table) one pool of pages.
 
-    batch: the number of sequences that padded keys must have.
+    batch: the number of sequences that padded keys must have; layout, heads: of the keys.
     """
     forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
     if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
@@ -73,8 +73,7 @@ def fragments_fit(key: Several) -> Outcome:
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """True if tensors match the tensors of keys in number, batch or pages, heads and tokens; dim: required elements of
-    their rows, None: any."""
+    """True if tensors (rows) match those of keys in number, batch or pages, heads, tokens and elements (dim or any)."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
@@ -87,7 +86,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
-    """True if a shared prefix is one sequence with the keys' heads, elements (dim None: any) and dtype."""
+    """True if a shared prefix is one sequence with the heads, elements (dim None: any) and dtype of the keys."""
     form = form_of(prefix, of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
@@ -96,13 +95,13 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
-    """Elements of a row in a layout; 0 if the tensor has another layout."""
+    """Elements of a row in a layout with so many heads; 0 if the tensor has another layout."""
     form = form_of(rows, of_inputs(layout), heads)
     return form[3] if form else 0
 
 
 def contiguous_rows(rows: Several) -> bool:
-    """True if rows are contiguous."""
+    """True if the rows of one or several tensors are contiguous."""
     return all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in members(rows))
 
 
@@ -119,7 +118,7 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
-    """Tokens of a packed key tensor."""
+    """Number of tokens of a packed key tensor in a layout with so many heads."""
     form = form_of(members(key)[0], of_inputs(layout), heads)
     return form[2] if form else 0
 
@@ -130,8 +129,7 @@ def one_per_sequence(lengths: np.ndarray, batch: int) -> Outcome:
 
 
 def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
-    """True if the lengths q_len of packed sequences add up to `rows`, the rows of their tensor; what: its name in the
-    error."""
+    """True if the lengths q_len of packed sequences add up to `rows`, the rows of a tensor that errors call `what`."""
     covered = int(q_len.sum())
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
@@ -154,7 +152,11 @@ def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
 def mask_fits(
     mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
 ) -> Outcome:
-    """True if a mask has a shape that its mode accepts; kind: as _mask_kind() in geometry.py."""
+    """True if a mask has a shape that its mode accepts; kind: as _mask_kind() in geometry.py.
+
+    rows, columns: the least sizes of its last axes; packed: sequences are packed; q_len: their query rows.
+    one_token: True for a query of one token whose mode and window CANN ignores.
+    """
     shape = list(mask.shape)
     if kind == "triangle":
         return is_triangle(mask) or f"{shape}"
@@ -179,7 +181,7 @@ def mask_fits(
 
 
 def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> Outcome:
-    """True if a bias is [B or 1, N1, rows or 1, columns]; it may have more rows and columns."""
+    """True if a bias is [B or 1, N1, rows or 1, columns] for `batch` and `heads`; it may have more rows and columns."""
     shape = list(bias.shape)
     if bias.dim() != 4:
         return f"{len(shape)} axes {shape}"
@@ -222,7 +224,7 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
-    """True if every key that a full mask leaves visible is inside the window, aligned to the upper left corner."""
+    """True if every key that a full mask leaves visible is in the window (pre, next_), from the upper left."""
     if min(pre, next_) >= UNLIMITED:
         return True
     row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
@@ -252,7 +254,8 @@ def integers(rows: Several) -> bool:
 
 def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch: int, columns: int) -> Outcome:
     """True if antiquant_scale, which has the scales of keys (index 0 of axis 0) and of values (index 1), has a shape
-    that antiquant_mode (mode) accepts."""
+    that antiquant_mode (mode) accepts; heads, dim, dim_v: key heads and elements; columns: keys per sequence.
+    """
     shape = list(scale.shape)
     if mode == 1:
         fits = len(shape) == 3 and shape[:2] == [2, batch] and shape[2] >= columns
@@ -295,13 +298,13 @@ def one_each(scales: Sequence[Tensor | None]) -> Outcome:
 
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
-    """True if a tensor of scales, one per query row and head, has the query's shape without the axis of elements."""
+    """True if a tensor of scales, one per query row and head, has the query's shape in its layout, without elements."""
     shape = tuple(query.shape[:-1]) + ((heads,) if of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 
 
 def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
-    """The legal dtypes of attention_out; scale: quant_scale2, with which it is int8."""
+    """The legal dtypes of attention_out; scale: quant_scale2, with which it is int8; rope: whose dtype it has."""
     if scale is not None:
         return ("int8",)
     if query.dtype != torch.int8:
@@ -310,8 +313,9 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
-    """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out; any dtype is legal for a
-    floating-point query without quant_scale2, which ignores it."""
+    """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out (see out_dtypes()); any is legal
+    for a floating-point query without quant_scale2, which ignores it.
+    """
     dtype = OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True

@@ -48,7 +48,7 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of query (side "1") or key (side "2") rows by input_layout; dim: axis word of their elements."""
+    """Axis words of query (side "1"), key (side "2") or output rows by input_layout; dim: of their elements."""
     results = {}
     for layout in (*LAYOUTS, "SH"):
         letters = WORDS[of_output(layout) if output else of_inputs(layout)]
@@ -95,7 +95,7 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """The layout of a call's key or value tensor."""
+    """The layout of a key or value tensor of a call with arguments `n`."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
@@ -108,7 +108,7 @@ def key_heads(n: Mapping[str, Any]) -> int:
 
 
 def _ends(given: np.ndarray) -> np.ndarray:
-    """Lengths of sequences from their cumulative ends (the sums of lengths up to and including each sequence)."""
+    """Lengths of sequences from their cumulative ends `given` (sums of lengths up to and including each sequence)."""
     return np.diff(given, prepend=0)
 
 
@@ -124,7 +124,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axes that lengths determine, for a sample call, whose tensors are made from these axes."""
+    """Axes that the lengths in `n` determine, for a sample call, whose tensors are made from these axes."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -143,7 +143,8 @@ def _unused(padding: np.ndarray) -> int:
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
     """(query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded tensor.
 
-    The slot is negative if left padding leaves too few. one_token: the rule for one-token queries applies.
+    The slot is negative if left padding leaves too few. one_token: True for queries of one token whose lengths CANN
+    ignores.
     """
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
@@ -180,7 +181,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """(used keys of the prefix that all sequences share, keys in its tensor); 0 and 0 without one. n: arguments."""
+    """(used keys of the prefix that all sequences share, keys in its tensor) of a call `n`; heads: key heads."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -200,7 +201,7 @@ def is_triangle(mask: torch.Tensor) -> bool:
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
     """The kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed), or "tree".
 
-    one_token: the rule for one-token queries applies, which read no compressed mask.
+    one_token: True for a query of one token for which CANN reads no compressed mask.
     """
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
@@ -210,7 +211,7 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """The mode, pre, next and mask_kind of geometry(); one_token: the rule for one-token queries applies."""
+    """The mode, pre, next and mask_kind of geometry(); one_token: CANN ignores mode and window."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -230,7 +231,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     * q_len, kv_len: lengths per sequence in the arguments; capacity: slots per sequence; q_first, kv_first: slots of
       the first row and key; q_used, kv_used: lengths, but 0 if left padding leaves too few slots for the sequence.
     * common, prefix_keys: used keys of the shared prefix, and keys in its tensor.
-    * one_token: the rule for one-token queries applies: mode, window, and the query's lengths and padding are ignored.
+    * one_token: True if the query has one token, and CANN ignores mode, window, and the query's lengths and padding.
     * mode, pre, next, mask_kind: sparse mode (10 to 14 are 0 to 4), window and kind of mask, with the rule for
       one-token queries applied. Without a mask, mode 4 has its window and mode 0 has none.
     * columns, rows: the smallest legal sizes of masks and biases.
@@ -289,7 +290,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dim_v(n: Mapping[str, Any]) -> Any:
-    """Elements of a value row; sizes of the arguments may be symbolic."""
+    """Elements of a value row of a call with arguments `n`, whose sizes may be symbolic."""
     value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
     each = 8 if value.dtype == torch.int32 else 1
     if n["block_table"] is not None and value.dim() == 5:
@@ -299,7 +300,7 @@ def _dim_v(n: Mapping[str, Any]) -> Any:
 
 
 def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of attention_out; sizes of the arguments may be symbolic."""
+    """The shape of attention_out of a call with arguments `n`, whose sizes may be symbolic."""
     layout, query, heads = n["input_layout"], n["query"], n["num_heads"]
     size = dict(zip(WORDS[of_inputs(layout)].split(), query.shape, strict=True))
     dim = _dim_v(n)
@@ -318,7 +319,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of attention_out if the call allocates it."""
+    """The dtype of attention_out if the call, with arguments `n`, allocates it."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

@@ -83,7 +83,9 @@ class Indexer(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the gradients of the inputs from those of the values, as ir.call.Differentiable."""
+        """Returns the gradients of the inputs from those of the values; arguments: as of
+        ir.call.Differentiable.gradients().
+        """
         unpaged(self.problem.page_size)
         result = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE}
@@ -106,10 +108,7 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _ForwardRun(self, outputs)
 
 
@@ -148,12 +147,12 @@ class _ForwardRun(Filled):
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients of query, key and weights."""
+    """Allocates the gradients of query, key and weights of a call with arguments `n`."""
     return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 
 class IndexerBackward(OfCall):
-    """A lowered gradient call, from the gradient of the values and the indices that the forward selected."""
+    """A lowered gradient call of the indexer, from the values' gradient and the indices that the forward selected."""
 
     call: Indexer
     op_kind = "indexer_backward"
@@ -163,14 +162,11 @@ class IndexerBackward(OfCall):
         self.dvalues, self.indices = dvalues, indices
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of tensors, saved indices and of the gradients in `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

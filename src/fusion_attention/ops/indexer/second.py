@@ -193,9 +193,10 @@ LIMITS = (
 
 
 def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
-    """True if no sequence has between 1 and ratio - 1 more tokens than query rows.
+    """True if no sequence of q_len rows and kv_len keys has between 1 and ratio - 1 more tokens than rows.
 
-    Such a difference indicates a residual that was computed from the number of keys instead of tokens.
+    A key stands for `ratio` tokens, after which `residual` follow. Such a difference indicates a residual that was
+    computed from the number of keys instead of tokens.
     """
     tokens = kv_len * ratio + residual
     few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))

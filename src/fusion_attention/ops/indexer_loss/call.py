@@ -107,14 +107,11 @@ class Statistics(_Call):
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _StatisticsRun(self, outputs)
 
 
@@ -136,14 +133,11 @@ class LogSum(Statistics):
     """The lowered call of the log-sum-exp, max + log(sum), of the indexer's scores."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LogSumRun(self, outputs)
 
 
@@ -172,7 +166,7 @@ class _AnyLoss(_Call):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The gradients returned with the loss, multiplied by the gradient of the loss."""
+        """The gradients that the loss returned, multiplied by the loss's gradient; arguments: see Differentiable."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
 
@@ -192,7 +186,7 @@ class _AnyLoss(_Call):
         raise NotImplementedError
 
     def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
-        """(views of these gradients, those of them with rows outside all sequences, which must be cleared)."""
+        """(views of the gradients dq, dk and dweights, those to clear, as they have rows outside all sequences)."""
         grads = IndexerGrads(
             dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
         )
@@ -205,7 +199,7 @@ class Loss(_AnyLoss):
     """The lowered call of a loss against the attention's probabilities, computed from query and key."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh(self.tensors)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
@@ -214,10 +208,7 @@ class Loss(_AnyLoss):
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LossRun(self, outputs)
 
 
@@ -274,7 +265,7 @@ class TargetLoss(_AnyLoss):
     names: tuple[str, ...] = RESULTS
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_target(self.tensors, self.names)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
@@ -283,10 +274,7 @@ class TargetLoss(_AnyLoss):
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

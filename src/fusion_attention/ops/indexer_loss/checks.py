@@ -14,7 +14,10 @@ from fusion_attention.ops.shared.checks import Outcome, stays_unread
 def _lists(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, the lists [rows, entries] of sequence b) for sequences with lists."""
+    """Yields (b, the lists [rows, entries] of sequence b) for sequences with lists, from `indices` in a layout.
+
+    q_len: rows per sequence; q_capacity: its rows in memory, None: as many.
+    """
     capacity = q_len if q_capacity is None else q_capacity
     for b, (start, count) in enumerate(zip(np.cumsum(capacity) - capacity, q_len, strict=True)):
         listed = indices[b, :count] if layout == "BSND" else indices[start : start + count]
@@ -47,7 +50,10 @@ def keys_read(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None, kv_len: np.ndarray,
     mode: int, ratio: int, residual: np.ndarray | None,
 ) -> Outcome:  # fmt: skip
-    """True if every list has at most as many entries as its row has visible keys, all of them visible."""
+    """True if every list has at most as many entries as its row has visible keys, all of them visible.
+
+    A key stands for `ratio` tokens, after which `residual` follow; mode: sparse_mode; others: as in keys_exist().
+    """
     for b, listed in _lists(indices, layout, q_len, q_capacity):
         keys, rows = int(kv_len[b]), len(listed)
         behind = rows % ratio if residual is None else int(residual[b])

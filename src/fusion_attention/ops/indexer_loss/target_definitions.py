@@ -71,8 +71,7 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, rows and keys of sequences in memory (capacity),
-    and axes."""
+    """Values derived from a call's arguments (`n`), by name: lengths, axes, and capacity: rows and keys in memory."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):

@@ -58,7 +58,7 @@ def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
 
 
 def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
-    """True if the number of query heads (heads) is a multiple of that of key heads."""
+    """True if the number of query heads (heads) is a multiple of the key heads of a KV cache k in a layout."""
     kv_heads = heads_of(k, layout)
     return (kv_heads > 0 and heads % kv_heads == 0) or f"{show(k)} with N1={heads}"
 
@@ -68,7 +68,7 @@ def stored_fits(
 ) -> bool | str:
     """True if a KV cache has one of the legal forms, with rows of `dim` elements for `heads` key heads.
 
-    The forms are one tensor for the batch, one tensor per sequence, or (paged) one tensor of pages.
+    The forms are one tensor for the batch, one tensor per sequence in the layout, or (paged) one tensor of pages.
     """
     for t in tensors:
         size = sizes(t, layout, heads)
@@ -98,8 +98,7 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """The kind of a scale: "none", "channel" ([], [1], [N2] or [N2, dim]), "token" (k's shape without its last axis),
-    or "" for other shapes."""
+    """The kind of a scale: "none", "channel" ([], [1], [N2], [N2, dim]), "token" (k.shape[:-1]); other shapes: ""."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
@@ -110,7 +109,7 @@ def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: i
 def scales_fit(
     scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
 ) -> bool | str:
-    """True if a scale has a legal shape, and its offset the same shape."""
+    """True if a scale has a legal shape (see scale_kind()), and its offset the same shape."""
     if scale_kind(scale, k, heads, dim) == "":
         return f"{show(scale)} with N2={heads}, {dim} elements"
     if offset is None:

@@ -92,7 +92,7 @@ class CacheViews:
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
     def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
-        """View of the rows of a common prefix, a tensor of one sequence."""
+        """View of the rows, of dim elements, of a common prefix, a tensor of one sequence in a layout."""
         tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()  # Kernels read contiguous rows.
@@ -100,7 +100,7 @@ class CacheViews:
         return RowView((tensor,), np.zeros(1, np.int64), tensor.stride(token), np.array([stride], np.int64), dim)
 
     def dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
-        """Views of scale and offset; kind: Problem.dequant_k or dequant_v."""
+        """Views of scale and offset of rows of dim elements; kind: Problem.dequant_k or dequant_v."""
         views = [None if t is None else self._scale(as_float(t), scales.counts, kind, dim) for t in scales[:2]]
         assert views[0] is not None
         return Dequant(views[0], views[1])
@@ -150,8 +150,7 @@ class CacheViews:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A cache tensor as kernels read it: int32 elements, of eight int4 each, become bytes of two int4 each, the even
-    element in the low half."""
+    """A cache tensor as kernels read it: an int32 of eight int4 becomes four bytes, even elements in the low halves."""
     if tensor.dtype != torch.int32:
         return tensor
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)

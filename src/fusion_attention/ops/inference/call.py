@@ -40,7 +40,7 @@ _ROWS = 256
 
 @dataclass(eq=False)
 class InferenceCall:
-    """A lowered inference call (ir.call.Lowered).
+    """A lowered call of attention over a KV cache.
 
     Args:
         layout: layout of q and q_rope.
@@ -292,7 +292,8 @@ def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
     """Writes +inf to the softmax_lse of rows without visible keys in a call with sinks, whose statistics include the
-    sink and do not show these rows."""
+    sink and do not show these rows; operands: the call's views.
+    """
     e, heads = call.extents, call.problem.heads_q
     view = call._moved(stats_view(lse, Form(call.layout), heads, e))
     for b in range(len(e)):
@@ -315,7 +316,7 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
 def _prepared(
     call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The arguments (operands, buffers, outputs, clears) of Filled."""
+    """The arguments (operands, buffers, outputs, clears) of the call's Filled; stats: memory for max and sum."""
     buffers = buffer(out), *stats
     clears = () if covered(call.q, call.layout, call.extents, "q") else buffers
     operands = call.operands(dict(zip(("out", "max", "sum"), buffers, strict=True)))
@@ -323,5 +324,5 @@ def _prepared(
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
-    """The Extents of a call without computed biases (shift 0)."""
+    """The Extents of a call with these lengths and band, without computed biases (shift 0)."""
     return Extents(q_len, kv_len, *band, np.zeros_like(q_len))

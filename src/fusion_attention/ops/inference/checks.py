@@ -1,5 +1,4 @@
-"""Check functions for rules of decoding: each returns True for a legal call, otherwise False, or a text with the
-illegal value."""
+"""Check functions for rules of decoding: each returns True for a legal call, else False or a text with the value."""
 
 from typing import Any
 

@@ -34,8 +34,7 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
 
 
 def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
-    """True if `given` has one number per sequence; the sequences are those of the cumulative ends, or `count` if these
-    are None."""
+    """True if `given` has a number per sequence; there are `count` sequences, or as many as cumulative ends."""
     count = count if ends is None else len(ends) - 1
     return given is None or len(given) == count or f"{len(given)} for {count} sequences"
 

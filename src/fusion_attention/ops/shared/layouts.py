@@ -81,7 +81,7 @@ def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | N
 
 
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
-    """View of the rows of a tensor in a layout; side: "q" if it has a row per query token, "kv" if per key token."""
+    """View of a tensor with `heads` rows per token; side: "q" if tokens are of the query, "kv" if of keys."""
     stride = tensor.stride()
     if stride[-1] != 1 and tensor.shape[-1] > 1:
         # Kernels read contiguous rows, so a tensor with another stride of the last axis is copied here.
@@ -111,7 +111,7 @@ def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, s
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
-    """View of a bias or a blocked matrix; form: its shape, a value of Form.bias or Form.blocked."""
+    """View of a bias or a blocked matrix of a call; form: its shape, a value of Form.bias or Form.blocked."""
     count = np.arange(len(extents))
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
@@ -130,7 +130,7 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
 
 
 def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
-    """View of concatenated blocks [heads, rows, keys], one per sequence; rows None: blocks with one row for all."""
+    """View of blocks [heads, rows, keys], one per sequence, concatenated in `flat`; rows None: one row for all."""
     if flat.stride(0) != 1:
         flat = flat.contiguous()  # Kernels require contiguous blocks.
     head = keys if rows is None else rows * keys
@@ -148,13 +148,13 @@ def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int]
 
 
 def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
-    """The shape of statistics: [B, N1, S1], or [T1, N1] if rows are packed."""
+    """The shape of statistics of a call with query q: [B, N1, S1], or [T1, N1] if rows are packed (form)."""
     batch, token, _ = LAYOUTS[form.layout]
     return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
-    """View of statistics whose shape is stats_shape(), in the order of form.stats."""
+    """View of statistics of `heads` heads whose shape is stats_shape(), in the order of form.stats."""
     key = (form.layout, form.stats, heads, tensor.shape)
     view = extents.call_cache.get(key) or keep(extents, key, _stats_view(tensor, form, heads, extents))
     return view.over(tensor)
@@ -173,7 +173,7 @@ def _stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) 
 def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> bool:
     """True if every token of a tensor on the query ("q") or key ("kv") side belongs to a sequence.
 
-    Outputs of other tokens are zero.
+    Outputs of other tokens are zero. layout: of the tensor.
     """
     batch, token, _ = LAYOUTS[layout]
     tokens = tensor.shape[token]

@@ -25,7 +25,7 @@ NO_ATTENTION = Problem(1, 1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """A lowered call that writes zeros.
+    """A lowered call of a metadata function, which writes zeros.
 
     Args:
         elements: size of the result.
@@ -39,11 +39,11 @@ class Metadata:
     op_kind: str = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the result."""
+        """Allocates the call's result, by name."""
         return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call with its memory: it only clears the result."""
+        """The call (a Filled) with the memory `outputs` of its result, which it only clears."""
         return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 

@@ -20,7 +20,7 @@ def spelled(param: Any, name: str, **changes: Any) -> Any:
 
 
 def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
-    """A parameter that is an output tensor."""
+    """A parameter that is an output tensor; dtypes: "=query": the query's; changes: other fields."""
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 

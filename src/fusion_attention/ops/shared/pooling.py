@@ -26,7 +26,7 @@ class Windows:
     before: bool = False
 
     def results(self, rows: int) -> int:
-        """The number of results of a sequence."""
+        """The number of results of a sequence of so many rows."""
         return max(rows // self.ratio - self.before, 0)
 
 
@@ -57,7 +57,7 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
 
 
 def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Pools the complete windows of rows [B, S, N, C] to [B, windows, N, D]."""
+    """Pools the complete windows of rows [B, S, N, C] to [B, windows, N, D]; arguments: as of pooled()."""
     x, z = rows_of_windows(rows, gates, bias, windows)
     return (z.softmax(2) * x).sum(2).to(rows.dtype)
 

@@ -18,7 +18,7 @@ ROPE = {"query_rope": True, "key_rope": True}
 
 
 def meaning(check: str, message: str, **fields: Any) -> Rule:
-    """A rule from its expression and the text of its error.
+    """A rule from its expression `check` and the text of its error; fields: other fields of Rule.
 
     message: "PARAMETER: EXPECTED (ADVICE)"; "PARAMETER (ADVICE)" if the error shows the expression. Op.spell() replaces
         canonical names in it, also if they are common words: write "keys", not "key".
@@ -53,17 +53,17 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 
 
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
-    """Rule: a parameter is required."""
+    """Rule: a parameter is required; text, advice: expected value and hint of the error; more: other fields of Rule."""
     return presence(f"{param} is not None", f"{param}: {text} ({advice})", invalid={param: None}, **more)
 
 
 def absent(param: str, advice: str = OF_950) -> Rule:
-    """Rule: a parameter is None."""
+    """Rule: the parameter `param` is None; advice: the reason."""
     return presence(f"{param} is None", f"{param}: None ({advice})")
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
-    """Rule: a head has between 1 and 768 elements on an axis; optional: the tensor may be absent."""
+    """Rule: a head of `param` has 1 to 768 elements on an axis; optional: it may be absent; bad: an illegal size."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
     return invalid(check, f"{param}: {text} (elements per head)", invalid={axis: bad}, **more)
@@ -82,7 +82,7 @@ def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
-    """Rule: a scale is finite in float32."""
+    """Rule: a scale is finite in float32; optional: it may be None; bad: an illegal value."""
     check = f"abs({scale}) < 3.4e38"
     if optional:
         check = f"{scale} is None or {check}"
@@ -90,7 +90,7 @@ def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True
 
 
 def one_length_each(q_len: str, kv_len: str) -> Rule:
-    """Rule: packed queries and keys have the same number of sequences."""
+    """Rule: packed queries and keys have the same number of sequences; q_len, kv_len: parameters with their lengths."""
     both = f"{q_len} is not None and {kv_len} is not None"
     check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
     return of_lengths(check, f"{kv_len} ({advice})", when=both, only=PACKED, invalid={kv_len: [12]})
@@ -113,7 +113,7 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 
 
 def cached(kv_len: str) -> Rule:
-    """Rule: lengths are within the capacity of the cache."""
+    """Rule: the lengths in parameter kv_len are within the capacity of the cache."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
     return meaning("lengths_within(kv_len, capacity)", f"{kv_len}: {text} ({advice})", invalid={kv_len: [3, 7]})
 
@@ -121,10 +121,10 @@ def cached(kv_len: str) -> Rule:
 def paged(
     size: str, size_text: str, owner: str, given: Settings, too_long: Settings, unknown: list[list[int]]
 ) -> tuple[Rule, ...]:
-    """Rules: the page table has a page for every token, and the pages exist.
+    """Rules: the page table has a page for every token, and the pages exist; owner: the word for a sequence.
 
-    size: expression for the page size; given: settings of sample calls; too_long, unknown: invalid lengths and page
-        numbers.
+    size, size_text: expression and words for the page size; given: settings of sample calls; too_long, unknown: invalid
+        lengths and page numbers.
     """
     return group(
         meaning(
@@ -147,12 +147,12 @@ def paged(
 
 
 def reserved(name: str, **more: Any) -> Rule:
-    """Limit: a parameter is reserved and must be None."""
+    """Limit: the parameter `name` is reserved and must be None."""
     return limit(f"{name} is None", f"{name} (reserved: leave it out)", **more)
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Limit: page numbers are int32; ids: an invalid sample call."""
+    """Limit: page numbers are int32; ids: an invalid page table; given: settings of sample calls."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, f"block_table: int32 ({advice})", when=when, given=given, invalid={"block_table": ids})
@@ -166,7 +166,7 @@ doubt = partial(meaning, level="doubt")
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
     """Doubts: packed sequences cover all rows of their tensors; short: settings that violate this for both sides.
 
-    The operator definition's `derive` must return q_len and kv_len, the tokens of each sequence.
+    The operator definition's `derive` must return q_len and kv_len, the tokens of each sequence. advice: a hint.
     """
     return tuple(
         doubt(
@@ -186,7 +186,7 @@ ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
 def untrained(
     advice: str, given: Settings | None = None, kind: Callable[..., Rule] = doubt, **shapes: tuple[int, ...]
 ) -> tuple[Rule, ...]:
-    """Rules: tensors without a derivative do not require gradients.
+    """Rules: tensors without a derivative do not require gradients; advice: a hint; given: settings of sample calls.
 
     kind: constructor of the rules; shapes: names of the tensors, with sample shapes.
     """
@@ -212,6 +212,6 @@ def no_float32(query: str, weights: str = "") -> Rule:
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
-    """Limit: a row has a fixed number of elements; beside: a further condition of the rule, followed by " and "."""
+    """Limit: a row of parameter `param` has `size` elements on an axis; beside: a further condition, then " and "."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
     return refused(f"{axis} == {size}", f"{param} ({advice})", when=when, invalid={axis: bad}, **more)

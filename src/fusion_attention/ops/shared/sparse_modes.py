@@ -7,7 +7,7 @@ from fusion_attention.ir.problem import Extents
 
 
 def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
-    """The band of a sparse mode of the training operators, for a call with a mask.
+    """The band of a sparse mode of the training operators, for a call with a mask; pre, next_: tokens of the window.
 
     0: window aligned to the upper left corner (the mask also applies); 1: the mask only; 2: causal, upper left; 3:
     causal, lower right; 4: window, lower right; 5 and 6: prefix; 7: as 3, and 8: as 2, with another diagonal in the
@@ -34,7 +34,8 @@ def mode_band(
     """(lo, hi, prefix) of a sparse mode, int64 arrays with an entry per sequence, as in Extents.
 
     Without a mask training operators ignore the mode: all keys are visible. Modes 7 and 8 shift the diagonal of the
-    sequence that is split between two devices: the last (7) or the first (8) sequence with query rows.
+    sequence that is split between two devices: the last (7) or the first (8) sequence with query rows. q_len, kv_len:
+    lengths per sequence; pre, next_: tokens of the window.
     """
     if not has_mask:
         return Band.full().resolve(q_len, kv_len)

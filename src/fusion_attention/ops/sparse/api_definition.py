@@ -64,7 +64,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derive(names: dict[str, Any]) -> dict[str, Any]:
-    """derive(), with Dv from dim_v if there is no value tensor."""
+    """Values derived from a call's arguments (`names`), as by derive(); Dv is dim_v if there is no value tensor."""
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 

@@ -1,6 +1,4 @@
-"""Lowered calls of sparse attention, with their views, and the conversion of statistics between CANN's order and the
-kernels' order.
-"""
+"""Lowered calls of sparse attention, their views, and the order of statistics in CANN's tensors and in kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class Sparse(TensorCall):
         return super().covers(tensor, side)
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-        """Views of the call's tensors, its output, and its statistics [.., N1] in the kernels' order."""
+        """Views of the call's tensors, its output, and its statistics max_ and sum_ [.., N1] in the kernels' order."""
         p, t = self.problem, self.tensors
         k, v, q_rope, k_rope = (t[n] for n in ("key", "value", "query_rope", "key_rope"))
         assert k is not None
@@ -91,7 +89,7 @@ class Sparse(TensorCall):
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
-        """A view of the call's statistics in CANN's order (the function grouped())."""
+        """A view of statistics [.., N1] of the call in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
     def complete(self) -> Sparse:
@@ -107,21 +105,18 @@ class Sparse(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the gradients of the inputs, as ir.call.Differentiable; results must include statistics."""
+        """Returns the gradients of the inputs, as ir.call.Differentiable.gradients(); results: with statistics."""
         unpaged(self.problem.page_size)
         result = run(self.backward(results, upstream))
         return {t: result[name] for t, name in GRADIENT_OF.items() if name in result}
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         result = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return SparseForward(self, outputs)
 
 
@@ -132,12 +127,12 @@ def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
-    """A view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
+    """A view of statistics [.., N1] in CANN's order for a layout and N2 = heads_kv: [B, N2, S1, G] or [N2, T1, G]."""
     return stats.unflatten(-1, (heads_kv, stats.shape[-1] // heads_kv)).movedim(-2, 0 if layout == "TND" else 1)
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """View of keys that are packed, padded or paged; table: the result of page_table() if they are paged."""
+    """View of keys of `heads` heads in a layout, packed, padded or paged; table: their page_table() if paged."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
@@ -218,7 +213,7 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class SparseBackward(OfCall):
-    """A lowered gradient call, from the saved output and statistics; statistics and dlse are in CANN's order."""
+    """A lowered gradient call of sparse attention; the saved statistics and dlse are in CANN's order."""
 
     call: Sparse
     op_kind = "attention_backward"
@@ -230,14 +225,11 @@ class SparseBackward(OfCall):
         self.saved, self.dlse = (dout, out, max_, sum_), dlse
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs."""
+        """Allocates the gradients of the call's inputs, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of tensors, saved results and of the gradients in `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 

@@ -22,7 +22,7 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """True if query lengths (cumulative ends if packed and `cumulative`) are in range; b, s1, t1: sizes of axes."""
+    """True if query lengths (`given`; cumulative ends if packed and `cumulative`) are in range; b, s1, t1: sizes."""
     packed = layout == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
 
@@ -30,7 +30,7 @@ def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any,
 def keys_fit(
     given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
 ) -> Outcome:
-    """True if key lengths (cumulative ends if packed and `cumulative`) are in range.
+    """True if the key lengths `given` (cumulative ends if packed and `cumulative`) are in range.
 
     form: layout of keys; table: page table; b, s2, t2, page: sizes of axes.
     """
@@ -41,8 +41,7 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths per sequence, and axes that tensors in this
-    layout do not have."""
+    """Values derived from a call's arguments (`names`), by name: lengths, and axes that this layout's tensors lack."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -67,7 +66,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, the lists [rows, heads, entries] of sequence b); the axis of heads of `indices` may be missing."""
+    """Yields (b, lists [rows, heads, entries] of the rows of sequence b); `indices` may lack the axis of heads."""
     if indices.dim() == (3 if layout == "BSND" else 2):
         indices = indices.unsqueeze(-2)
     start = np.cumsum(q_len) - q_len
@@ -78,7 +77,7 @@ def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tu
 
 
 def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
-    """Text with the first invalid entry (True in bad) in the lists of sequence b, and its position."""
+    """Text with the first invalid entry (true in bad) of `listed`, the lists of sequence b, and its position."""
     row, head, slot = bad.nonzero()[0].tolist()
     heads = f"head {head}, " if listed.shape[1] > 1 else ""
     return f"{int(listed[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
@@ -87,7 +86,7 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
 def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
     """True if every entry of the lists is -1 or the number of a block of its sequence's keys; block: keys of a block.
 
-    Lists are not checked if stays_unread(indices).
+    q_len, kv_len: lengths per sequence. Lists are not checked if stays_unread(indices).
     """
     if stays_unread(indices):
         return True
@@ -113,7 +112,10 @@ def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Ten
 def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if no list has more entries than its row has blocks with visible keys, as rows read no further entries."""
+    """True if no list has more entries than its row has blocks with visible keys, as rows read no further entries.
+
+    mode: sparse_mode; other arguments: as of entries_fit().
+    """
     for b, listed in _lists(indices, layout, q_len):
         blocks = -(-_visible(mode, len(listed), int(kv_len[b]), listed.device) // block)
         slot = torch.arange(listed.shape[-1], device=listed.device)
@@ -126,7 +128,7 @@ def few_enough(
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if every entry of a list is a block of `block` keys of which its row sees one or more; mode: sparse_mode."""
+    """True if every entry of a list is a block of which its row sees a key; arguments: as of few_enough()."""
     for b, listed in _lists(indices, layout, q_len):
         bad = listed.long() * block >= _visible(mode, len(listed), int(kv_len[b]), listed.device)
         if bool(bad.any()):

@@ -37,7 +37,7 @@ LARGEST_INT64 = (1 << 63) - 1
 
 
 def rows(side: str, heads: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; heads: axis word, "" for none."""
+    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; heads, dim: its last axis words."""
     shapes = {"BSND": f"B S{side} {heads} {dim}", "TND": f"T{side} {heads} {dim}"}
     return shapes | ({PAGED: f"P Ps {heads} {dim}"} if side == "2" else {})
 
@@ -247,7 +247,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
-    """derive(), and the axis G of statistics; None if they are not returned."""
+    """Derived values of a forward call, with the axis G of statistics, which is None if they are not returned."""
     group = names["N1"] // names["N2"] if names["return_softmax_lse"] and names["N2"] else None
     return derive(names) | {"G": group}
 

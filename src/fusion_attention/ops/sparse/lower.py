@@ -15,7 +15,7 @@ from fusion_attention.ops.sparse.checks import keys_in
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call: lengths, and a causal band in sparse mode 3, otherwise all keys."""
+    """The Extents of a checked call with values `n`: lengths, and a causal band in sparse mode 3, else all keys."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 

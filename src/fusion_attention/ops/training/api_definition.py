@@ -200,8 +200,7 @@ _NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths per sequence, axes B, S1, S2 of packed rows,
-    and rows of drop_bits."""
+    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 if packed, and rows of drop_bits."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:
@@ -214,7 +213,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
-    """The lowered call of a checked call of attention(); seed: a drawn seed for a call without one."""
+    """The lowered call of a checked call (`bound`) of attention(); seed: a drawn seed for a call without one."""
     n = bound.names
     seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)

@@ -57,6 +57,6 @@ def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tens
 
 
 def to_matrix(mask: Tensor, block: Pair, tokens: Pair) -> Tensor:
-    """A uint8 matrix [B, N, rows, keys], 1 where a block mask (as in to_tiles()) hides a pair."""
+    """A uint8 matrix [B, N, rows, keys], 1 where a block mask hides a pair; arguments: as of to_tiles()."""
     rows, keys = (torch.arange(count, device=mask.device) // size for count, size in zip(tokens, block, strict=True))
     return (mask == 0).to(torch.uint8)[:, :, rows][..., keys]

@@ -73,7 +73,7 @@ def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
 
 
 def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-    """The views of a call's tensors, its output and its statistics."""
+    """The views of a call's tensors, its output and its statistics max_ and sum_."""
     p, form, e = call.problem, call.form, call.extents
     layout = form.layout
     return Operands(
@@ -120,7 +120,8 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
 def grads_of(
     call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
 ) -> tuple[Grads, Tensor | None]:
-    """Views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is summed.
+    """Views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is
+    summed.
 
     dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
     computed. The buffer is None if the back end writes dbias directly.
@@ -162,7 +163,7 @@ def owns_bias(call: DenseCall) -> bool:
 
 
 def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
-    """True if each element of a bias belongs to at most one (row, key) pair."""
+    """True if each element of a bias of `heads` heads belongs to at most one (row, key) pair of sequences e."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
     starts = bias.address[some]
@@ -170,7 +171,7 @@ def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
 
 
 def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
-    """Zeroes the accumulated gradient of a bias, and gradients of tokens and bias elements outside all sequences."""
+    """Zeroes the accumulated gradient of a bias (summed), and gradients of tokens and elements in no sequence."""
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if not call.covers(side):

@@ -1,5 +1,4 @@
-"""Check functions for rules of training attention: each returns True for a legal call, otherwise False, or a text with
-the illegal value."""
+"""Check functions for rules of training attention: each returns True if legal, else False or a text with the value."""
 
 from typing import Any
 
@@ -18,8 +17,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths per sequence, axes B, S1, S2 of packed rows,
-    and Form.bias of pse."""
+    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 of packed rows, Form.bias of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -53,7 +51,7 @@ def _pse_form(names: dict[str, Any]) -> str:
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
-    """True if a window (aligned upper left in mode 0, lower right in mode 4) intersects the score matrix."""
+    """True if a window of pre and next_ tokens (mode 0: aligned upper left, 4: lower right) intersects the scores."""
     if not rows or not keys:
         return True
     shift = keys - rows if mode == 4 else 0
@@ -117,8 +115,10 @@ def prefixes_differ(prefix: np.ndarray | None) -> bool:
 def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
-    """True if no key behind the diagonal is visible to a row before the last 1024, for which a compressed pse has no
-    bias there."""
+    """True if rows before the last 1024 see no key behind the diagonal, where a compressed pse has no bias for them.
+
+    The band follows from sparse mode, mask, window, prefix and lengths, as by mode_band().
+    """
     _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
@@ -179,8 +179,7 @@ def countable(offset: torch.Tensor | None) -> bool | str:
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
-    """True if a compressed mask has the documented content, is not read (stays_unread), or has no shape of one, which
-    another rule names."""
+    """True if a mask has the documented content of a compressed mask in this mode, is unread, or has another shape."""
     if stays_unread(mask) or mask.shape[:-2].numel() != 1:
         return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
@@ -210,12 +209,12 @@ def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarra
 
 
 def is_shifted(table: torch.Tensor) -> bool:
-    """True if each row of a compressed pse is the previous one shifted by one column (equal along diagonals)."""
+    """True if each row of a compressed pse (table) is the previous shifted by a column (equal along diagonals)."""
     return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
 
 
 def has_dtype(tensor: torch.Tensor, words: str) -> bool:
-    """True if a tensor has one of several dtypes."""
+    """True if a tensor has one of several dtypes (words)."""
     return dtype_text(tensor) in words.split()
 
 

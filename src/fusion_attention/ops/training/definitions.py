@@ -33,7 +33,7 @@ from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradient
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout."""
+    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
     s, n, t = f"S{side}", f"N{side}", f"T{side}"
     return {
         "BSH": f"B {s} {n}*{dim}",

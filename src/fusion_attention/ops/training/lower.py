@@ -21,7 +21,7 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """The DenseCall of a checked call of a forward or gradient operator.
+    """The DenseCall of a checked call (`bound`) of a forward or gradient operator.
 
     seed, offset: from which a dropout mask is drawn if keep_prob < 1 and there is no drop mask; None: the call's own
     arguments.
@@ -40,7 +40,7 @@ def _number(value: int | Tensor | None) -> int:
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """A DenseCall of a forward call with `out` in place of q, k and v, for the conversion of statistics alone."""
+    """A DenseCall of a forward call (`bound`) with `out` for q, k and v, for the conversion of statistics alone."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -48,7 +48,7 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """Lowers the checked call of a forward or gradient operator; lanes: as in DenseForward."""
+    """Lowers a checked call (`bound`), forward or gradient; seed, offset: of dropout; lanes: see DenseForward."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)
@@ -56,7 +56,7 @@ def lower(
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """Problem, form, extents and DenseCall.names, which depend only on a signature and its lengths."""
+    """Problem, form, extents and DenseCall.names of a call with values `n`, which depend only on shapes and lengths."""
     extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
@@ -65,7 +65,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[s
 
 
 def _blocks(n: dict[str, Any]) -> bool:
-    """True if the mask's content hides keys; compressed masks are replaced by a band."""
+    """True if the mask tensor of a call `n` hides keys by its content; compressed masks are replaced by a band."""
     return n["atten_mask"] is not None and n["sparse_mode"] in (0, 1, 5)
 
 
@@ -81,7 +81,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """The Extents of a checked call, from its values by name."""
+    """The Extents of a checked call, from its values `n` by name."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:
@@ -91,9 +91,9 @@ def dense_extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Extents.shift, the origin of distances in computed biases: kv_start - q_start, each 0 by default.
+    """Extents.shift, the origin of distances in computed biases, of a call with arguments `n`: kv_start - q_start.
 
-    In mode 8 only the first sequence with rows, which is split between devices, has it.
+    Both are 0 by default. In mode 8 only the first sequence with rows, which is split between devices, has a shift.
     """
     shift = np.zeros_like(q_len)
     q_start, kv_start = (0 if s is None or not len(s) else int(s[0]) for s in (n["q_start_idx"], n["kv_start_idx"]))

@@ -281,7 +281,7 @@ FOR_ROPE = (
 
 
 def _climbing(heads: int = 4) -> Settings:
-    """Settings of sample calls: every score of a row is the row's index in [T1, N1]; statistics are token-major."""
+    """Settings of sample calls: each score of a row is the row's index in [T1, N1 = heads], token-major."""
     place = torch.arange(8.0 * heads).reshape(8, heads, 1)
     lengths = torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1)
     first = torch.eye(8)[0]

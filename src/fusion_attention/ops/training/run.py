@@ -85,10 +85,7 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -145,7 +142,7 @@ class DenseForward(OfCall):
         run: Callable[[Lowered], dict[str, Tensor]],
         wanted: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Computes the gradients of the inputs, as ir.call.Differentiable."""
+        """Returns the gradients of the inputs; arguments: as of ir.call.Differentiable.gradients()."""
         gradients = run(self.backward(results, upstream, wanted))
         return {
             self.call.names[at]: gradients[name]
@@ -180,7 +177,7 @@ class DenseBackward(OfCall):
         self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs."""
+        """Allocates the gradients of the call's inputs, by name."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
@@ -189,10 +186,7 @@ class DenseBackward(OfCall):
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of tensors, saved results and of the gradients in `outputs`, tensors for the results by name.
-        """
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return _BackwardRun(self, outputs)
 
 

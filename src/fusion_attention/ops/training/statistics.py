@@ -59,12 +59,12 @@ def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of to_lanes(): statistics in the kernels' format."""
+    """The inverse of to_lanes(): statistics max_ and sum_ in the kernels' format."""
     return from_finite(call, max_[..., 0], sum_[..., 0])
 
 
 def from_finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of finite(): statistics in the kernels' format, contiguous."""
+    """The inverse of finite(): statistics max_ and sum_ in the kernels' format, contiguous."""
     empty = max_ == -FLT_MAX
     # Views of statistics assume contiguous memory.
     sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_).contiguous()

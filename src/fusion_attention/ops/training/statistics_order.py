@@ -93,7 +93,7 @@ def _least(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
 
 
 def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:
-    """max + log(sum) [N1, rows] of rows of sequence b, with statistics read in the given order."""
+    """max + log(sum) [N1, rows] of the rows `row` of sequence b, with statistics read in the given order."""
     heads, start = statistics[0].shape[1], int(q_len[:b].sum())
     head = torch.arange(heads, device=row.device)[:, None]
     at = (start + row) * heads + head if order == "token" else start * heads + head * int(q_len[b]) + row
