@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -65,9 +66,10 @@ def test_versions_say_what_each_takes() -> None:
 def test_the_stub_is_what_runs() -> None:
     """Every function with its parameters, defaults and annotations, as Python itself reads the stub."""
     text = stub([getattr(aclnn, name) for name in aclnn.__all__])
-    space: dict[str, Any] = {}
+    module = ModuleType("_aclnn")
+    space = vars(module)
     exec(compile(text, "_aclnn.pyi", "exec"), space)
-    names = [*space, *space["__annotations__"]]
+    names = [*space, *inspect.get_annotations(module)]
     assert sorted(name for name in names if name.startswith("aclnn")) == sorted(aclnn.__all__)
     run = functools.partial(space["_Run"].__call__, None)
     for name in aclnn.__all__:

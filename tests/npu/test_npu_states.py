@@ -421,7 +421,9 @@ class _Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def test_a_worker_sends_tensors() -> None:
-    loader = torch.utils.data.DataLoader(_Rows(), batch_size=2, num_workers=1, timeout=30)
+    loader = torch.utils.data.DataLoader(
+        _Rows(), batch_size=2, num_workers=1, timeout=30, multiprocessing_context="fork"
+    )
     batches = list(loader)
     assert {str(batch.device) for batch in batches} == {HERE}
     assert [batch.tolist() for batch in batches] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]

@@ -53,7 +53,8 @@ loaded = sorted(set(sys.modules) - brought)
 
 def test_a_first_call_loads_this_package_and_no_more() -> None:
     loaded = run(f"{EAGER}print(json.dumps(loaded))")
-    assert [m for m in loaded if m.split(".")[0] != "fusion_attention"] == []
+    # From Python 3.14 on ast.unparse() is a module of the standard library of its own.
+    assert {m for m in loaded if m.split(".")[0] != "fusion_attention"} <= {"_ast_unparse"}
     # Neither what torch_npu's names, captures, layers and the two-phase interface need, nor torch's compiler.
     buffers = {word for m in loaded for word in m.split(".")[1:]}
     unneeded = {"npu", "capture", "nn", "acl", "aclnn", "cli", "testing", "trace_constants", "sampling", "doc_pages"}

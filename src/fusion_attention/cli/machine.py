@@ -14,7 +14,7 @@ from typing import Any
 
 # Oldest and newest tested releases; others may work too.
 TESTED: dict[str, tuple[str, str]] = {
-    "python": ("3.10", "3.13"),
+    "python": ("3.10", "3.14"),
     "torch": ("2.6", "2.15"),
     "numpy": ("2.2", "2.5"),
     "safetensors": ("0.8", "0.8"),
