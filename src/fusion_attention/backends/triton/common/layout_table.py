@@ -50,8 +50,8 @@ def tensor_of(view: View) -> torch.Tensor:
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
 
 
-def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
-    """Returns the four rows of a view in the layout table of `count` sequences: numbers, or arrays [count]."""
+def _columns(view: View) -> tuple[np.ndarray | int, ...]:
+    """Returns the four rows of a view in the layout table: numbers, or arrays [sequences]."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -76,7 +76,7 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
     for at, name in enumerate(VIEWS):
         view = views.get(name)
         if view is not None:
-            for n, values in enumerate(_columns(view, count)):
+            for n, values in enumerate(_columns(view)):
                 table[at * FIELDS + n] = values
     if drawn is not None:
         stream, row, key = drawn

@@ -28,7 +28,6 @@ JOIN = shapes.Tile(0, 0, 4, 1)
 LAST_PAGE = (1 << 31) - 1  # highest page number in an int32 page table
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
 FACTORS = CACHES[3:]  # scales and offsets of int8 caches
-BY_TOKEN = ("k", "v", "k_rope")  # stored per token; with dequant_k or dequant_v "token", its FACTORS too
 
 
 def serves(problem: Problem, extents: Extents) -> bool:

@@ -1,9 +1,8 @@
 """Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
 Tests compile kernels ahead of time with the constants made here. Common parameters: `tile` is the tile shape of the
-named
-kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in the
-layout table) and the tensors and numbers (by kernel argument name) of a call.
+named kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in
+the layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
 
 from collections.abc import Iterable
@@ -118,8 +117,7 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
     """Returns the list of tiles of keys, int32 [tiles, 8], the longest first, for backward_key().
 
     An entry has the sequence, the first key and the end, the first query row and the number of tiles of rows that see
-    it,
-    and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
+    it, and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
     contributes.
     """
     t = tiles.by_key(extents, tile.BN)

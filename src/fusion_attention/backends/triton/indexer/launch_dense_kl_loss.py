@@ -110,8 +110,7 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
     tile.
 
     An entry has the sequence, first row and end, first key, number of iterations, number of the range (in the second
-    table,
-    number of ranges), 0, and the tile's first row among the rows of all sequences.
+    table, number of ranges), 0, and the tile's first row among the rows of all sequences.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)

@@ -1,8 +1,7 @@
 """Launches of attention to selected keys: one program per token and a few heads.
 
 Several programs share a token if there would otherwise be too few programs for the GPU. A slot is a place for a key
-that
-a token reads: an entry's token in its list, or a key of its band.
+that a token reads: an entry's token in its list, or a key of its band.
 
 Common parameters: `align` is layout_table.alignment(), in elements of q; `views` and `given` are the views (by their
 names in the layout table) and the tensors and numbers (by kernel argument name) of a call.
