@@ -152,7 +152,9 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Returns the bytes that a backward allocates besides operands, results and the tables of a schedule; else 0."""
+    if schedule.op_kind == "attention_forward":
+        return 0
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
     flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
     return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
@@ -369,6 +371,12 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     overflow.
     """
     p, by = problem, keep_rest(problem)
+    if g.dbias is not None and g.owns_dbias:  # kernels add to dbias
+        summed = torch.zeros_like(g.dbias.keep, dtype=torch.float32)
+        added = replace(g, dbias=replace(g.dbias, keep=summed), owns_dbias=False)
+        run_backward(problem, extents, schedule, o, added)
+        g.dbias.keep.copy_(summed)
+        return
     if by == 1:
         launch_backward(p, extents, schedule, o, g)
         return
