@@ -17,19 +17,16 @@ from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.npu.auxiliary.compressor import compressor
-from fusion_attention.npu.surface.block_masks import BLOCK_MASKS
+from fusion_attention.npu.surface import from_definitions
 from fusion_attention.npu.surface.block_scores import msa_index_score
-from fusion_attention.npu.surface.indexer import lightning_indexer
 from fusion_attention.npu.surface.metadata import METADATA
-from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
-from fusion_attention.npu.surface.target_losses import TARGET_LOSSES
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 # Functions by the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
-    for one in (*SHARED_KEYS, *BLOCK_MASKS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
+    for one in (*(getattr(from_definitions, name) for name in from_definitions.__all__), msa_index_score, compressor)
 }
 _SLICE_ADVICE = "slice the packed rows instead"
 

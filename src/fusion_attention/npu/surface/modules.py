@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
+from fusion_attention.npu import dropout, fused_inference, merging, sparse, training
 from fusion_attention.npu.auxiliary import (
     atb,
     atb_rows,
@@ -35,7 +35,7 @@ from fusion_attention.torch_ops.misspelled_arguments import suggested
 
 NAME = "torch_npu"
 INTERFACES = (
-    *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
+    *(training, dropout, fused_inference, sparse, merging),
     *(
         norms,
         gates,
