@@ -254,7 +254,7 @@ def ready(
         "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
         "strides": strides.tensor, "lengths": lengths.tensor,
     }  # fmt: skip
-    scratch: dict[str, tuple[int, ...]] = {"partials": (shares * p.heads_kv * rows * buffer(p),)}
+    scratch = {"partials": launching.Scratch((shares * p.heads_kv * rows * buffer(p),))}
     names = [*given, *launch_dense.DRAWS, *scratch]
     launches = [
         launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, names, constexprs, tile),

@@ -14,7 +14,7 @@ import torch
 
 from fusion_attention.backends.triton.common import bias, layout_table, shapes
 from fusion_attention.backends.triton.common import kernels as common
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule, Scratch
 from fusion_attention.backends.triton.decode.kernel import decode, join
 from fusion_attention.backends.triton.dense import launch_gluon
 from fusion_attention.backends.triton.dense.backward import backward_key, backward_query, prepare
@@ -441,10 +441,10 @@ def ready_backward(
     by_query = device_tables.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = device_tables.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
     strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
-    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
+    scratch = {"flat": Scratch((PLANES * p.heads_q * buffer,))}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
-        scratch["partials"] = tiles_of_rows, p.heads_q
+        scratch["partials"] = Scratch((tiles_of_rows, p.heads_q))
     names = [*given, *DRAWS, *scratch]
     shared = ABSENT | numbers(p) | {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,19 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import (
+    Constants,
+    Family,
+    Launch,
+    Ready,
+    Schedule,
+    Scratch,
+    bytes_of,
+)
 from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
 from fusion_attention.ir import tiles
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, IndexerLossProblem, IndexerOperands, IndexerProblem
-from fusion_attention.memory import empty
 
 BUFFER = 1 << 25  # (row, key) differences per chunk, in float32: 128 MiB
 KEYS_PER_SPLIT = 4096  # keys per program of the statistics
@@ -23,29 +30,12 @@ SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed i
 MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
 FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without matrix products
-Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
     dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_given,
     dense_kl_loss.warm_difference, dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note,
     loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
-
-
-@dataclass(eq=False)
-class WithScratch(Ready):
-    """Launches with scratch tensors of several dtypes, some of them filled with zeros."""
-
-    buffers: Buffers = field(default_factory=dict)
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Allocates the scratch, adds it to `given` (the tensors of this run by argument name), and
-        runs the launches."""
-        for name, (count, dtype, cleared) in self.buffers.items():
-            given[name] = empty(given["like"], (count,), dtype)
-            if cleared:
-                given[name].zero_()
-        super().run(given)
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
@@ -93,9 +83,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
     }  # fmt: skip
     given = given_by(views)
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, schedule.device_tables, views, given)).run(
-        given | {"like": given["q"]}
-    )
+    schedule.once(layout, lambda: ready_lse(problem, schedule.device_tables, views, given)).run(given)
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
@@ -134,7 +122,7 @@ def ready_lse(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> WithScratch:
+) -> Ready:
     """Returns the kernel launches of run_lse() for the memory layout of `views` and their tensors `given`."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
@@ -165,14 +153,14 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return WithScratch(launches, (strides, lengths, of_ranges, of_rows), {}, lse_buffers(p, e, tile))
+    return Ready(launches, (strides, lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
 
 
-def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
+def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, Scratch]:
     """Returns the scratch of indexer_lse, the statistics of every range of a query row's keys, for warm_lse's tile
     shape."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
-    return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
+    return {"partial": Scratch((2 * int(capacity.q_len.sum()) * most,))}
 
 
 # ------------------------------------------------------------------------------------------------ loss without lists
@@ -281,7 +269,7 @@ def ready_warm(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> WithScratch:
+) -> Ready:
     """Returns the launches of launch_loss.run_loss() without selection, for the memory layout of `views` and their
     tensors."""
     e = device_tables.capacity
@@ -330,29 +318,23 @@ def ready_warm(
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return WithScratch(launches, tables, {}, buffers)
+    return Ready(launches, tables, buffers)
 
 
-def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
+def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> dict[str, Scratch]:
     """Returns the scratch buffers of a loss without selection."""
-    accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
-        "notes": ((p.heads_q + 1) * rows, accum_dtype, False),
-        "keys": (work.padded_keys * width, p.torch_dtype, False),
-        "differences": (blocks * tile.BM * tile.BN, accum_dtype, False),
-        "rows": (most * width, p.torch_dtype, False),
-        "factors": (most, accum_dtype, False),
-        "added": (SPLITS * work.padded_keys * width, accum_dtype, True),
-        "losses": (int(work.buffer.sum()), accum_dtype, True),
+        "notes": Scratch(((p.heads_q + 1) * rows,)),
+        "keys": Scratch((work.padded_keys * width,), p.torch_dtype),
+        "differences": Scratch((blocks * tile.BM * tile.BN,)),
+        "rows": Scratch((most * width,), p.torch_dtype),
+        "factors": Scratch((most,)),
+        "added": Scratch((SPLITS * work.padded_keys * width,), cleared=True),
+        "losses": Scratch((int(work.buffer.sum()),), cleared=True),
     }
-    return results | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
-
-
-def bytes_of(buffers: Buffers) -> int:
-    """Returns the total bytes of scratch buffers."""
-    return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
+    return results | ({"largest": Scratch((1,), torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule, Scratch, bytes_of
 from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer.launch import (
@@ -76,7 +76,6 @@ def run_loss(
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make = ready_selected if p.select_count else ready_warm
     ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.device_tables, views, given))
-    given["like"] = given["q"]
     ready.run(given)
     # The order of this sum does not depend on the chunks.
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
@@ -92,8 +91,7 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
     entries = rows * problem.select_count
     sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
-    buffer_bytes = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
-    return buffer_bytes + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+    return bytes_of(buffers_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
 # ------------------------------------------------------------------------------------------------- loss of selections
@@ -135,17 +133,16 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     }  # fmt: skip
 
 
-def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the scratch of a loss over selected keys: kernel argument -> (number of elements, dtype); KeySum's is not
-    included."""
-    accum_dtype, rows = torch.float32, int(e.q_len.sum())
+def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
+    """Returns the scratch of a loss over selected keys, by kernel argument; KeySum's is not included."""
+    rows = int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
     return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
-        "notes": (rows * (p.heads_q + 1), accum_dtype),
-        "scores": (entries, accum_dtype),
-        "dscores": (entries, accum_dtype),
-        "losses": (rows, accum_dtype),
+        "notes": Scratch((rows * (p.heads_q + 1),)),
+        "scores": Scratch((entries,)),
+        "dscores": Scratch((entries,)),
+        "losses": Scratch((rows,)),
     }
 
 
@@ -201,7 +198,7 @@ def ready_selected(
         ]
         chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, fixed | here, names)))
     where, keys = Where(strides, to_write, len(e)), int(e.kv_len.sum())
-    return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
+    return Gradient(first, tables, buffers, chunks, where, keys, p.select_count, p.dim_index)
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:

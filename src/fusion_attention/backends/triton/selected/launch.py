@@ -253,11 +253,11 @@ def ready(
     tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
     shares, names = programs_per_token(most, keys_per_split), list(given)
     constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
-    scratch: dict[str, tuple[int, ...]] = {}
+    scratch: dict[str, launching.Scratch] = {}
     if shares > 1:
         joined = device_tables.on(device, f"shares {shares}", lambda e: work(p, e, shares))
         arguments |= {"work": joined.tensor, "rows": p.group, "per": keys_per_split}
-        scratch["partials"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
+        scratch["partials"] = launching.Scratch((count * shares * p.heads_q * launch_decode.buffer(p),))
         tables, names = (*tables, joined), [*names, "partials"]
     grid = count * programs(p, tile), max(shares, 1)
     launches = [FAMILY.launch(sparse_forward, grid, arguments, names, constexprs, tile)]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule, Scratch, bytes_of
 from fusion_attention.backends.triton.selected.launch import tokens
 from fusion_attention.backends.triton.windows.kernel import pool, pool_bias, pool_gradient
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
@@ -24,20 +24,17 @@ def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
     return {"pool": channels | window | rows, "pool_gradient": channels | window | rows, "pool_bias": channels | window}
 
 
-def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, tuple[int, ...]]:
-    """Returns the float32 scratch of a backward with a bias: kernel argument -> shape."""
+def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, Scratch]:
+    """Returns the scratch of a backward with a bias, by kernel argument."""
     results = int(e.q_len.sum())
-    return {"notes": (3, results, p.heads, p.dim), "added": (RANGES, p.ratio, p.channels)}
+    return {"notes": Scratch((3, results, p.heads, p.dim)), "added": Scratch((RANGES, p.ratio, p.channels))}
 
 
 def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
     """Returns the most bytes of scratch that the schedule's operation, pooling or pooling_backward, allocates."""
     if schedule.op_kind == "pooling" or not p.has_bias:
         return 0
-    elements = 0
-    for first, *others in buffers_of(p, schedule.device_tables.capacity).values():
-        elements += first * torch.Size(others).numel()
-    return 4 * elements
+    return bytes_of(buffers_of(p, schedule.device_tables.capacity))
 
 
 def run(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands) -> None:
