@@ -113,13 +113,9 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
     return modules
 
 
-def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
-    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules.
-
-    Args:
-        interfaces: the functions of torch_npu.
-    """
-    return _modules(mindspeed.contents(interfaces) | cann_ops.contents(interfaces) | torchair.contents())
+def beside() -> dict[str, ModuleType]:
+    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules."""
+    return _modules(mindspeed.contents() | cann_ops.contents() | torchair.contents())
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
