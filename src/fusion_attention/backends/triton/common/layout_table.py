@@ -261,6 +261,39 @@ class DeviceTables:
         table.write(buffer)
 
 
+class CallMemory:
+    """The memory of a call: its views and tensors, and their tables on the device.
+
+    Args:
+        views: by name in the layout table.
+        given: tensors and numbers by kernel argument name.
+        device_tables: those of the schedule.
+        more: further views in the layout table, of which only the strides are used.
+        positions: of drawn dropout, as for strides().
+
+    Attributes:
+        device, align: the device, and the alignment of all rows in elements of q.
+        table: the layout table on the host.
+        strides, lengths: the layout table and the table of lengths.
+        fixed: the kernels' arguments for both, and the number of sequences.
+    """
+
+    def __init__(
+        self, views: dict[str, View | None], given: dict[str, Any], device_tables: DeviceTables,
+        more: Mapping[str, View] | None = None, positions: tuple[np.ndarray, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.views, self.given, self._tables, count = views, given, device_tables, len(device_tables.extents)
+        self.device, self.capacity = one_device(given), device_tables.capacity
+        self.table = strides({**views, **(more or {})}, count, positions)
+        self.align = alignment(views, self.table)
+        self.strides, self.lengths = Copied.of(self.table, self.device), self.on("lengths", lengths)
+        self.fixed = {"strides": self.strides.tensor, "lengths": self.lengths.tensor, "count": count}
+
+    def on(self, name: str, make: Maker) -> Copied:
+        """Returns the table make(extents) on the call's device; name: key of the cache."""
+        return self._tables.on(self.device, name, make)
+
+
 def padded(table: np.ndarray, rows: int) -> np.ndarray:
     """Returns a table padded with zeros to `rows` rows."""
     return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]), table.dtype)))

@@ -17,6 +17,7 @@ import torch
 from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.common import layout_index as all_views
 from fusion_attention.backends.triton.common.launching import Scratch
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.indexer.choice import NO_ENTRY, index_choice, index_write
@@ -159,37 +160,24 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
     given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_topk(problem, extents, schedule.device_tables, views, given)).run(given)
+    schedule.once(layout, lambda: ready_topk(problem, CallMemory(views, given, schedule.device_tables))).run(given)
 
 
-def ready_topk(
-    p: IndexerProblem,
-    e: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> launching.Ready:
-    """Returns the kernel launches of run_topk() for the memory layout of `views`, by their names in
-    the layout table."""
-    table, last = pages_of(views["k"])
-    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
+def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
+    """Returns the kernel launches of run_topk() for the memory of a call."""
+    table, last = pages_of(m.views["k"])
+    device, align, capacity = m.device, m.align, m.capacity
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
-    rows, planned = shapes_sparse.SCORED, row_tiles(device_tables.capacity)
+    rows, planned = shapes_sparse.SCORED, row_tiles(capacity)
     if not len(planned):
         return launching.Ready([], ())
-    tiled = device_tables.on(device, "rows", row_tiles)
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    ends = ends_of(device_tables.capacity, planned, p.ratio)
+    tiled, ends = m.on("rows", row_tiles), ends_of(capacity, planned, p.ratio)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
     width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    shared = {
-        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
-        "width": width, "step": step, "last": last, "pitch": pitch,
-    }  # fmt: skip
-    names: list[str] = [*given, "scores", "entries", "counts"]
+    shared = m.fixed | {"tiles": tiled.tensor, "width": width, "step": step, "last": last, "pitch": pitch}
+    names: list[str] = [*m.given, "scores", "entries", "counts"]
     launches: list[Any] = []
     sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
     for begin in range(0, len(planned), per):
@@ -208,7 +196,7 @@ def ready_topk(
         "entries": Scratch((chunk, of_choice["BUFFER"]), torch.int64),
         "counts": Scratch((chunk,), torch.int32),
     }
-    return launching.Ready(launches, (strides, lengths, tiled), buffer)
+    return launching.Ready(launches, (m.strides, m.lengths, tiled), buffer)
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
@@ -375,14 +363,13 @@ def ready_backward(
 ) -> Gradient:  # fmt: skip
     """Returns the kernel launches of run_backward() for the memory layout of `views` (by their names in the layout
     table)."""
-    device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
-    device = layout_table.one_device(given)
-    where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))
-    align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
-    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    listed, tiles = device_tables.on(device, "tokens", tokens), device_tables.on(device, "keys", key_tiles)
-    shared = {"strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
+    capacity = schedule.device_tables.capacity
+    m = CallMemory(views, given, schedule.device_tables, {"ids": numbered(given["q"], capacity.kv_len, 1)})
+    # dk is written by KeySum, whose rows need no alignment.
+    align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, m.table)
+    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, m.device, align), shapes_sparse.sizes_of_gradient(p)
+    listed, tiles = m.on("tokens", tokens), m.on("keys", key_tiles)
+    shared = m.fixed | {"tokens": listed.tensor}
     per = tokens_per_chunk(p, schedule.rows)
     buffers = gradient_buffers(sizes, min(per, schedule.rows))
     names = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
@@ -392,6 +379,6 @@ def ready_backward(
         lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k, p.ratio), LISTS)
         chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]))
     return Gradient(
-        [], (strides, lengths, listed, tiles), buffers, chunks, Where(strides.tensor, tiles.tensor, len(e)),
+        [], (m.strides, m.lengths, listed, tiles), buffers, chunks, Where(m.strides.tensor, tiles.tensor, len(e)),
         int(capacity.kv_len.sum()), p.top_k, p.dim,
     )  # fmt: skip

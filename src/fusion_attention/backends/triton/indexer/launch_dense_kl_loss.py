@@ -19,6 +19,7 @@ from fusion_attention.backends.triton.common.launching import (
     Scratch,
     bytes_of,
 )
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
 from fusion_attention.ir import tiles
 from fusion_attention.ir.mask import INFINITE
@@ -83,7 +84,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
     }  # fmt: skip
     given = given_by(views)
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, schedule.device_tables, views, given)).run(given)
+    schedule.once(layout, lambda: ready_lse(problem, CallMemory(views, given, schedule.device_tables))).run(given)
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
@@ -117,31 +118,21 @@ def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
-def ready_lse(
-    p: IndexerProblem,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> Ready:
-    """Returns the kernel launches of run_lse() for the memory layout of `views` and their tensors `given`."""
-    e = device_tables.capacity
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, table)
+def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
+    """Returns the kernel launches of run_lse() for the memory of a call."""
+    e, device, align = m.capacity, m.device, m.align
     tile = tiles_on(p, device, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
-    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
 
     def range_table(e: Extents) -> np.ndarray:
         return layout_table.padded(key_ranges(e, tile, p.ratio)[0], buffer)
 
-    of_ranges = device_tables.on(device, f"ranges {tile}", range_table)
-    of_rows = device_tables.on(device, f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
+    of_ranges = m.on(f"ranges {tile}", range_table)
+    of_rows = m.on(f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
     split_tiles, full, rows = of_ranges.tensor, of_rows.tensor, int(e.q_len.sum())
-    numbers = {
-        "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
-    }  # fmt: skip
-    names = [*given, "partial"]
+    numbers = m.fixed | {"heads": p.heads, "plane": rows}
+    names = [*m.given, "partial"]
     launches = []
     if len(split_tiles):
         launches.append(
@@ -153,7 +144,7 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return Ready(launches, (strides, lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
+    return Ready(launches, (m.strides, m.lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, Scratch]:
@@ -264,31 +255,17 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     }  # fmt: skip
 
 
-def ready_warm(
-    p: IndexerLossProblem,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> Ready:
-    """Returns the launches of launch_loss.run_loss() without selection, for the memory layout of `views` and their
-    tensors."""
-    e = device_tables.capacity
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, table)
+def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
+    """Returns the launches of launch_loss.run_loss() without selection, for the memory of a call."""
+    e, device, align, given = m.capacity, m.device, m.align, m.given
     t = tiles_on(p, device, align)
     work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
-    tables = (
-        layout_table.Copied.of(table, device),
-        device_tables.on(device, "lengths", layout_table.lengths),
-        device_tables.on(device, f"rows {t.target}", work.rows),
-        device_tables.on(device, f"keys {t.target}", work.keys),
-    )
-    strides, lengths, of_rows, of_keys = (each.tensor for each in tables)
+    tables = m.strides, m.lengths, m.on(f"rows {t.target}", work.rows), m.on(f"keys {t.target}", work.keys)
+    of_rows, of_keys = (each.tensor for each in tables[2:])
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     plane = {"step_head": rows, "step_row": 1, "plane": rows}
-    numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
-    fixed = numbers | plane | {
-        "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+    fixed = m.fixed | plane | {
+        "heads_q": p.heads_q, "heads_index": p.heads_index, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
         **{name: None for name in ("q_rope", "k_rope", "sink", "largest", "target", "values") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}
