@@ -42,34 +42,17 @@ def main(first: str) -> None:
     for name in names if first == "torch" else reversed(names):
         importlib.import_module(name)
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
 
-    import fusion_attention as fa
     from fusion_attention import _native
-    from fusion_attention.testing.compare import compare
+    from fusion_attention.testing import Case, arguments, check, expected, lowered, run
 
     torch.set_num_threads(2)
-    torch.manual_seed(0)
     torch.ones(1 << 22).sum()  # torch's threads
-    drawn = [torch.randn(2, heads, 300, 64) for heads in (8, 2, 2, 8)]
-
-    def results(attend: object, dtype: torch.dtype) -> list[torch.Tensor]:
-        q, k, v, dout = (x.to(dtype) for x in drawn)
-        rows = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-        out = attend(*rows)  # type: ignore[operator]
-        return [out.detach(), *torch.autograd.grad(out, rows, dout)]
-
-    def ours(q, k, v):  # type: ignore[no-untyped-def]
-        return fa.attention(q, k, v, layout="BNSD", band=fa.Band.causal())
-
-    def theirs(q, k, v):  # type: ignore[no-untyped-def]
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    golden = results(theirs, torch.float64)
-    for dtype in (torch.float32, torch.bfloat16):
-        all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
-        for name, mine, exact, baseline in all_three:
-            compare(f"{name}, {dtype}", mine, exact, baseline, 300)
+    sizes = {"heads_q": 8, "heads_kv": 2, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
+    for dtype in ("float32", "bfloat16"):
+        case = Case("BNSD", dtype, (300, 300), (300, 300), mask="matrix", **sizes)
+        given = arguments(case)
+        check(case.id, run(lowered(case, given), given["dy"], "cpu"), expected(case, given))
     check_c_api()
     result = runtimes()
     assert len(result) == 1, f"one OpenMP runtime serves torch and the core, but there are {result}"
