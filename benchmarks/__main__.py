@@ -3,9 +3,8 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -31,6 +30,7 @@ from benchmarks import (
     schedule,
     sparse,
 )
+from benchmarks.figures import Figure, table
 from fusion_attention import _native
 from fusion_attention.bench import chart
 from fusion_attention.bench.pair import REACHED, Pair, Timing, measure
@@ -52,23 +52,35 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "pooling": (pooling.keys,),
     "loss": (loss.lists, loss.bands),
     "inference": (inference.rows_of_all,),
+    "decode": (decode_rows.rows,),
     "integrations": (
         *(integrations.encoders, integrations.training, integrations.windows, integrations.flash, integrations.flex),
     ),
     "npu": (npu.steps,),
 }
-MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
-CAPI, LAUNCHES = "capi", "launches"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE, CAPI, LAUNCHES)
+# Groups without pairs: functions that measure and print, and return rows for the JSON file.
+TABLES: dict[str, Callable[[bool, int, Console], Any]] = {
+    "memory": lambda quick, turns, console: memory.show(memory.measured(4096 if quick else 65536), console),
+    "busy": lambda quick, turns, console: table(busy.TITLE, busy.figures(quick), console),
+    "schedule": lambda quick, turns, console: schedule.show(console),
+    "distributed": distributed.show,
+    "scale": scale.show,
+    "capi": lambda quick, turns, console: table(capi.TITLE, capi.figures(quick, turns), console),
+    "launches": lambda quick, turns, console: table(launches.TITLE, launches.figures(quick, turns), console),
+    "latencies": lambda quick, turns, console: table("Short calls", short_calls(), console),
+}
+NAMES = (*GROUPS, *TABLES)
 TITLE = (
     "Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / the peer's);"
     f" reached from {REACHED} of the goal on"
 )
-# Group: (name of a measured time, function that measures it, limit in microseconds).
-COSTS = {
-    "threads": ("plan.run, us", features.overhead_us, 15),
-    "integrations": ("registered function beside fa.attention, us", integrations.registered_us, 15),
-}
+
+
+def short_calls() -> Iterator[Figure]:
+    """Measures calls in which kernels take almost no time."""
+    yield Figure("plan.run", "us", features.overhead_us(), 15)
+    yield Figure("registered function beside fa.attention", "us", integrations.registered_us(), 15)
+    yield from decode_rows.latencies()
 
 
 def pairs(quick: bool, only: str) -> Iterator[Pair]:
@@ -117,35 +129,17 @@ def main(
     timings = list(timed(pairs(quick, only), turns, console))
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
-    result = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
-    decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
-    waits = busy.show(quick, console) if only in ("all", BUSY) else []
-    scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
-    shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
-    scales = scale.show(quick, turns, console) if only in ("all", SCALE) else {}
-    calls = capi.show(quick, turns, console) if only in ("all", CAPI) else []
-    planned = launches.show(quick, turns, console) if only in ("all", LAUNCHES) else []
-    others = {}
-    for group, (name, cost, goal) in COSTS.items():
-        if only in ("all", group):
-            others[name] = cost()
-            console.print(f"{name}: {others[name]:.1f} (goal: at most {goal})")
+    tables = {name: show(quick, turns, console) for name, show in TABLES.items() if only in ("all", name)}
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": chip, "peak": peak}
-        tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in result]}
-        tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
-        tables |= {BUSY: [asdict(wait) for wait in waits]}
-        tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
-        tables |= {SCALE: scales, CAPI: [asdict(cost) for cost in calls]}
-        tables |= {LAUNCHES: [asdict(cost) for cost in planned]}
-        text = json.dumps({**facts, **others, **tables}).replace("}, {", "},\n{")  # a row per line
-        output.with_suffix(".json").write_text(text + "\n")
+        text = json.dumps({**facts, "rows": timings, **{name: [] for name in TABLES}, **tables}, default=vars)
+        output.with_suffix(".json").write_text(text.replace("}, {", "},\n{") + "\n")  # a row per line
         if timings:
             chart.draw(timings, output.with_suffix(".png"))
-        if scheduled:
-            schedule.draw(scheduled, output.with_name(f"{output.stem}-schedule.png"))
-        if scales:
-            scale.draw(scales, output.with_name(f"{output.stem}-scale.png"))
+        if "schedule" in tables:
+            schedule.draw(tables["schedule"], output.with_name(f"{output.stem}-schedule.png"))
+        if "scale" in tables:
+            scale.draw(tables["scale"], output.with_name(f"{output.stem}-scale.png"))
 
 
 if __name__ == "__main__":

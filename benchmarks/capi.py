@@ -11,33 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
+from benchmarks.figures import Figure
 from benchmarks.schedule import compiler
 from fusion_attention import acl, aclnn
-from fusion_attention.bench.report import Report
 from fusion_attention.capi import environment
 
+TITLE = "The C API; medians, on one thread"
 SOURCE = Path(__file__).with_name("capi_calls.cpp")
 ONE = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One measured time; goal: its upper limit, or None where it is shown for comparison."""
-
-    name: str
-    unit: str
-    value: float
-    goal: float | None = None
-
-    @property
-    def reached(self) -> bool:
-        return self.goal is None or self.value <= self.goal
 
 
 def build(folder: Path) -> Path:
@@ -101,7 +86,7 @@ def in_python(tokens: int, turns: int) -> tuple[float, float]:
     return statistics.median(phases), statistics.median(runs)
 
 
-def measured(quick: bool, turns: int) -> list[Cost]:
+def figures(quick: bool, turns: int) -> list[Figure]:
     """Returns medians of all times; pairs are measured in alternation."""
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
@@ -117,26 +102,14 @@ def measured(quick: bool, turns: int) -> list[Cost]:
         beside, _ = in_python(large, turns)
     wall, used = ([statistics.median(pair[i] for pair in side) for side in (ours, torchs)] for i in (0, 1))
     return [
-        Cost("aclInit to aclrtMalloc", "s", statistics.median(start) / 1e6, 0.3),
-        Cost("smallest program, CPU time", "s", used[0]),
-        Cost("  python -c 'import torch'", "s", used[1]),
-        Cost("  the difference", "s", used[0] - used[1], 1.0),
-        Cost("  the difference in wall time", "s", wall[0] - wall[1], 1.0),
-        Cost("phase 1 on new tensors", "us", fresh, 60.0),
-        Cost("phase 1 on unchanged tensors", "us", repeated, 60.0),
-        Cost("phase 2 on 16 tokens", "us", second),
-        Cost("  without the computation", "us", second - computed, 30.0),
-        Cost(f"phase 2 on {large} tokens / Python's time", "x", in_c / beside, 1.05),
+        Figure("aclInit to aclrtMalloc", "s", statistics.median(start) / 1e6, 0.3),
+        Figure("smallest program, CPU time", "s", used[0]),
+        Figure("  python -c 'import torch'", "s", used[1]),
+        Figure("  the difference", "s", used[0] - used[1], 1.0),
+        Figure("  the difference in wall time", "s", wall[0] - wall[1], 1.0),
+        Figure("phase 1 on new tensors", "us", fresh, 60.0),
+        Figure("phase 1 on unchanged tensors", "us", repeated, 60.0),
+        Figure("phase 2 on 16 tokens", "us", second),
+        Figure("  without the computation", "us", second - computed, 30.0),
+        Figure(f"phase 2 on {large} tokens / Python's time", "x", in_c / beside, 1.05),
     ]
-
-
-def show(quick: bool, turns: int, console: Console) -> list[Cost]:
-    """Prints a table of all times and returns them."""
-    title = "The C API; medians, on one thread"
-    report = Report(console, title, {"cost": -48, "": -3, "figure": 10, "goal": 8, "reached": -7})
-    result = measured(quick, turns)
-    for cost in result:
-        goal = "" if cost.goal is None else f"{cost.goal:g}"
-        reached = "" if cost.goal is None else "yes" if cost.reached else "no"
-        report.add(cost.name, cost.unit, f"{cost.value:.4g}", goal, reached)
-    return result

@@ -3,88 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 import fusion_attention as fa
+from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
 from fusion_attention import _native
 from fusion_attention.bench.pair import Pair
 
 GROUP, DECODE, INDEXER = "compressed keys", "decode of compressed keys", "indexer of compressed keys"
-HEADS, DIM, WINDOW, SCALE = 64, 512, 128, 512**-0.5
 FEW = 16  # rows of the eager program, which stores rows x keys scores
-# (ratio, entries of a list or 0 for all): fractions of the peak of a forward and of a backward on AVX512-BF16.
-LAYERS = {(4, 512): (0.75, 0.65), (128, 0): (0.7, 0.65)}
+# Fractions of the peak of a forward and of a backward on AVX512-BF16.
+LAYERS = dict(zip(KINDS, ((0.75, 0.65), (0.7, 0.65)), strict=True))
 OTHERS, EAGER, DECODED = 0.6, 10.0, 0.6  # fraction of the peak on other processors; speed relative to eager torch
 INDEX_HEADS, INDEX_DIM = 64, 128
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """The tensors of a layer for one sequence, with lists of compressed keys or without.
-
-    Args:
-        leaves: q, k, compressed keys and sinks.
-    """
-
-    leaves: tuple[torch.Tensor, ...]
-    ratio: int
-    lists: torch.Tensor | None
-
-    @classmethod
-    def of(cls, tokens: int, ratio: int, count: int) -> Layer:
-        """Makes a layer with random tensors; count: entries of each row's list, or 0 for no lists."""
-        torch.manual_seed(0)
-        shapes = (1, tokens, HEADS, DIM), (1, tokens, 1, DIM), (1, tokens // ratio, 1, DIM)
-        rows = tuple(torch.randn(shape).bfloat16().requires_grad_() for shape in shapes)
-        shown = visible(tokens, ratio)
-        lists = None
-        if count:
-            count = min(count, tokens // ratio)
-            best = torch.rand(shown.shape).masked_fill(~shown, -1).topk(count)
-            lists = best.indices.masked_fill(best.values < 0, -1).int()[None, :, None]
-        return cls((*rows, torch.randn(HEADS, requires_grad=True)), ratio, lists)
-
-    def pairs(self, rows: int) -> int:
-        """Returns the number of pairs of the last `rows` rows and the keys that they read."""
-        tokens = self.leaves[0].shape[1]
-        closed = visible(tokens, self.ratio).sum(1)
-        listed = closed if self.lists is None else closed.clamp(max=self.lists.shape[-1])
-        return int((torch.arange(1, tokens + 1).clamp(max=WINDOW) + listed)[-rows:].sum())
-
-    def ours(self) -> torch.Tensor:
-        """Computes all rows with our function."""
-        q, k, compressed, sink = self.leaves
-        words: Any = {"ratio": self.ratio, "band": fa.Band.window(WINDOW - 1), "scale": SCALE, "sink": sink}
-        out = fa.compressed_attention(q, k, compressed, self.lists, **words)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def eager(self) -> torch.Tensor:
-        """Computes the last FEW rows like transformers' layer: over all keys of both sources, with a mask."""
-        q, k, compressed, sink = self.leaves
-        tokens = q.shape[1]
-        row, key = torch.arange(tokens - FEW, tokens)[:, None], torch.arange(tokens)
-        near = (key <= row) & (key > row - WINDOW)
-        far = visible(tokens, self.ratio)[-FEW:]
-        if self.lists is not None:
-            lists = self.lists[0, -FEW:, 0].long()
-            far = torch.zeros(FEW, far.shape[1] + 1, dtype=torch.bool).scatter_(1, lists % (far.shape[1] + 1), True)
-            far = far[:, :-1]
-        mask = torch.zeros(FEW, near.shape[1] + far.shape[1], dtype=q.dtype)
-        mask.masked_fill_(~torch.cat((near, far), 1), torch.finfo(q.dtype).min)
-        keys = torch.cat((k, compressed), 1).transpose(1, 2).expand(-1, HEADS, -1, -1)
-        scores = q[:, -FEW:].transpose(1, 2) @ keys.mT * SCALE + mask
-        scores = torch.cat((scores, sink.to(q.dtype).view(1, -1, 1, 1).expand(1, -1, FEW, -1)), -1)
-        weights = torch.softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1]
-        return (weights @ keys).transpose(1, 2)
-
-
-def visible(tokens: int, ratio: int) -> torch.Tensor:
-    """Returns bool [tokens, compressed keys]: true where a row may attend to a compressed key."""
-    return torch.arange(tokens // ratio) < (torch.arange(tokens)[:, None] + 1) // ratio
+def eager(layer: Layer) -> torch.Tensor:
+    """Computes the last FEW rows like transformers' layer: over all keys of both sources, with a mask."""
+    q, k, compressed, sink = layer.leaves
+    tokens = q.shape[1]
+    row, key = torch.arange(tokens - FEW, tokens)[:, None], torch.arange(tokens)
+    near = (key <= row) & (key > row - WINDOW)
+    far = visible(tokens, layer.ratio, "cpu")[-FEW:]
+    if layer.lists is not None:
+        lists = layer.lists[0, -FEW:, 0].long()
+        far = torch.zeros(FEW, far.shape[1] + 1, dtype=torch.bool).scatter_(1, lists % (far.shape[1] + 1), True)
+        far = far[:, :-1]
+    mask = torch.zeros(FEW, near.shape[1] + far.shape[1], dtype=q.dtype)
+    mask.masked_fill_(~torch.cat((near, far), 1), torch.finfo(q.dtype).min)
+    keys = torch.cat((k, compressed), 1).transpose(1, 2).expand(-1, HEADS, -1, -1)
+    scores = q[:, -FEW:].transpose(1, 2) @ keys.mT * SCALE + mask
+    scores = torch.cat((scores, sink.to(q.dtype).view(1, -1, 1, 1).expand(1, -1, FEW, -1)), -1)
+    weights = torch.softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1]
+    return (weights @ keys).transpose(1, 2)
 
 
 def layers(quick: bool) -> Iterator[Pair]:
@@ -94,10 +48,10 @@ def layers(quick: bool) -> Iterator[Pair]:
     for (ratio, count), shares in LAYERS.items():
         layer = Layer.of(tokens, ratio, count)
         name = f"ratio {ratio}, {f'{count} chosen' if count else 'all'}"
-        out, few = layer.ours(), layer.eager()
+        out, few = layer.ours(), eager(layer)
         dout = torch.randn_like(out)
         backward = _gradient(out, layer.leaves, dout), _gradient(few, layer.leaves, dout[:, -FEW:])
-        both = (torch.no_grad()(layer.ours), torch.no_grad()(layer.eager)), backward
+        both = (torch.no_grad()(layer.ours), torch.no_grad()(partial(eager, layer))), backward
         for way, calls, products, fraction in zip(("forward", "backward"), both, (2, 5), shares, strict=True):
             flops, peer_flops = (2 * products * HEADS * DIM * layer.pairs(rows) for rows in (tokens, FEW))
             goals: Any = {} if quick else {"goal": EAGER, "share_goal": fraction if native else OTHERS}

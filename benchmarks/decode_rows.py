@@ -1,25 +1,25 @@
-"""Defines the decode cases of `make bench` and their goals, and measures them.
+"""Defines the decode cases of `make bench` and their goals: pairs with reading of memory, alternatives and other forms.
 
-Runs of each case alternate with its alternatives, other forms of the call, reading of memory and multiplication in
-registers, so that changes of the machine's speed affect all equally. bandwidth_share is our rate of reading the cache
-divided by the rate of reading memory in pages of the same size.
+The ratio to reading memory is our rate of reading the cache divided by the rate of reading memory in pages of the same
+size.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmarks.decode import READ_BYTES, Shape, onnx_peer, peers, reader, step
-from fusion_attention import npu
+from benchmarks.figures import Figure
+from fusion_attention import _native, npu
 from fusion_attention import plan as planning
-from fusion_attention.bench.pair import REACHED, Probe, seconds
-from fusion_attention.bench.report import Report
+from fusion_attention.bench.pair import Pair, seconds
 
-# Memory that reads faster than this, in GB/s, has a lower goal for bandwidth_share.
+GROUP = "decode"
+# Memory that reads faster than this, in GB/s, has a lower goal for our rate of reading.
 FAST = 40.0
 
 
@@ -28,11 +28,11 @@ class Case:
     """A shape and its goals.
 
     Args:
-        peers: measure the alternatives; ratios are their time / ours.
-        others: other forms of the call by name; ratios are our rate of reading / theirs.
-        by_time: ratios to `others` are their time / ours.
+        peers: measure the alternatives.
+        others: other forms of the call by name.
+        by_time: ratios to `others` are their time / ours; else our rate / theirs.
         goals: lower limits of ratios, by the names of peers and others.
-        slow, fast: the goal of bandwidth_share where memory is slower or faster than FAST; 0: none.
+        slow, fast: the goal of the rate of reading where memory is slower or faster than FAST; 0: none.
         read_part: factor of that goal, or of the rate that 0.75 of the peak arithmetic allows where that is less.
     """
 
@@ -46,48 +46,7 @@ class Case:
     read_part: float = 1.0
 
 
-@dataclass(frozen=True)
-class Row:
-    """The medians of a case over all turns.
-
-    Attributes:
-        ms: our time in milliseconds.
-        rate, read: GB/s of our reading of the cache, and of reading memory.
-        bandwidth_share: their ratio.
-        gflops, share_of_peak: our GFLOP/s, and their fraction of the peak.
-        ratios: comparisons with peers and other forms, by name.
-        goals: lower limits of ratios by name; "share": of bandwidth_share.
-    """
-
-    name: str
-    ms: float
-    rate: float
-    read: float
-    bandwidth_share: float
-    gflops: float
-    share_of_peak: float
-    ratios: dict[str, float]
-    goals: dict[str, float]
-
-    @property
-    def reached(self) -> bool | None:
-        """True if every goal is met; None without a goal."""
-        results = {"share": self.bandwidth_share, **self.ratios}
-        return (
-            all(results[n] >= REACHED * goal for n, goal in self.goals.items() if n in results) if self.goals else None
-        )
-
-
-@dataclass(frozen=True)
-class Latency:
-    """The median microseconds of a call, and their upper limit."""
-
-    name: str
-    us: float
-    goal: float
-
-
-FOLDED, ROWS, PAGES, INT8, BATCH8, PLANNED = "SDPA folded", "rows", "pages", "int8", "batch 8", "planned, huge pages"
+FOLDED, ROWS, INT8, BATCH8, PLANNED = "SDPA folded", "rows", "int8", "batch 8", "planned, huge pages"
 CACHED = "in a cache"
 BF16, INT = Shape("bf16 pages"), Shape("int8 pages", kind="int8")
 _REST = {"read_part": 0.75}
@@ -114,58 +73,49 @@ CASES = (
 )  # fmt: skip
 
 
-def measure(case: Case, turns: int) -> Row:
-    """Times a case, its alternatives, other forms, reading and multiplication in alternating runs, after a warm-up."""
-    s, t = case.shape, step(case.shape)
-    calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader(s.called)}
-    named = {name: step(other) for name, other in case.others.items()}
-    calls |= {name: other.ours for name, other in named.items()}
-    if case.peers and s.stored:
-        calls[FOLDED] = peers(step(replace(s, kind="bfloat16")))[FOLDED]
-    elif case.peers:
-        calls |= peers(t)
-        if (peer := onnx_peer(s)) is not None:
+@cache
+def peak() -> dict[str, float]:
+    """Returns the machine's peak rates in GFLOP/s by dtype, and "read" in GB/s."""
+    return _native.machine_peak(torch.get_num_threads())
+
+
+def goal_of_reading(case: Case) -> float:
+    """Returns the goal of our rate of reading, as a fraction of the memory's; 0: none."""
+    goal, read = case.fast if peak()["read"] >= FAST else case.slow, peak()["read"]
+    by_arithmetic = 0.75 * peak()["bfloat16"] / (case.shape.flops / case.shape.bytes) / read
+    return case.read_part * (min(goal, by_arithmetic) if case.read_part < 1 else goal)
+
+
+def pairs_of(case: Case, goals: dict[str, float], reading: float) -> Iterator[Pair]:
+    """Yields the pairs of a case with goals by name of the peer; reading: the goal of the rate of reading."""
+    s, ours = case.shape, torch.no_grad()(step(case.shape).ours)
+    read, cached = reader(s.called), round(s.bytes)
+    yield Pair(GROUP, f"{s.name}, GB/s", "reading memory", ours, read, cached, peer_flops=READ_BYTES, goal=reading)
+    calls = {}
+    if case.peers:
+        given = step(replace(s, kind="bfloat16") if s.stored else s)
+        calls = {name: call for name, call in peers(given).items() if name == FOLDED or not s.stored}
+        if not s.stored and (peer := onnx_peer(s)) is not None:
             calls["onnxruntime float32"] = peer
-    with torch.no_grad():
-        for call in calls.values():
-            call()
-        probe = Probe("bfloat16", None, seconds(t.ours))
-        taken = [({n: seconds(call) for n, call in calls.items()}, probe.rate()) for _ in range(turns)]
-
-    def middle(of: Callable[[dict[str, float]], float]) -> float:
-        return statistics.median(of(turn) for turn, _ in taken)
-
-    ours, read = middle(lambda turn: turn["ours"]), READ_BYTES / middle(lambda turn: turn["read"])
-    ratios = {}
-    for name in calls.keys() - {"ours", "read"}:
-        work = s.bytes / case.others[name].bytes if name in case.others and not case.by_time else 1.0
-        ratios[name] = middle(lambda turn, name=name, work=work: work * turn[name] / turn["ours"])
-    peak = statistics.median(rate for _, rate in taken)
-    goals = dict(case.goals)
-    if goal_share := case.fast if read >= FAST * 1e9 else case.slow:
-        by_arithmetic = 0.75 * peak / (s.flops / s.bytes) / read if case.read_part < 1 else 1.0
-        goals["share"] = case.read_part * min(goal_share, by_arithmetic)
-    return Row(
-        s.name, ours * 1e3, s.bytes / ours / 1e9, read / 1e9,
-        middle(lambda turn: s.bytes / turn["ours"] / (READ_BYTES / turn["read"])), s.flops / ours / 1e9,
-        statistics.median(s.flops / turn["ours"] / rate for turn, rate in taken),
-        {name: ratios[name] for name in calls if name in ratios}, goals,
-    )  # fmt: skip
+    work = dict.fromkeys(calls, 0)
+    for name, other in case.others.items():
+        calls[name], work[name] = step(other).ours, 0 if case.by_time else other.flops
+    for name, call in calls.items():
+        theirs, goal = torch.no_grad()(call), goals.get(name, 0.0)
+        yield Pair(GROUP, s.name, name, ours, theirs, s.flops, "bfloat16", peer_flops=work[name], goal=goal)
 
 
-def smaller(case: Case) -> Case:
-    """Returns the case with one sequence, for quick runs."""
-    others = {name: replace(other, batch=1) for name, other in case.others.items()}
-    return replace(case, shape=replace(case.shape, batch=1), others=others)
-
-
-def table(quick: bool, turns: int) -> Iterator[Row]:
-    """Measures every row; int8 is compared with bfloat16 alternatives of the same shape."""
+def rows(quick: bool) -> Iterator[Pair]:
+    """Times every case; int8 is compared with bfloat16 alternatives of the same shape; quick: one sequence each."""
     for case in CASES:
-        yield measure(smaller(case) if quick else case, turns)
+        if not quick:
+            yield from pairs_of(case, case.goals, goal_of_reading(case))
+            continue
+        others = {name: replace(other, batch=1) for name, other in case.others.items()}
+        yield from pairs_of(replace(case, shape=replace(case.shape, batch=1), others=others), {}, 0.0)
 
 
-def latencies(turns: int = 3000) -> list[Latency]:
+def latencies(turns: int = 3000) -> Iterator[Figure]:
     """Times a call for one sequence, one head and 16 tokens."""
     t = step(Shape("small", batch=1, heads_kv=1, group=1, keys=16, page=16))
     plan = planning.plan(t.plan.problem, t.plan.extents, torch.device("cpu"), updatable=True)
@@ -180,51 +130,6 @@ def latencies(turns: int = 3000) -> list[Latency]:
     def interface() -> object:
         return npu.npu_incre_flash_attention(q, cache, cache, num_heads=1, scale_value=0.1)
 
-    results = []
     for name, call, goal in (("plan.update + run", both, 12.0), ("npu_incre_flash_attention", interface, 15.0)):
         call()
-        results.append(Latency(name, statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal))
-    return results
-
-
-TITLE = "Decode: medians of alternating turns; share = our rate of reading / the machine's; ratio = peer's / ours"
-COLUMNS = {
-    "case": -36,
-    "ms": 7,
-    "GB/s": 6,
-    "read": 6,
-    "share": 6,
-    "of peak": 7,
-    "reached": 7,
-    "ratios": -52,
-    "goal": -40,
-}
-
-
-def show(row: Row, report: Report) -> None:
-    """Prints a row of the decode table."""
-
-    def listed(values: dict[str, float]) -> str:
-        return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
-
-    figures = (
-        f"{row.ms:.2f}",
-        f"{row.rate:.1f}",
-        f"{row.read:.1f}",
-        f"{row.bandwidth_share:.2f}",
-        f"{row.share_of_peak:.2f}",
-    )
-    reached = "" if row.reached is None else "yes" if row.reached else "no"
-    report.add(row.name, *figures, reached, listed(row.ratios), listed(row.goals))
-
-
-def measured(quick: bool, turns: int, console: Console) -> tuple[list[Row], list[Latency]]:
-    """Measures and prints every row."""
-    report, result = Report(console, TITLE, COLUMNS), []
-    for row in table(quick, turns):
-        show(row, report)
-        result.append(row)
-    waits = latencies()
-    for wait in waits:
-        console.print(f"{wait.name}: {wait.us:.1f} us (goal: below {wait.goal:.0f})")
-    return result, waits
+        yield Figure(name, "us", statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal)

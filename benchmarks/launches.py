@@ -9,35 +9,21 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from fusion_attention.bench.report import Report
+from benchmarks.figures import Figure
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.plan import plan
 
+TITLE = "CPU time of a planned call of the Triton back end without its launches; medians"
 SEQUENCES, TOKENS, PAGE, GOAL_US = 4, 64, 64, 25.0
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Microseconds of a planned call without its launches, and the number of launches."""
-
-    name: str
-    us: float
-    launches: int
-
-    @property
-    def reached(self) -> bool:
-        return self.us <= GOAL_US
 
 
 def of_rows(heads: int, dim: int = 128, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> RowView:
@@ -90,56 +76,46 @@ def without_launches() -> Iterator[list[Any]]:
     launched: list[Any] = []
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True  # makes the back end accept tensors in the CPU's memory
-        from fusion_attention.backends.triton.dense import launch as launch_dense
+        from fusion_attention.backends.triton.common import launching
 
-        real = launch_dense.launch
-        launch_dense.launch = lambda kernel, *_: launched.append(kernel)
+        real = launching.launch
+        launching.launch = lambda kernel, *_: launched.append(kernel)
         try:
             yield launched
         finally:
-            launch_dense.launch = real
+            launching.launch = real
 
 
-def measured(quick: bool, turns: int) -> list[Cost]:
-    """Returns medians of all times."""
-    with without_launches() as launched:
-        problem, extents, operands, grads = dense()
-        op_kinds = ("attention_forward", "attention_backward")
-        forward, backward = (plan(problem, extents, CPU, "triton", op_kind) for op_kind in op_kinds)
-        calls = {"forward": partial(forward.run, operands), "backward": partial(backward.run, operands, grads)}
-        for name, int8 in (("decode, bfloat16", False), ("decode, int8", True)):
-            problem, extents, operands = decoding(int8)
-            calls[name] = partial(plan(problem, extents, CPU, "triton").run, operands)
-        return [cost_of(name, call, launched, 30 if quick else 300, turns) for name, call in calls.items()]
+def figures(quick: bool, turns: int) -> Iterator[Figure]:
+    """Measures every call on one thread of torch; nothing without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with without_launches() as launched:
+            problem, extents, operands, grads = dense()
+            op_kinds = ("attention_forward", "attention_backward")
+            forward, backward = (plan(problem, extents, CPU, "triton", op_kind) for op_kind in op_kinds)
+            calls = {"forward": partial(forward.run, operands), "backward": partial(backward.run, operands, grads)}
+            for name, int8 in (("decode, bfloat16", False), ("decode, int8", True)):
+                problem, extents, operands = decoding(int8)
+                calls[name] = partial(plan(problem, extents, CPU, "triton").run, operands)
+            for name, call in calls.items():
+                yield cost_of(name, call, launched, 30 if quick else 300, turns)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int, turns: int) -> Cost:
-    """Measures a call after a warm-up."""
+def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int, turns: int) -> Figure:
+    """Measures the microseconds of a call after a warm-up, and names its number of launches."""
     call()
     launched.clear()
     call()
-    each, result = len(launched), []
+    launches, result = len(launched), []
     for _ in range(turns):
         began = time.thread_time()
         for _ in range(count):
             call()
         result.append(1e6 * (time.thread_time() - began) / count)
-    return Cost(name, statistics.median(result), each)
-
-
-def show(quick: bool, turns: int, console: Console) -> list[Cost]:
-    """Prints a table of all times and returns them."""
-    if importlib.util.find_spec("triton") is None:
-        console.print("launches: the package triton is not installed")
-        return []
-    title = "CPU time of a planned call of the Triton back end without its launches; medians"
-    report = Report(console, title, {"call": -20, "launches": 8, "us": 8, "goal": 8, "reached": -7})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        result = measured(quick, turns)
-    finally:
-        torch.set_num_threads(threads)
-    for cost in result:
-        report.add(cost.name, str(cost.launches), f"{cost.us:.1f}", f"{GOAL_US:.0f}", "yes" if cost.reached else "no")
-    return result
+    return Figure(f"{name}, {launches} launches", "us", statistics.median(result), GOAL_US)

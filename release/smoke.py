@@ -6,7 +6,6 @@ Runs in an environment that holds the wheel and torch, outside the repository; p
 import ctypes
 import importlib
 import sys
-from functools import partial
 from pathlib import Path
 
 
@@ -44,36 +43,16 @@ def main(first: str) -> None:
         importlib.import_module(name)
     import torch
 
-    import fusion_attention as fa
     from fusion_attention import _native
-    from fusion_attention.testing.drawn import attend, compare_with
+    from fusion_attention.testing import Case, arguments, check, expected, lowered, run
 
     torch.set_num_threads(2)
-    torch.manual_seed(0)
     torch.ones(1 << 22).sum()  # torch's threads
-
-    def results(attention: object, drawn: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        q, k, v, dout = drawn
-        rows = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention(*rows)  # type: ignore[operator]
-        return dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, rows, dout)), strict=True))
-
-    def ours(q, k, v):  # type: ignore[no-untyped-def]
-        return fa.attention(q, k, v, layout="BNSD", band=fa.Band.causal())
-
-    def theirs(q, k, v):  # type: ignore[no-untyped-def]
-        k, v = (x.repeat_interleave(4, 1) for x in (k, v))
-        hidden = torch.ones(300, 300, dtype=torch.bool).triu(1)
-
-        def scores():  # type: ignore[no-untyped-def]
-            return (q @ k.mT / 8).masked_fill(hidden, -torch.inf)
-
-        return attend(scores(), v, scores)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        drawn = [torch.randn(2, heads, 300, 64).to(dtype) for heads in (8, 2, 2, 8)]
-        exact = [x.double() for x in drawn]
-        compare_with(str(dtype), results(ours, drawn), partial(results, theirs, exact))
+    sizes = {"heads_q": 8, "heads_kv": 2, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
+    for dtype in ("float32", "bfloat16"):
+        case = Case("BNSD", dtype, (300, 300), (300, 300), mask="matrix", **sizes)
+        given = arguments(case)
+        check(case.id, run(lowered(case, given), given["dy"], "cpu"), expected(case, given))
     check_c_api()
     result = runtimes()
     assert len(result) == 1, f"one OpenMP runtime serves torch and the core, but there are {result}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.gpu.compressed import compressed
 from benchmarks.gpu.lists import indexer, loss, selected
-from benchmarks.gpu.timing import Call, Row
+from benchmarks.gpu.timing import Call, Row, gradient
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
@@ -44,12 +45,6 @@ def _sdpa(which: SDPBackend, **options: object) -> Callable[..., torch.Tensor]:
     return compute
 
 
-def _backward(forward: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> Call:
-    out = forward(*tensors)
-    given = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, tensors, given, retain_graph=True)
-
-
 def _pairs(length: int, band: Band) -> int:
     n = np.array([length])
     return Extents(n, n, *band.resolve(n, n), n * 0).visible_pairs
@@ -79,24 +74,12 @@ def dense(quick: bool) -> Iterator[Row]:
                 yield Row("forward", name, _bound(_ours(band), tensors),
                           {p: _bound(f, tensors) for p, f in peers.items()}, 4 * dim * pairs)  # fmt: skip
                 graded = _tensors(length, dim, grad=True)
-                yield Row("backward", name, _backward(_ours(band), graded),
-                          {p: _late(f, graded) for p, f in peers.items()}, 10 * dim * pairs)  # fmt: skip
+                ours, *theirs = (gradient(_bound(f, graded), graded) for f in (_ours(band), *peers.values()))
+                yield Row("backward", name, ours, dict(zip(peers, theirs, strict=True)), 10 * dim * pairs)
 
 
-def _bound(function: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -> Call:
+def _bound(function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
     return lambda: function(*tensors)
-
-
-def _late(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> Call:
-    """Returns an alternative's backward; the first call computes the forward, so that its errors count for this row."""
-    calls: list[Call] = []
-
-    def call() -> object:
-        if not calls:
-            calls.append(_backward(function, tensors))
-        return calls[0]()
-
-    return call
 
 
 def masks(quick: bool) -> Iterator[Row]:

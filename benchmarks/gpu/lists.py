@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.timing import Call, Row
+from benchmarks.gpu.timing import Call, Row, gradient
 from fusion_attention import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
@@ -95,23 +95,8 @@ def selected(quick: bool) -> Iterator[Row]:
                 yield Row("lists", name, forward.ours, {"eager": forward.eager}, 2 * (2 * DIM + ROPE) * pairs)
                 graded = Selection.of(heads, keys, local, grad=True)
                 flops = 2 * (3 * (DIM + ROPE) + 2 * DIM) * pairs
-                yield _backward(name, graded, flops)
-
-
-def _backward(name: str, graded: Selection, flops: int) -> Row:
-    out = graded.ours()
-    given = torch.randn_like(out)
-    gradients: list[torch.Tensor] = []
-
-    def ours() -> object:
-        return torch.autograd.grad(out, graded.leaves, given, retain_graph=True)
-
-    def eager() -> object:
-        if not gradients:  # at the first call: a peer that runs out of memory must not end the run
-            gradients.append(graded.eager())
-        return torch.autograd.grad(gradients[0], graded.leaves, given, retain_graph=True)
-
-    return Row("lists backward", name, ours, {"atomic": _atomic(ours), "eager": eager}, flops)
+                ours, eager = (gradient(way, graded.leaves) for way in (graded.ours, graded.eager))
+                yield Row("lists backward", name, ours, {"atomic": _atomic(ours), "eager": eager}, flops)
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,7 +90,7 @@ INDEXERS = [
 @pytest.mark.parametrize("case", INDEXERS, ids=lambda case: case.id)
 def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(case)
-    want = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")
+    want = sparse.chosen(sparse.in_float64(sparse.lowered_indexer(args)), "golden")
     result = sparse.chosen(on_gpu(sparse.lowered_indexer(args)), "triton")
     assert torch.equal(result[0].cpu(), want[0])
     same_bits({"values": result[1].cpu()}, {"values": want[1].to(result[1].dtype)})
@@ -100,7 +100,7 @@ def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
 def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(replace(case, exact=False))
     call, dy = sparse.lowered_indexer(args), args["dy"]
-    indices, _ = sparse.chosen(sparse.promoted(call), "golden")
+    indices, _ = sparse.chosen(sparse.in_float64(call), "golden")
     result = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
     check_index(IndexerBackward(call, dy, indices), {case.id: result})
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import npu
-from fusion_attention.npu import inference
+from fusion_attention.npu import fused_inference
 from fusion_attention.npu.surface.absent import instead
 from fusion_attention.npu.surface.modules import build_modules, functions
 
@@ -122,8 +122,8 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
 
 
 def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
-    monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
+    monkeypatch.setattr(fused_inference, "__all__", [*fused_inference.__all__, "_npu_new"])
+    monkeypatch.setattr(fused_inference, "_npu_new", lambda: 3, raising=False)
     modules = build_modules(torch.device("cpu"), "npu")
     assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
 

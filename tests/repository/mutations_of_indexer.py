@@ -42,6 +42,6 @@ INDEXER = [
           "contract/test_clauses.py::test_the_clause_holds"),
     package("A log-sum-exp is a sum", "ops/indexer_loss/call.py",
           "max_ + sum_.log()", "max_ + sum_", f"{PACKAGE}::test_dense_pair_is_the_formula"),
-    package("A target of zeros is divided by nothing", "npu/surface/target_losses.py",
+    package("A target of zeros is divided by nothing", "npu/surface/from_definitions.py",
           "(y.sum(-1, keepdim=True) + eps)", "y.sum(-1, keepdim=True)", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip

@@ -30,7 +30,7 @@ LISTS = [
           "acc += tl.load(of_key", "acc = tl.load(of_key", SUMS),
     package("Triton: a graph of the warm-up loss keeps its rows' tiles",
           "backends/triton/indexer/launch_dense_kl_loss.py",
-          'device_tables.on(device, f"rows {t.target}", work.rows)', "memory.Copied.of(work.rows(e), device)",
+          'm.on(f"rows {t.target}", work.rows)', "layout_table.Copied.of(work.rows(e), device)",
           f"{UPDATES}::test_updated_plans_and_their_graphs_are_fresh_ones"),
     package("Triton: a window never lies across one tile more", "backends/triton/indexer/launch_dense_kl_loss.py",
           "t.end - t.begin + 2 * tile.BN - 2", "t.end - t.begin + tile.BN - 1",

@@ -1,9 +1,11 @@
 """The benchmarks run, write what they found, and a long sequence's memory stays within its limits."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 slow = pytest.mark.slow
 
 
-def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
+def figures(folder: Path, group: str) -> dict[str, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--turns", "1", "--only", group]
     command += ["--output", str(folder / "figures")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -38,6 +40,13 @@ def test_a_group_of_rows(group: str, title: str, count: int, tmp_path: Path) -> 
     assert [title in str(row["group"]) for row in result["rows"]] == [True] * count
     assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in result["rows"])
     assert result["memory"] == []
+
+
+@slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_planned_calls_of_triton(tmp_path: Path) -> None:
+    launches = [row["name"].rpartition(", ")[2] for row in figures(tmp_path, "launches")["launches"]]
+    assert launches == ["2 launches", "5 launches", "3 launches", "3 launches"]
 
 
 def test_a_peer_that_does_other_work_is_compared_by_rate() -> None:

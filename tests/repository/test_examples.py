@@ -25,7 +25,6 @@ ARGUMENTS = {
     "generate": ["--tokens", "8"],
     "long_context": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
     "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],
-    "packed_bert": ["--texts", "4", "--turns", "1"],
     "serve": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
     "train_v4": ["--steps", "1", "--folder", "{folder}"],

@@ -177,3 +177,14 @@ def test_cleaning_leaves_the_sources(tmp_path: Path) -> None:
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
         ".venv/x", "Makefile", "src/a.py",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["torch", "core"])
+def test_what_wheels_are_tested_by(first: str) -> None:
+    """release/smoke.py, without the C libraries, which only a wheel contains."""
+    script = f"import runpy; main = runpy.run_path({str(ROOT / 'release/smoke.py')!r})['main']\n"
+    script += f"main.__globals__['check_c_api'] = lambda: None\nmain({first!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{first} first: _native" in done.stdout

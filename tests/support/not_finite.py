@@ -97,7 +97,7 @@ def arguments_of(family: Family, case: Any, positive: bool) -> Args:
         for name in ("query_index", "key_index") if family is loss else ("query", "key"):
             args[name].abs_()
     if family is values:
-        args["lists"] = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")[0]
+        args["lists"] = sparse.chosen(sparse.in_float64(sparse.lowered_indexer(args)), "golden")[0]
     return args | indexer_loss.statistics(case, args) if family is loss else args
 
 

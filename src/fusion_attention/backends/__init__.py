@@ -39,11 +39,9 @@ class Backend(Protocol):
     """A back end: a module with these functions; for problems that it cannot compute only reasons_against() is called.
 
     The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients. In all
-    of
-    them, `problem` has what a kernel is chosen by (heads, dims, dtypes, modifiers), `extents` the lengths and bands of
-    the
-    sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of schedule() for these
-    three, and `operands` and gradients are views of memory.
+    of them, `problem` has what a kernel is chosen by (heads, dims, dtypes, modifiers), `extents` the lengths and bands
+    of the sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of schedule() for
+    these three, and `operands` and gradients are views of memory.
     """
 
     NAME: str

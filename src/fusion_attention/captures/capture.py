@@ -22,7 +22,7 @@ from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bit
 from fusion_attention.captures.results import BACKWARD, FORWARD, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
-from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
+from fusion_attention.npu import fused_inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training.run import RESULTS
 from fusion_attention.patches import Changes, Counted, Layer
@@ -30,7 +30,7 @@ from fusion_attention.torch_ops import dense, dispatch
 
 __all__ = ["capture"]
 
-_INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
+_INTERFACES = (training, fused_inference, sparse)
 # Every call of this library runs one of these functions (module, name), which an active capture() replaces. So calls
 # outside a capture() are not slower.
 HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))

@@ -56,11 +56,11 @@ def _modules() -> dict[str, Any]:
     import torch
 
     from fusion_attention.npu.surface import transfer
-    from fusion_attention.npu.surface.modules import beside, build_modules, functions
+    from fusion_attention.npu.surface.modules import beside, build_modules
 
     return {
         **build_modules(torch.device("cpu"), "npu"),
-        **beside(functions()),
+        **beside(),
         transfer.NAME: ModuleType(transfer.NAME),
     }
 

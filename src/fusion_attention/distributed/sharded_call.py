@@ -366,3 +366,10 @@ def _full_args(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> 
         if isinstance(value, torch.Tensor) and not value.is_meta and not name.startswith("actual_seq"):
             results[name] = torch.zeros(value.shape, dtype=value.dtype, device="meta")
     return results
+
+
+def returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
+    """Returns gradients in the order of a Function's arguments, None if not needed."""
+    wanted = ctx.needs_input_grad[before:]
+    result = (gradients.get(name) if need else None for name, need in zip(names, wanted, strict=True))
+    return (*(None,) * before, *result)

@@ -13,8 +13,8 @@ import torch
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.distributed.groups import AnyGroup, group_of
 from fusion_attention.distributed.lists import invalid_entry, owned
-from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, make_sharded_call
-from fusion_attention.distributed.topk import Merged
+from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, make_sharded_call, returned
+from fusion_attention.distributed.topk import Merged, named
 from fusion_attention.ops.indexer import api_definition as indexer_record
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.ops.indexer_loss import api_definition as loss_record
@@ -292,13 +292,6 @@ def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
 
-def _returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
-    """Returns gradients in the order of a Function's arguments, None if not needed."""
-    wanted = ctx.needs_input_grad[before:]
-    result = (gradients.get(name) if need else None for name, need in zip(names, wanted, strict=True))
-    return (*(None,) * before, *result)
-
-
 # ---------------------------------------------------------------------------------------------------------- the indexer
 
 
@@ -307,7 +300,7 @@ class _Indexer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        given = _of_indexer(tensors)
+        given = named(tensors)
         result = sharded.run(sharded.rows(given | sharded.keys(given, _INDEX_KV), sharded.q.segments))
         indices, values = (result[name] for name in indexer.RESULTS)
         ctx.settings = sharded, deterministic
@@ -321,14 +314,10 @@ class _Indexer(torch.autograd.Function):
         indices, *tensors = ctx.saved_tensors
 
         def gradients() -> tuple[Tensor | None, ...]:
-            by_name = _indexer_gradients(sharded, deterministic, _of_indexer(tensors), indices, upstream)
-            return _returned(ctx, by_name, indexer.DIFFERENTIABLE, 2)
+            by_name = _indexer_gradients(sharded, deterministic, named(tensors), indices, upstream)
+            return returned(ctx, by_name, indexer.DIFFERENTIABLE, 2)
 
         return once(gradients, (upstream, *tensors))
-
-
-def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 
 def _indexer_gradients(
@@ -373,7 +362,7 @@ class _Attention(torch.autograd.Function):
 
         def gradients() -> tuple[Tensor | None, ...]:
             by_name = _attention_gradients(sharded, deterministic, _of_attention(tensors), dout, saved)
-            return _returned(ctx, by_name, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
+            return returned(ctx, by_name, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
 
         return once(gradients, (dout, *tensors))
 
@@ -461,6 +450,6 @@ class _Loss(torch.autograd.Function):
             else:
                 scaled = ctx.sums.scaled(factor)
                 scaled_gradients = scaled.rows | scaled.keys()
-            return _returned(ctx, {name[1:]: t for name, t in scaled_gradients.items()}, loss.DIFFERENTIABLE, 3)
+            return returned(ctx, {name[1:]: t for name, t in scaled_gradients.items()}, loss.DIFFERENTIABLE, 3)
 
         return once(gradients, (upstream,))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.distributed.lists import owned
-from fusion_attention.distributed.sharded_call import ShardedCall
+from fusion_attention.distributed.sharded_call import ShardedCall, returned
 from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import call as indexer
@@ -39,7 +39,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        given = _named(tensors)
+        given = named(tensors)
         everything = given | sharded.all_rows({name: given[name] for name in _ROWS})
         indices, values = _chosen(sharded, everything)
         indices, values = _exchanged(sharded, indices, values)
@@ -53,14 +53,14 @@ class Merged(torch.autograd.Function):
         indices, *tensors = ctx.saved_tensors
 
         def gradients() -> tuple[Tensor | None, ...]:
-            by_name = _gradients(ctx.sharded, _named(tensors), indices, upstream)
-            wanted = zip(indexer.DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=True)
-            return (None, *(by_name[name] if need else None for name, need in wanted))
+            by_name = _gradients(ctx.sharded, named(tensors), indices, upstream)
+            return returned(ctx, by_name, indexer.DIFFERENTIABLE, 1)
 
         return once(gradients, (upstream, *tensors))
 
 
-def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """Returns the indexer's inputs by name, from its differentiable ones in order."""
     return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 

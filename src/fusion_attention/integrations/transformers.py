@@ -330,8 +330,7 @@ def _of_pages(
     attention().
 
     It returns (keys, values) in the first call of a sequence, whose rows see no stored keys (they are the call's own,
-    not a
-    copy from the pages), if the pages do not support the call, and if `value` is not StoredRows.
+    not a copy from the pages), if the pages do not support the call, and if `value` is not StoredRows.
 
     Args:
         q: the newest rows.

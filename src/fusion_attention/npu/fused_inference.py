@@ -1,4 +1,4 @@
-"""torch_npu's fused inference attention, with the same names, signatures, defaults and results, on any device.
+"""torch_npu's inference attention, with the same names, signatures, defaults and results, on any device.
 
 The functions are not differentiable. fused_out.py makes the variant `.out` of the two fused functions.
 """
@@ -10,6 +10,7 @@ from fusion_attention.npu import fused_out
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.fused.output_definitions import ALLOCATOR_V1, ALLOCATOR_V2
+from fusion_attention.ops.inference import definitions as incre
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "_npu_fused_infer_attention_score_v2_infer_output",
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
+    "npu_incre_flash_attention",
     "npu_prompt_flash_attention",
 ]
 
@@ -31,6 +33,11 @@ def _both(op: Op, args: Args) -> tuple[Tensor, Tensor]:
     out = result["attention_out"]
     lse = result.get("softmax_lse")
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+@from_record(incre.TORCH)
+def npu_incre_flash_attention(args: Args) -> Tensor:
+    return dispatch.results(incre.TORCH, args)["attention_out"]
 
 
 @from_record(fused.TORCH_PFA)

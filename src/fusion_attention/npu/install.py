@@ -62,7 +62,7 @@ def _changed(way: _Way, changes: Changes) -> None:
 
     modules = build_modules(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
-    packages = beside(functions())
+    packages = beside()
     changes.lend(packages)
     torchair.enter(changes)
     changes.find(Finder(changes), first=True)

@@ -1,4 +1,4 @@
-"""torch_npu's sparse attention and lightning indexer, with the same names, signatures, defaults and results.
+"""torch_npu's sparse attention, lightning indexer and its losses, with the same names, signatures and results.
 
 The functions are differentiable in the same inputs as torch_npu's.
 """
@@ -8,16 +8,20 @@ import torch
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.block_sparse import definitions as blocks
 from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [
     "npu_block_sparse_attention",
     "npu_block_sparse_attention_backward",
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
 ]
 
 Tensor = torch.Tensor
@@ -58,3 +62,18 @@ def npu_block_sparse_attention(args: Args) -> tuple[Tensor, Tensor]:
 @from_record(blocks.TORCH_GRAD)
 def npu_block_sparse_attention_backward(args: Args) -> tuple[Tensor, Tensor, Tensor]:
     return dispatch.in_order(blocks.TORCH_GRAD, args, args["query"])
+
+
+@from_record(indexer_loss.TORCH)
+def npu_sparse_lightning_indexer_grad_kl_loss(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return dispatch.in_order(indexer_loss.TORCH, args, args["query"])
+
+
+@from_record(indexer_loss.TORCH_LSE)
+def npu_dense_lightning_indexer_softmax_lse(args: Args) -> tuple[Tensor, Tensor]:
+    return dispatch.in_order(indexer_loss.TORCH_LSE, args, args["query_index"])
+
+
+@from_record(indexer_loss.TORCH_DENSE)
+def npu_dense_lightning_indexer_grad_kl_loss(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return dispatch.in_order(indexer_loss.TORCH_DENSE, args, args["query"])

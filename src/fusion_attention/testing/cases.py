@@ -182,7 +182,7 @@ def arguments(case: Case) -> dict[str, Any]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    def rows(side: str, dim: int, grad: bool = False) -> Tensor | None:
+    def rows(side: str, dim: int) -> Tensor:
         heads = case.heads_q if side == "q" else case.heads_kv
         tensor = poisoned(rows_shape(case, side, heads, dim), dtype)
         for b in range(len(case.q_len)):

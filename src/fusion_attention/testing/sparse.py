@@ -354,9 +354,6 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
     return run(IndexerBackward(call, dy, indices), backend)
 
 
-promoted = in_float64
-
-
 # -------------------------------------------------------------------------------------------- references without golden
 
 

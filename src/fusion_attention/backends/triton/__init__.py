@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
+from fusion_attention.ir.pooling import PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     PLAIN_SELECTION,
     AnyProblem,
     Extents,
-    Grads,
-    IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
-    IndexerOperands,
     IndexerProblem,
-    Operands,
     Problem,
 )
 
@@ -180,33 +175,40 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """Returns the most bytes that an operation allocates besides operands and results."""
     planned = schedule(problem, extents, op_kind)
+    launches, _ = _launches(problem, planned)
+    return int(launches.workspace_bytes(problem, planned))
+
+
+def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
+    """Returns the module that launches the kernels of a schedule's operation, and the name of its function."""
+    op_kind = schedule.op_kind
     if isinstance(problem, PoolingProblem):
         from fusion_attention.backends.triton.windows import launch as launch_pooling
 
-        return launch_pooling.workspace_bytes(problem, planned)
-    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and op_kind == "indexer_lse"):
+        return launch_pooling, "run" if op_kind == "pooling" else "run_backward"
+    if isinstance(problem, IndexerLossProblem) or op_kind == "indexer_lse":
         from fusion_attention.backends.triton.indexer import launch_loss
 
-        return launch_loss.workspace_bytes(problem, planned)
+        return launch_loss, "run_lse" if op_kind == "indexer_lse" else "run_loss"
     if isinstance(problem, IndexerProblem):
         from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
-        return launch_indexer.workspace_bytes(problem, planned)
-    if planned.decodes:
+        return launch_indexer, "run_topk" if op_kind == "indexer_topk" else "run_backward"
+    if schedule.decodes:
         from fusion_attention.backends.triton.decode import launch as launch_decode
 
-        return launch_decode.workspace_bytes(problem, planned)
+        return launch_decode, "run"
+    if not problem.selects:
+        from fusion_attention.backends.triton.dense import launch as launch_dense
+
+        return launch_dense, "run_forward" if op_kind == "attention_forward" else "run_backward"
     if op_kind == "attention_forward":
         from fusion_attention.backends.triton.selected import launch as launch_sparse
 
-        return launch_sparse.workspace_bytes(problem, planned) if problem.selects else 0
-    if problem.selects:
-        from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
+        return launch_sparse, "run"
+    from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
-        return launch_sparse_backward.workspace_bytes(problem, planned)
-    from fusion_attention.backends.triton.dense import launch as launch_dense
-
-    return launch_dense.workspace_bytes(problem, planned)
+    return launch_sparse_backward, "run"
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
@@ -222,120 +224,25 @@ def nothing(*_: Any) -> None:
 prepare = keep = nothing
 
 
-def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
-    """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.decode import launch as launch_decode
-    from fusion_attention.backends.triton.dense import launch as launch_dense
-    from fusion_attention.backends.triton.selected import launch as launch_sparse
+def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grads: Any = None) -> None:
+    """Computes the schedule's operation, as backends.IndexerBackend describes it; bits are the same in every run.
 
-    if not len(extents):
-        return
-    run = launch_decode.run if schedule.decodes else launch_dense.run_forward
-    if problem.selects:
-        run = launch_sparse.run
-    with layout_table.on(layout_table.tensor_of(operands.q).device):
-        run(problem, extents, schedule, operands)
-
-
-def attention_backward(
-    problem: Problem, extents: Extents, schedule: Schedule, operands: Operands, grads: Grads
-) -> None:
-    """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out.
-
-    Bits are the same in every run, except dbias of a broadcast bias, whose sums have no fixed order.
+    Only a dbias of a broadcast bias varies, whose sums have no fixed order.
     """
     from fusion_attention.backends.triton.common import layout_table
 
     if not len(extents):
-        if grads.dsink is not None:
-            grads.dsink.zero_()
+        cleared = operands.loss if isinstance(operands, IndexerLossOperands) else getattr(grads, "dsink", None)
+        if cleared is not None:
+            cleared.zero_()
         return
-    with layout_table.on(layout_table.tensor_of(operands.q).device):
-        if problem.selects:
-            from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
-
-            launch_sparse_backward.run(problem, extents, schedule, operands, grads)
-            return
-        from fusion_attention.backends.triton.dense import launch as launch_dense
-
-        if grads.dbias is None or not grads.owns_dbias:
-            launch_dense.run_backward(problem, extents, schedule, operands, grads)
-            return
-        owned = grads.dbias.keep
-        summed = torch.zeros_like(owned, dtype=torch.float32)  # A copy: kernels add to dbias.
-        grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
-        launch_dense.run_backward(problem, extents, schedule, operands, grads)
-        owned.copy_(summed)
+    launches, name = _launches(problem, schedule)
+    rows = operands.index if isinstance(operands, IndexerLossOperands) else operands
+    first = rows.kv if isinstance(rows, PoolingOperands) else rows.q
+    with layout_table.on(layout_table.tensor_of(first).device):
+        getattr(launches, name)(problem, extents, schedule, operands, *(() if grads is None else (grads,)))
 
 
-def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and operands.values if problem.has_values, for every row of every sequence."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.indexer import launch as launch_indexer
-
-    if len(extents):
-        with layout_table.on(layout_table.tensor_of(operands.q).device):
-            launch_indexer.run_topk(problem, extents, schedule, operands)
-
-
-def indexer_backward(
-    problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands, grads: IndexerGrads
-) -> None:
-    """Writes dq, dk and dweights from the selected indices; the same bits in every run."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.indexer import launch as launch_indexer
-
-    if len(extents):
-        with layout_table.on(layout_table.tensor_of(operands.q).device):
-            launch_indexer.run_backward(problem, extents, schedule, operands, grads)
-
-
-def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys in the band."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.indexer import launch_dense_kl_loss
-
-    if len(extents):
-        with layout_table.on(layout_table.tensor_of(operands.q).device):
-            launch_dense_kl_loss.run_lse(problem, extents, schedule, operands)
-
-
-def indexer_loss(
-    problem: IndexerLossProblem,
-    extents: Extents,
-    schedule: Schedule,
-    operands: IndexerLossOperands,
-    grads: IndexerGrads,
-) -> None:
-    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights; the same bits in every run."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.indexer import launch_loss
-
-    if not len(extents):
-        operands.loss.zero_()
-        return
-    with layout_table.on(layout_table.tensor_of(operands.index.q).device):
-        launch_loss.run_loss(problem, extents, schedule, operands, grads)
-
-
-def pooling(problem: PoolingProblem, extents: Extents, schedule: Schedule, operands: PoolingOperands) -> None:
-    """Writes operands.out for every window of every sequence."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.windows import launch as launch_pooling
-
-    if len(extents):
-        with layout_table.on(layout_table.tensor_of(operands.kv).device):
-            launch_pooling.run(problem, extents, schedule, operands)
-
-
-def pooling_backward(
-    problem: PoolingProblem, extents: Extents, schedule: Schedule, operands: PoolingOperands, grads: PoolingGrads
-) -> None:
-    """Writes the gradients of all rows and gates, and of the bias if it is wanted; the same bits in every run."""
-    from fusion_attention.backends.triton.common import layout_table
-    from fusion_attention.backends.triton.windows import launch as launch_pooling
-
-    if len(extents):
-        with layout_table.on(layout_table.tensor_of(operands.kv).device):
-            launch_pooling.run_backward(problem, extents, schedule, operands, grads)
+attention_forward = attention_backward = _run
+indexer_topk = indexer_backward = indexer_lse = indexer_loss = _run
+pooling = pooling_backward = _run

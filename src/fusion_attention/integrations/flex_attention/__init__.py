@@ -25,7 +25,6 @@ __all__ = ["explain", "flex_attention", "patched"]
 
 _EVERY = Visible(None)
 _FULL_BLOCK = 1 << 30  # block size of torch's mask that hides nothing
-_MODULE = "torch.nn.attention.flex_attention"
 
 
 def flex_attention(

@@ -17,32 +17,20 @@ from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.npu.auxiliary.compressor import compressor
-from fusion_attention.npu.surface.block_masks import BLOCK_MASKS
+from fusion_attention.npu.auxiliary.experts import npu_moe_token_permute
+from fusion_attention.npu.auxiliary.rotary import npu_rotary_mul
+from fusion_attention.npu.surface import from_definitions
 from fusion_attention.npu.surface.block_scores import msa_index_score
-from fusion_attention.npu.surface.indexer import lightning_indexer
 from fusion_attention.npu.surface.metadata import METADATA
-from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
-from fusion_attention.npu.surface.target_losses import TARGET_LOSSES
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 # Functions by the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
-    for one in (*SHARED_KEYS, *BLOCK_MASKS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
+    for one in (*(getattr(from_definitions, name) for name in from_definitions.__all__), msa_index_score, compressor)
 }
 _SLICE_ADVICE = "slice the packed rows instead"
-
-
-def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {module name: {function name: function}}; the package and its module `ops` have the same functions.
-
-    Args:
-        functions: torch_npu's functions by name.
-    """
-    operators = [flash_attn, *_around(functions), *FROM_RECORDS.values(), *METADATA]
-    names = {one.__name__: one for one in operators}
-    return {NAME: names, f"{NAME}.ops": dict(names)}
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
@@ -120,33 +108,36 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     return ends.diff()
 
 
-def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    rotate, permute = functions["npu_rotary_mul"], functions["npu_moe_token_permute"]
+def inplace_partial_rotary_mul(
+    x: Annotated[Tensor, "a!"],
+    r1: Tensor,
+    r2: Tensor,
+    *,
+    rotary_mode: str = "interleave",
+    partial_slice: Sequence[int] | None = None,
+) -> None:
+    """Rotates the elements [start, end) of every row in place, differentiable in x; an empty slice rotates none."""
+    start, end = partial_slice or (0, 0)
+    if start != end:
+        rotated_columns = x[..., start:end]
+        rotated_columns.copy_(npu_rotary_mul(rotated_columns.clone(), r1.detach(), r2.detach(), rotary_mode))
 
-    def inplace_partial_rotary_mul(
-        x: Annotated[Tensor, "a!"],
-        r1: Tensor,
-        r2: Tensor,
-        *,
-        rotary_mode: str = "interleave",
-        partial_slice: Sequence[int] | None = None,
-    ) -> None:
-        """Rotates the elements [start, end) of every row in place, differentiable in x; an empty slice rotates none."""
-        start, end = partial_slice or (0, 0)
-        if start != end:
-            rotated_columns = x[..., start:end]
-            rotated_columns.copy_(rotate(rotated_columns.clone(), r1.detach(), r2.detach(), rotary_mode))
 
-    def moe_token_permute(
-        tokens: Tensor,
-        indices: Tensor,
-        num_out_tokens: int | None = None,
-        padded_mode: bool = False,
-        quant_mode: int = -1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns npu_moe_token_permute's results, and an empty scale."""
-        if quant_mode != -1:
-            raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
-        return *permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)
+def moe_token_permute(
+    tokens: Tensor,
+    indices: Tensor,
+    num_out_tokens: int | None = None,
+    padded_mode: bool = False,
+    quant_mode: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns npu_moe_token_permute's results, and an empty scale."""
+    if quant_mode != -1:
+        raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
+    return *npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)
 
-    return [inplace_partial_rotary_mul, moe_token_permute]
+
+def contents() -> dict[str, dict[str, Any]]:
+    """Returns {module name: {function name: function}}; the package and its module `ops` have the same functions."""
+    functions = (flash_attn, inplace_partial_rotary_mul, moe_token_permute, *FROM_RECORDS.values(), *METADATA)
+    names = {one.__name__: one for one in functions}
+    return {NAME: names, f"{NAME}.ops": dict(names)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
+from fusion_attention.npu import dropout, fused_inference, merging, sparse, training
 from fusion_attention.npu.auxiliary import (
     atb,
     atb_rows,
@@ -35,7 +35,7 @@ from fusion_attention.torch_ops.misspelled_arguments import suggested
 
 NAME = "torch_npu"
 INTERFACES = (
-    *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
+    *(training, dropout, fused_inference, sparse, merging),
     *(
         norms,
         gates,
@@ -113,13 +113,9 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
     return modules
 
 
-def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
-    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules.
-
-    Args:
-        interfaces: the functions of torch_npu.
-    """
-    return _modules(mindspeed.contents(interfaces) | cann_ops.contents(interfaces) | torchair.contents())
+def beside() -> dict[str, ModuleType]:
+    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules."""
+    return _modules(mindspeed.contents() | cann_ops.contents() | torchair.contents())
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

@@ -61,7 +61,6 @@ IN_PAGES: dict[str, Any] = {
     "seqused_cmp_kv": [2, 2],
     "cmp_residual_kv": [0, 0],
 }
-PACKED_IN_PAGES: dict[str, Any] = IN_PAGES | {"cu_seqlens_ori_kv": None, "cu_seqlens_cmp_kv": None}
 PACKED: dict[str, Any] = {
     "layout_kv": "TND",
     "cu_seqlens_q": [0, 3, 8],

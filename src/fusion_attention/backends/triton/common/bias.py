@@ -39,8 +39,7 @@ def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key
     """Returns scale * x, or CAP * tanh(scale * x / CAP) if CAP is not 0, plus factor * bias of head h of sequence b.
 
     row, key: indices that broadcast against each other; there: mask of pairs. lengths = (q_len, kv_len, shift); the
-    distance
-    of a bias of slopes is key - row + shift. KIND: BIASES.
+    distance of a bias of slopes is key - row + shift. KIND: BIASES.
     """
     q_len, kv_len, shift = lengths
     if CAP != 0:

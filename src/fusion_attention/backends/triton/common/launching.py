@@ -5,7 +5,7 @@ import contextvars
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -101,6 +101,19 @@ class Family:
         return Launch(kernel, grid, constexprs, arguments, places_given, options, bool(tile.TMA))
 
 
+class Scratch(NamedTuple):
+    """A tensor that a run allocates; cleared: filled with zeros."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    cleared: bool = False
+
+
+def bytes_of(scratch: dict[str, Scratch]) -> int:
+    """Returns the total bytes of scratch tensors."""
+    return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in scratch.values())
+
+
 @dataclass(eq=False)
 class Ready:
     """An operation on one memory layout, ready to run on tensors at other addresses.
@@ -108,19 +121,21 @@ class Ready:
     Attributes:
         launches: in order.
         tables: tables on the device that the launches read.
-        scratch: kernel argument -> shape of its float32 scratch tensor.
+        scratch: kernel argument -> its scratch tensor.
     """
 
     launches: list[Launch]
     tables: tuple[layout_table.Copied, ...]
-    scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    scratch: dict[str, Scratch] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
         """Runs all launches; given: the arguments of this run, to which scratch is added."""
         for table in self.tables:
             table.read()
-        for name, shape in self.scratch.items():
-            given[name] = empty(given["q"], shape, torch.float32)
+        for name, (shape, dtype, cleared) in self.scratch.items():
+            given[name] = empty(given["q"], shape, dtype)
+            if cleared:
+                given[name].zero_()
         if any(each.scratch for each in self.launches):
             # Triton's allocator of memory for descriptors is a context variable. Setting it in a copy of the context
             # leaves the caller's allocator unchanged, and works in every thread.

@@ -50,8 +50,8 @@ def tensor_of(view: View) -> torch.Tensor:
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
 
 
-def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
-    """Returns the four rows of a view in the layout table of `count` sequences: numbers, or arrays [count]."""
+def _columns(view: View) -> tuple[np.ndarray | int, ...]:
+    """Returns the four rows of a view in the layout table: numbers, or arrays [sequences]."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -76,7 +76,7 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
     for at, name in enumerate(VIEWS):
         view = views.get(name)
         if view is not None:
-            for n, values in enumerate(_columns(view, count)):
+            for n, values in enumerate(_columns(view)):
                 table[at * FIELDS + n] = values
     if drawn is not None:
         stream, row, key = drawn
@@ -259,6 +259,39 @@ class DeviceTables:
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
         table.write(buffer)
+
+
+class CallMemory:
+    """The memory of a call: its views and tensors, and their tables on the device.
+
+    Args:
+        views: by name in the layout table.
+        given: tensors and numbers by kernel argument name.
+        device_tables: those of the schedule.
+        more: further views in the layout table, of which only the strides are used.
+        positions: of drawn dropout, as for strides().
+
+    Attributes:
+        device, align: the device, and the alignment of all rows in elements of q.
+        table: the layout table on the host.
+        strides, lengths: the layout table and the table of lengths.
+        fixed: the kernels' arguments for both, and the number of sequences.
+    """
+
+    def __init__(
+        self, views: dict[str, View | None], given: dict[str, Any], device_tables: DeviceTables,
+        more: Mapping[str, View] | None = None, positions: tuple[np.ndarray, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.views, self.given, self._tables, count = views, given, device_tables, len(device_tables.extents)
+        self.device, self.capacity = one_device(given), device_tables.capacity
+        self.table = strides({**views, **(more or {})}, count, positions)
+        self.align = alignment(views, self.table)
+        self.strides, self.lengths = Copied.of(self.table, self.device), self.on("lengths", lengths)
+        self.fixed = {"strides": self.strides.tensor, "lengths": self.lengths.tensor, "count": count}
+
+    def on(self, name: str, make: Maker) -> Copied:
+        """Returns the table make(extents) on the call's device; name: key of the cache."""
+        return self._tables.on(self.device, name, make)
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:

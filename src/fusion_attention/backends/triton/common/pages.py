@@ -3,10 +3,8 @@
 Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
 
 Common parameters: those of kernels.py; `cache` is a result of cache_at(), PAGE the tokens of a page (0: contiguous
-rows),
-`page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN. A tile has the BN keys from j0 on; WITHIN is true if
-all
-of them are in one page.
+rows), `page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN. A tile has the BN keys from j0 on; WITHIN is
+true if all of them are in one page.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -54,10 +52,8 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 
     scale, offset: memory of the numbers, offset may be None; at_scale, at_offset: the places in it, results of
     scale_offset(); inside: mask of the tokens. in_loop: a condition that is always true but unknown to the compiler
-    before
-    the loop, so that factors of channels are loaded inside the loop; loaded before it, those of 512 channels would
-    spill
-    registers.
+    before the loop, so that factors of channels are loaded inside the loop; loaded before it, those of 512 channels
+    would spill registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -234,8 +230,7 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
     """Returns (rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
     u is the row's largest product of element and scale, so that small scales do not underflow in any dtype. query: rows
-    in
-    column blocks. scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
+    in column blocks. scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -263,10 +258,9 @@ def scaled_weights(p, fade, scales, unit, like):
     """Returns (weights times their keys' scales / unit, factor on the sums so far, unit).
 
     In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
-    keys
-    without weight are ignored, because those of masked keys are arbitrary. p: weights [rows, keys]. fade: factor on the
-    sums
-    so far without scales. scales: [keys]. unit: the one before these keys. like: has the dtype of the products.
+    keys without weight are ignored, because those of masked keys are arbitrary. p: weights [rows, keys]. fade: factor
+    on the sums so far without scales. scales: [keys]. unit: the one before these keys. like: has the dtype of the
+    products.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)

@@ -4,12 +4,12 @@ A row here is a pair (query row, query head of a key head), numbered row * group
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import launching, layout_table, shapes
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.backends.triton.dense.recompute import recompute_out
@@ -28,7 +28,6 @@ JOIN = shapes.Tile(0, 0, 4, 1)
 LAST_PAGE = (1 << 31) - 1  # highest page number in an int32 page table
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
 FACTORS = CACHES[3:]  # scales and offsets of int8 caches
-BY_TOKEN = ("k", "v", "k_rope")  # stored per token; with dequant_k or dequant_v "token", its FACTORS too
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
@@ -225,38 +224,30 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(p, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
-    result = schedule.once(layout_table.layout(views, given), lambda: ready(p, extents, schedule, views, given))
+    result = schedule.once(
+        layout_table.layout(views, given),
+        lambda: ready(p, extents, schedule.rows, CallMemory(views, given, schedule.device_tables)),
+    )
     result.run(given | launch_dense.draws(o))
 
 
-def ready(
-    p: Problem,
-    e: Extents,
-    schedule: launching.Schedule,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory layout of `views` and the tensors `given`."""
-    table, last = pages(p, views)
-    device = layout_table.one_device(given)
-    if not schedule.rows:
+def ready(p: Problem, e: Extents, rows_of_all: int, m: CallMemory) -> launching.Ready:
+    """Returns the kernel launches of run() for the memory of a call; rows_of_all: query rows of all sequences."""
+    table, last = pages(p, m.views)
+    if not rows_of_all:
         return launching.Ready([], ())
-    device_tables, where = schedule.device_tables, layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, where)
+    device, align = m.device, m.align
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
     split_tiles, shares = buffer_for_shares(p, e, tile, wanted)
-    constexprs, known_join = decode_constants(p, tile, align, within(p, views, tile))
-    listed = device_tables.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
+    constexprs, known_join = decode_constants(p, tile, align, within(p, m.views, tile))
+    listed = m.on(f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
     # Without a complete page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | {
-        "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
-        "strides": strides.tensor, "lengths": lengths.tensor,
-    }  # fmt: skip
-    scratch: dict[str, tuple[int, ...]] = {"partials": (shares * p.heads_kv * rows * buffer(p),)}
-    names = [*given, *launch_dense.DRAWS, *scratch]
+    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | m.fixed
+    arguments |= {"width": width, "step": stride, "last": last, "rows": rows, "work": listed.tensor}
+    scratch = {"partials": launching.Scratch((shares * p.heads_kv * rows * buffer(p),))}
+    names = [*m.given, *launch_dense.DRAWS, *scratch]
     launches = [
         launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, names, constexprs, tile),
         launch_dense.FAMILY.launch(join, (split_tiles * rows, p.heads_kv), arguments, names, known_join, JOIN),
@@ -264,7 +255,7 @@ def ready(
             recompute_out, p, e.q_len, p.heads_q, arguments, names, launch_dense.recompute_out_constants(p, align)
         ),
     ]
-    return launching.Ready(launches, (strides, lengths, listed), scratch)
+    return launching.Ready(launches, (m.strides, m.lengths, listed), scratch)
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:

@@ -1,9 +1,8 @@
 """Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
 Tests compile kernels ahead of time with the constants made here. Common parameters: `tile` is the tile shape of the
-named
-kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in the
-layout table) and the tensors and numbers (by kernel argument name) of a call.
+named kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in
+the layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ import torch
 
 from fusion_attention.backends.triton.common import bias, layout_table, shapes
 from fusion_attention.backends.triton.common import kernels as common
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule, Scratch
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.decode.kernel import decode, join
 from fusion_attention.backends.triton.dense import launch_gluon
 from fusion_attention.backends.triton.dense.backward import backward_key, backward_query, prepare
@@ -118,8 +118,7 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
     """Returns the list of tiles of keys, int32 [tiles, 8], the longest first, for backward_key().
 
     An entry has the sequence, the first key and the end, the first query row and the number of tiles of rows that see
-    it,
-    and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
+    it, and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
     contributes.
     """
     t = tiles.by_key(extents, tile.BN)
@@ -154,7 +153,9 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Returns the bytes that a backward allocates besides operands, results and the tables of a schedule; else 0."""
+    if schedule.op_kind == "attention_forward":
+        return 0
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
     flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
     return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
@@ -318,41 +319,39 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
-        layout_table.layout(views, given), lambda: ready_forward(problem, extents, schedule.device_tables, views, given)
+        layout_table.layout(views, given),
+        lambda: ready_forward(problem, extents, memory_of(problem, extents, schedule, views, given)),
     )
     ready.run(given | draws(o))
     enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
 
 
-def ready_forward(
-    p: Problem,
-    e: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> Ready:
-    """Returns the kernel launches of run_forward() for the memory layout of `views` and the tensors `given`."""
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
-    align = layout_table.alignment(views, table)
-    tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
+def memory_of(
+    problem: Problem, extents: Extents, schedule: Schedule, views: dict[str, Any], given: dict[str, Any],
+    more: dict[str, Any] | None = None,
+) -> CallMemory:  # fmt: skip
+    """Returns the memory of a call, with the positions of drawn dropout; the parameters are those of CallMemory."""
+    return CallMemory(views, given, schedule.device_tables, more, drawn(problem, extents))
+
+
+def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
+    """Returns the kernel launches of run_forward() for the memory of a call."""
+    device, align, names = m.device, m.align, [*m.given, *DRAWS]
+    tile = tile_on("forward", p, device, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, forward_constants(p, tile, align), {}
     if launch_gluon.serves(p, device, tile):
         kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
         constexprs = launch_gluon.constants(p, align)
-    tiled = device_tables.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
+    tiled = m.on(f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     count = len(tiled.tensor)
     if not count:
         return Ready([], ())
-    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
-    arguments = ABSENT | numbers(p) | {
-        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
-    }  # fmt: skip
-    names = [*given, *DRAWS]
+    arguments = ABSENT | numbers(p) | m.fixed | {"tiles": tiled.tensor}
     launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, names, constexprs, tile, **options)]
     launches += launch_recompute(
         recompute_out, p, e.q_len, p.heads_q, arguments, names, recompute_out_constants(p, align)
     )
-    return Ready(launches, (strides, lengths, tiled))
+    return Ready(launches, (m.strides, m.lengths, tiled))
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
@@ -371,6 +370,12 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     overflow.
     """
     p, by = problem, keep_rest(problem)
+    if g.dbias is not None and g.owns_dbias:  # kernels add to dbias
+        summed = torch.zeros_like(g.dbias.keep, dtype=torch.float32)
+        added = replace(g, dbias=replace(g.dbias, keep=summed), owns_dbias=False)
+        run_backward(problem, extents, schedule, o, added)
+        g.dbias.keep.copy_(summed)
+        return
     if by == 1:
         launch_backward(p, extents, schedule, o, g)
         return
@@ -403,9 +408,7 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
     given = given_by(p, o, views)
     if p.dtype == "float16":
         given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
-    ready = schedule.once(
-        layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule.device_tables, views, given)
-    )
+    ready = schedule.once(layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule, views, given))
     given |= draws(o)
     ready.run(given)
     if g.dsink is not None:
@@ -414,35 +417,28 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
 
 
 def ready_backward(
-    p: Problem,
-    e: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
+    p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
     """Returns the kernel launches of launch_backward() for the memory layout of `views` and the tensors `given`."""
-    device, rows, count = layout_table.one_device(given), noted(e), len(e)
+    rows, count = noted(e), len(e)
     buffer = int(rows.sum())
     # Only the strides of this view are used.
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)
-    table = layout_table.strides(views | {"flat": flat}, count, drawn(p, e))
-    align, apart = layout_table.alignment(views, table), layout_table.apart(views)
+    m = memory_of(p, e, schedule, views, given, {"flat": flat})
+    device, align, apart = m.device, m.align, layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)
     key = tile_on("key", p, device, align if apart and layout_table.heads_apart(views) else 1)
     known_prepare, known_query, _ = backward_constants(p, query, align)
     known_key = backward_constants(p, key, align)[2]
     mean = p.empty_rows != "zero"
-    by_query = device_tables.on(device, f"query {query}", lambda e: query_tiles(e, query))
-    by_key = device_tables.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
-    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
-    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
+    by_query = m.on(f"query {query}", lambda e: query_tiles(e, query))
+    by_key = m.on(f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
+    scratch = {"flat": Scratch((PLANES * p.heads_q * buffer,))}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
-        scratch["partials"] = tiles_of_rows, p.heads_q
+        scratch["partials"] = Scratch((tiles_of_rows, p.heads_q))
     names = [*given, *DRAWS, *scratch]
-    shared = ABSENT | numbers(p) | {
-        "strides": strides.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
-    }  # fmt: skip
+    shared = ABSENT | numbers(p) | m.fixed | {"plane": p.heads_q * buffer}
     launches: list[Launch] = []
     if tiles_of_rows:
         grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
@@ -454,8 +450,8 @@ def ready_backward(
             ),
         )
     if tiles_of_keys:
-        keys, constexprs = device_tables.capacity.kv_len, recompute_constants("recompute_key", p, align)
+        keys, constexprs = m.capacity.kv_len, recompute_constants("recompute_key", p, align)
         of_keys = shared | {"tiles": by_key.tensor}
         launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, names, known_key, key))
         launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, names, constexprs)
-    return Ready(launches, (strides, lengths, by_query, by_key), scratch)
+    return Ready(launches, (m.strides, m.lengths, by_query, by_key), scratch)

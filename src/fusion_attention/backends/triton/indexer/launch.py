@@ -16,6 +16,8 @@ import torch
 
 from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.common import layout_index as all_views
+from fusion_attention.backends.triton.common.launching import Scratch
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.indexer.choice import NO_ENTRY, index_choice, index_write
@@ -38,7 +40,6 @@ from fusion_attention.backends.triton.selected.shapes_backward import ENTRIES, L
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView
 from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
-from fusion_attention.memory import empty
 
 Constants = launching.Constants
 CHUNK = 1 << 27  # bytes of scores and candidates of a chunk, or of gradient rows; a chunk has at least one tile
@@ -110,19 +111,6 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 
 @dataclass(eq=False)
-class Choice(launching.Ready):
-    """The launches of the selection; buffer: argument name of each scratch tensor -> (shape, dtype)."""
-
-    buffer: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Allocates the scratch tensors, adds them to `given` (the tensors of this run by argument name), and runs the
-        launches."""
-        given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.buffer.items()}
-        super().run(given)
-
-
-@dataclass(eq=False)
 class Sorting:
     """A launch of index_write after torch.sort(), for lists with more entries (top_k) than a program can sort."""
 
@@ -172,37 +160,24 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
     given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_topk(problem, extents, schedule.device_tables, views, given)).run(given)
+    schedule.once(layout, lambda: ready_topk(problem, CallMemory(views, given, schedule.device_tables))).run(given)
 
 
-def ready_topk(
-    p: IndexerProblem,
-    e: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> Choice:
-    """Returns the kernel launches of run_topk() for the memory layout of `views`, by their names in
-    the layout table."""
-    table, last = pages_of(views["k"])
-    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
+def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
+    """Returns the kernel launches of run_topk() for the memory of a call."""
+    table, last = pages_of(m.views["k"])
+    device, align, capacity = m.device, m.align, m.capacity
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
-    rows, planned = shapes_sparse.SCORED, row_tiles(device_tables.capacity)
+    rows, planned = shapes_sparse.SCORED, row_tiles(capacity)
     if not len(planned):
-        return Choice([], ())
-    tiled = device_tables.on(device, "rows", row_tiles)
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    ends = ends_of(device_tables.capacity, planned, p.ratio)
+        return launching.Ready([], ())
+    tiled, ends = m.on("rows", row_tiles), ends_of(capacity, planned, p.ratio)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
     width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    shared = {
-        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
-        "width": width, "step": step, "last": last, "pitch": pitch,
-    }  # fmt: skip
-    names: list[str] = [*given, "scores", "entries", "counts"]
+    shared = m.fixed | {"tiles": tiled.tensor, "width": width, "step": step, "last": last, "pitch": pitch}
+    names: list[str] = [*m.given, "scores", "entries", "counts"]
     launches: list[Any] = []
     sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
     for begin in range(0, len(planned), per):
@@ -217,11 +192,11 @@ def ready_topk(
         launches.append(written if sorts else Sorting(written, p.top_k))
     chunk = min(per, len(planned)) * rows
     buffer = {
-        "scores": ((chunk, pitch), torch.float32),
-        "entries": ((chunk, of_choice["BUFFER"]), torch.int64),
-        "counts": ((chunk,), torch.int32),
+        "scores": Scratch((chunk, pitch)),
+        "entries": Scratch((chunk, of_choice["BUFFER"]), torch.int64),
+        "counts": Scratch((chunk,), torch.int32),
     }
-    return Choice(launches, (strides, lengths, tiled), {}, buffer)
+    return launching.Ready(launches, (m.strides, m.lengths, tiled), buffer)
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
@@ -267,12 +242,12 @@ def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
-def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the scratch buffers of a chunk of `tokens` tokens: kernel argument -> (number of elements, dtype)."""
+def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
+    """Returns the scratch of a chunk of `tokens` tokens, by kernel argument."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
-    return {name: (count, torch.int32) for name, count in lists.items()} | {
-        "rows": (entries * sizes.dim, row_type(sizes))
+    return {name: Scratch((count,), torch.int32) for name, count in lists.items()} | {
+        "rows": Scratch((entries * sizes.dim,), row_type(sizes))
     }
 
 
@@ -335,8 +310,8 @@ class Gradient(launching.Ready):
     """The launches of the gradient for chunks of tokens, and the sum of their gradient rows per key.
 
     Attributes:
-        chunks: (number of tokens, launches) of each chunk; `launches` of Ready run once, before them.
-        buffers: the scratch that all chunks use: kernel argument -> (number of elements, dtype).
+        chunks: (number of tokens, launches) of each chunk, which use the same scratch; `launches` of Ready run once,
+            before them.
         where: arguments of KeySum.write() for dk; None: nothing is written.
         keys: number of keys of all sequences.
         slots: selected keys per token.
@@ -344,7 +319,6 @@ class Gradient(launching.Ready):
     """
 
     chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
-    buffers: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
     where: Where | None = None
     keys: int = 0
     slots: int = 0
@@ -356,13 +330,9 @@ class Gradient(launching.Ready):
 
         given: the tensors of this run by kernel argument name, to which scratch is added.
         """
-        for table in self.tables:
-            table.read()
-        like = given["index_q"]
-        total = KeySum(like, self.keys, self.dim)
-        given |= {name: empty(like, (count,), dtype) for name, (count, dtype) in self.buffers.items()}
-        for each in self.launches:
-            each.start(given)
+        given.setdefault("q", given["index_q"])
+        total = KeySum(given["q"], self.keys, self.dim)
+        super().run(given)
         for count, launches in self.chunks:
             for each in launches:
                 each.start(given)
@@ -393,14 +363,13 @@ def ready_backward(
 ) -> Gradient:  # fmt: skip
     """Returns the kernel launches of run_backward() for the memory layout of `views` (by their names in the layout
     table)."""
-    device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
-    device = layout_table.one_device(given)
-    where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))
-    align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
-    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    listed, tiles = device_tables.on(device, "tokens", tokens), device_tables.on(device, "keys", key_tiles)
-    shared = {"strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
+    capacity = schedule.device_tables.capacity
+    m = CallMemory(views, given, schedule.device_tables, {"ids": numbered(given["q"], capacity.kv_len, 1)})
+    # dk is written by KeySum, whose rows need no alignment.
+    align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, m.table)
+    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, m.device, align), shapes_sparse.sizes_of_gradient(p)
+    listed, tiles = m.on("tokens", tokens), m.on("keys", key_tiles)
+    shared = m.fixed | {"tokens": listed.tensor}
     per = tokens_per_chunk(p, schedule.rows)
     buffers = gradient_buffers(sizes, min(per, schedule.rows))
     names = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
@@ -410,6 +379,6 @@ def ready_backward(
         lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k, p.ratio), LISTS)
         chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]))
     return Gradient(
-        [], (strides, lengths, listed, tiles), {}, chunks, buffers, Where(strides.tensor, tiles.tensor, len(e)),
+        [], (m.strides, m.lengths, listed, tiles), buffers, chunks, Where(m.strides.tensor, tiles.tensor, len(e)),
         int(capacity.kv_len.sum()), p.top_k, p.dim,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,20 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import (
+    Constants,
+    Family,
+    Launch,
+    Ready,
+    Schedule,
+    Scratch,
+    bytes_of,
+)
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
 from fusion_attention.ir import tiles
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, IndexerLossProblem, IndexerOperands, IndexerProblem
-from fusion_attention.memory import empty
 
 BUFFER = 1 << 25  # (row, key) differences per chunk, in float32: 128 MiB
 KEYS_PER_SPLIT = 4096  # keys per program of the statistics
@@ -23,29 +31,12 @@ SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed i
 MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
 FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without matrix products
-Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
     dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_given,
     dense_kl_loss.warm_difference, dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note,
     loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
-
-
-@dataclass(eq=False)
-class WithScratch(Ready):
-    """Launches with scratch tensors of several dtypes, some of them filled with zeros."""
-
-    buffers: Buffers = field(default_factory=dict)
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Allocates the scratch, adds it to `given` (the tensors of this run by argument name), and
-        runs the launches."""
-        for name, (count, dtype, cleared) in self.buffers.items():
-            given[name] = empty(given["like"], (count,), dtype)
-            if cleared:
-                given[name].zero_()
-        super().run(given)
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
@@ -93,9 +84,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
     }  # fmt: skip
     given = given_by(views)
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, schedule.device_tables, views, given)).run(
-        given | {"like": given["q"]}
-    )
+    schedule.once(layout, lambda: ready_lse(problem, CallMemory(views, given, schedule.device_tables))).run(given)
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
@@ -110,8 +99,7 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
     tile.
 
     An entry has the sequence, first row and end, first key, number of iterations, number of the range (in the second
-    table,
-    number of ranges), 0, and the tile's first row among the rows of all sequences.
+    table, number of ranges), 0, and the tile's first row among the rows of all sequences.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
@@ -130,31 +118,21 @@ def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
-def ready_lse(
-    p: IndexerProblem,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> WithScratch:
-    """Returns the kernel launches of run_lse() for the memory layout of `views` and their tensors `given`."""
-    e = device_tables.capacity
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, table)
+def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
+    """Returns the kernel launches of run_lse() for the memory of a call."""
+    e, device, align = m.capacity, m.device, m.align
     tile = tiles_on(p, device, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
-    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
 
     def range_table(e: Extents) -> np.ndarray:
         return layout_table.padded(key_ranges(e, tile, p.ratio)[0], buffer)
 
-    of_ranges = device_tables.on(device, f"ranges {tile}", range_table)
-    of_rows = device_tables.on(device, f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
+    of_ranges = m.on(f"ranges {tile}", range_table)
+    of_rows = m.on(f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
     split_tiles, full, rows = of_ranges.tensor, of_rows.tensor, int(e.q_len.sum())
-    numbers = {
-        "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
-    }  # fmt: skip
-    names = [*given, "partial"]
+    numbers = m.fixed | {"heads": p.heads, "plane": rows}
+    names = [*m.given, "partial"]
     launches = []
     if len(split_tiles):
         launches.append(
@@ -166,14 +144,14 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return WithScratch(launches, (strides, lengths, of_ranges, of_rows), {}, lse_buffers(p, e, tile))
+    return Ready(launches, (m.strides, m.lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
 
 
-def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
+def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, Scratch]:
     """Returns the scratch of indexer_lse, the statistics of every range of a query row's keys, for warm_lse's tile
     shape."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
-    return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
+    return {"partial": Scratch((2 * int(capacity.q_len.sum()) * most,))}
 
 
 # ------------------------------------------------------------------------------------------------ loss without lists
@@ -277,31 +255,17 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     }  # fmt: skip
 
 
-def ready_warm(
-    p: IndexerLossProblem,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> WithScratch:
-    """Returns the launches of launch_loss.run_loss() without selection, for the memory layout of `views` and their
-    tensors."""
-    e = device_tables.capacity
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, table)
+def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
+    """Returns the launches of launch_loss.run_loss() without selection, for the memory of a call."""
+    e, device, align, given = m.capacity, m.device, m.align, m.given
     t = tiles_on(p, device, align)
     work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
-    tables = (
-        layout_table.Copied.of(table, device),
-        device_tables.on(device, "lengths", layout_table.lengths),
-        device_tables.on(device, f"rows {t.target}", work.rows),
-        device_tables.on(device, f"keys {t.target}", work.keys),
-    )
-    strides, lengths, of_rows, of_keys = (each.tensor for each in tables)
+    tables = m.strides, m.lengths, m.on(f"rows {t.target}", work.rows), m.on(f"keys {t.target}", work.keys)
+    of_rows, of_keys = (each.tensor for each in tables[2:])
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     plane = {"step_head": rows, "step_row": 1, "plane": rows}
-    numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
-    fixed = numbers | plane | {
-        "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+    fixed = m.fixed | plane | {
+        "heads_q": p.heads_q, "heads_index": p.heads_index, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
         **{name: None for name in ("q_rope", "k_rope", "sink", "largest", "target", "values") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}
@@ -331,29 +295,23 @@ def ready_warm(
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return WithScratch(launches, tables, {}, buffers)
+    return Ready(launches, tables, buffers)
 
 
-def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
+def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> dict[str, Scratch]:
     """Returns the scratch buffers of a loss without selection."""
-    accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
-        "notes": ((p.heads_q + 1) * rows, accum_dtype, False),
-        "keys": (work.padded_keys * width, p.torch_dtype, False),
-        "differences": (blocks * tile.BM * tile.BN, accum_dtype, False),
-        "rows": (most * width, p.torch_dtype, False),
-        "factors": (most, accum_dtype, False),
-        "added": (SPLITS * work.padded_keys * width, accum_dtype, True),
-        "losses": (int(work.buffer.sum()), accum_dtype, True),
+        "notes": Scratch(((p.heads_q + 1) * rows,)),
+        "keys": Scratch((work.padded_keys * width,), p.torch_dtype),
+        "differences": Scratch((blocks * tile.BM * tile.BN,)),
+        "rows": Scratch((most * width,), p.torch_dtype),
+        "factors": Scratch((most,)),
+        "added": Scratch((SPLITS * work.padded_keys * width,), cleared=True),
+        "losses": Scratch((int(work.buffer.sum()),), cleared=True),
     }
-    return results | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
-
-
-def bytes_of(buffers: Buffers) -> int:
-    """Returns the total bytes of scratch buffers."""
-    return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
+    return results | ({"largest": Scratch((1,), torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:

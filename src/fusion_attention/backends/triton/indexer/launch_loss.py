@@ -12,7 +12,8 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule, Scratch, bytes_of
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer.launch import (
@@ -34,7 +35,7 @@ from fusion_attention.backends.triton.indexer.launch_dense_kl_loss import (
 from fusion_attention.backends.triton.selected import launch as launch_sparse
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.launch_key_sum import Where
+from fusion_attention.backends.triton.selected.launch_key_sum import Where, key_tiles
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import LISTS
 from fusion_attention.ir import tiles
@@ -74,9 +75,10 @@ def run_loss(
     if p.has_sink:
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
-    make = ready_selected if p.select_count else ready_warm
-    ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.device_tables, views, given))
-    given["like"] = given["q"]
+    make, tables = ready_selected if p.select_count else ready_warm, schedule.device_tables
+    more = {"ids": launch_key_sum.numbered(given["q"], tables.capacity.kv_len, 1)} if p.select_count else {}
+    layout = layout_table.layout(views, given)
+    ready = schedule.once(layout, lambda: make(p, CallMemory(views, given, tables, more)))
     ready.run(given)
     # The order of this sum does not depend on the chunks.
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
@@ -92,8 +94,7 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
     entries = rows * problem.select_count
     sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
-    buffer_bytes = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
-    return buffer_bytes + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+    return bytes_of(buffers_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
 # ------------------------------------------------------------------------------------------------- loss of selections
@@ -135,49 +136,34 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     }  # fmt: skip
 
 
-def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the scratch of a loss over selected keys: kernel argument -> (number of elements, dtype); KeySum's is not
-    included."""
-    accum_dtype, rows = torch.float32, int(e.q_len.sum())
+def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
+    """Returns the scratch of a loss over selected keys, by kernel argument; KeySum's is not included."""
+    rows = int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
     return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
-        "notes": (rows * (p.heads_q + 1), accum_dtype),
-        "scores": (entries, accum_dtype),
-        "dscores": (entries, accum_dtype),
-        "losses": (rows, accum_dtype),
+        "notes": Scratch((rows * (p.heads_q + 1),)),
+        "scores": Scratch((entries,)),
+        "dscores": Scratch((entries,)),
+        "losses": Scratch((rows,)),
     }
 
 
-def ready_selected(
-    p: IndexerLossProblem,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> Gradient:
-    """Returns the kernel launches of run_loss() over selected keys for the memory layout of `views`.
-
-    views: by their names in the layout table, those of run_loss(). given: their tensors, and the sink, by argument
-    name.
-    """
-    e, device = device_tables.capacity, layout_table.one_device(given)
-    table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
-    t, align = tiles_on(p, device), layout_table.alignment(views, table)
+def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
+    """Returns the kernel launches of run_loss() over selected keys for the memory of a call, with the view "ids"."""
+    e, device, given, align, t = m.capacity, m.device, m.given, m.align, tiles_on(p, m.device)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
-    tables = (
-        layout_table.Copied.of(table, device),
-        device_tables.on(device, "lengths", layout_table.lengths),
-        device_tables.on(device, "tokens", launch_sparse.tokens),
-        device_tables.on(device, "rows", row_table),
-        device_tables.on(device, "written", launch_key_sum.key_tiles),
+    listed, of_rows, to_write = (
+        m.on("tokens", launch_sparse.tokens),
+        m.on("rows", row_table),
+        m.on("written", key_tiles),
     )
-    strides, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
     buffers, rows = buffers_of(p, e), int(e.q_len.sum())
     absent = {"q_rope", "k_rope", "sink", "target", "values"} - given.keys()
-    fixed = dict.fromkeys(absent) | {
-        "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
-        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "strides": strides, "lengths": lengths,
-        "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+    fixed = dict.fromkeys(absent) | m.fixed | {
+        "largest": None, "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
+        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count,
+        "tokens": listed.tensor, "tiles": of_rows.tensor, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
     names = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
     tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
@@ -185,7 +171,7 @@ def ready_selected(
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
         return FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile)
 
-    first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) and not p.has_target else []
+    first = [launch(loss_parts.note, (len(of_rows.tensor),), NOTE)] if len(of_rows.tensor) and not p.has_target else []
     chunks = []
     for at in range(0, rows, rows_of_chunk(p)):
         count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
@@ -200,8 +186,9 @@ def ready_selected(
             launch(selected_loss.compare, (count,), NOTE, **here),
         ]
         chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, fixed | here, names)))
-    where, keys = Where(strides, to_write, len(e)), int(e.kv_len.sum())
-    return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
+    where, keys = Where(m.strides.tensor, to_write.tensor, len(e)), int(e.kv_len.sum())
+    tables = m.strides, m.lengths, listed, of_rows, to_write
+    return Gradient(first, tables, buffers, chunks, where, keys, p.select_count, p.dim_index)
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:

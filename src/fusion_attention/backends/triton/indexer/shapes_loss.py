@@ -8,8 +8,6 @@ from typing import NamedTuple
 from fusion_attention.backends.triton.common.shapes import Tile, power, widest
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
-WIDEST_INDEX = 256  # most elements of an indexer's row, which kernels load as one column block
-
 
 class Warm(NamedTuple):
     """Tiles of the kernels over all keys; differences are stored in blocks with the size of `target`."""

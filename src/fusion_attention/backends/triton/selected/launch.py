@@ -1,8 +1,7 @@
 """Launches of attention to selected keys: one program per token and a few heads.
 
 Several programs share a token if there would otherwise be too few programs for the GPU. A slot is a place for a key
-that
-a token reads: an entry's token in its list, or a key of its band.
+that a token reads: an entry's token in its list, or a key of its band.
 
 Common parameters: `align` is layout_table.alignment(), in elements of q; `views` and `given` are the views (by their
 names in the layout table) and the tensors and numbers (by kernel argument name) of a call.
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import launching, layout_table, shapes
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, join
 from fusion_attention.backends.triton.dense import launch as launch_dense
@@ -181,7 +181,7 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     if isinstance(o.k_compressed, PagedView):
         given["table_compressed"] = o.k_compressed.table
     result = schedule.once(
-        layout_table.layout(views, given), lambda: ready(problem, extents, schedule.device_tables, views, given)
+        layout_table.layout(views, given), lambda: ready(problem, CallMemory(views, given, schedule.device_tables))
     )
     result.run(given)
 
@@ -226,39 +226,29 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
     return first, Pages.of(size, *launch_decode.pages(replace(p, page_size=size), of_second))
 
 
-def ready(
-    p: Problem,
-    e: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory layout of `views` and the tensors `given`."""
-    first, second = pages(p, views)
-    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
-    align = layout_table.alignment(views, where)
-    listed = device_tables.on(device, "tokens", tokens)
+def ready(p: Problem, m: CallMemory) -> launching.Ready:
+    """Returns the kernel launches of run() for the memory of a call."""
+    first, second = pages(p, m.views)
+    device, align, listed = m.device, m.align, m.on("tokens", tokens)
     if not len(listed.tensor):
         return launching.Ready([], ())
     tile = tile_on(p, device, align)
-    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
     numbers = launch_dense.numbers(p)
-    arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | {
-        **first.arguments(), **second.arguments("_compressed"), "count": len(e), "heads_kv": p.heads_kv,
-        "strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
-    }  # fmt: skip
-    is_near, recompute = near(views, device_tables.capacity), shapes.recompute_tile("recompute_out", p)
+    arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | m.fixed
+    arguments |= {**first.arguments(), **second.arguments("_compressed")}
+    arguments |= {"heads_kv": p.heads_kv, "tokens": listed.tensor}
+    is_near, recompute = near(m.views, m.capacity), shapes.recompute_tile("recompute_out", p)
     count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, second.size)
-    most = sum(slots(p, device_tables.capacity))
+    most = sum(slots(p, m.capacity))
     keys_per_split = slots_per_program(p, most, count, tile, launch_decode.processors(device))
-    tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
-    shares, names = programs_per_token(most, keys_per_split), list(given)
+    tables: tuple[layout_table.Copied, ...] = m.strides, m.lengths, listed
+    shares, names = programs_per_token(most, keys_per_split), list(m.given)
     constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
-    scratch: dict[str, tuple[int, ...]] = {}
+    scratch: dict[str, launching.Scratch] = {}
     if shares > 1:
-        joined = device_tables.on(device, f"shares {shares}", lambda e: work(p, e, shares))
+        joined = m.on(f"shares {shares}", lambda e: work(p, e, shares))
         arguments |= {"work": joined.tensor, "rows": p.group, "per": keys_per_split}
-        scratch["partials"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
+        scratch["partials"] = launching.Scratch((count * shares * p.heads_q * launch_decode.buffer(p),))
         tables, names = (*tables, joined), [*names, "partials"]
     grid = count * programs(p, tile), max(shares, 1)
     launches = [FAMILY.launch(sparse_forward, grid, arguments, names, constexprs, tile)]

@@ -6,8 +6,7 @@ over windows: each program adds a fixed range of them, in order.
 
 Common parameters: q and k are the memory of rows and gates; at_x, step_x, at_z and step_z are their first elements and
 strides of a row; w is a window of RATIO rows, d its channels (of DIM), `half` 0 for the previous window's rows (if
-HALVES
-is 2), r0 the first of BR rows; top and total are the results of _softmax().
+HALVES is 2), r0 the first of BR rows; top and total are the results of _softmax().
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule
+from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule, Scratch, bytes_of
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.selected.launch import tokens
 from fusion_attention.backends.triton.windows.kernel import pool, pool_bias, pool_gradient
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
@@ -24,20 +25,17 @@ def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
     return {"pool": channels | window | rows, "pool_gradient": channels | window | rows, "pool_bias": channels | window}
 
 
-def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, tuple[int, ...]]:
-    """Returns the float32 scratch of a backward with a bias: kernel argument -> shape."""
+def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, Scratch]:
+    """Returns the scratch of a backward with a bias, by kernel argument."""
     results = int(e.q_len.sum())
-    return {"notes": (3, results, p.heads, p.dim), "added": (RANGES, p.ratio, p.channels)}
+    return {"notes": Scratch((3, results, p.heads, p.dim)), "added": Scratch((RANGES, p.ratio, p.channels))}
 
 
 def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
     """Returns the most bytes of scratch that the schedule's operation, pooling or pooling_backward, allocates."""
     if schedule.op_kind == "pooling" or not p.has_bias:
         return 0
-    elements = 0
-    for first, *others in buffers_of(p, schedule.device_tables.capacity).values():
-        elements += first * torch.Size(others).numel()
-    return 4 * elements
+    return bytes_of(buffers_of(p, schedule.device_tables.capacity))
 
 
 def run(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands) -> None:
@@ -70,32 +68,18 @@ def _ready(
     """
     given = {name: layout_table.tensor_of(view) for name, view in views.items() if view is not None} | more
     key = kernels, layout_table.layout(views, given)
-    ready = schedule.once(key, lambda: _launches(p, schedule, views, given, kernels))
+    ready = schedule.once(key, lambda: _launches(p, CallMemory(views, given, schedule.device_tables), kernels))
     ready.run(given)
     return given
 
 
-def _launches(
-    p: PoolingProblem,
-    schedule: Schedule,
-    views: dict[str, layout_table.View | None],
-    given: dict[str, Any],
-    kernels: tuple[str, ...],
-) -> Ready:
-    """Returns the launches of the named kernels for the memory layout of `views` and the tensors `given`."""
-    e = schedule.device_tables.capacity
-    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
-    constexprs = constants_of(p, layout_table.alignment(views, table))
-    tables = (
-        layout_table.Copied.of(table, device),
-        schedule.device_tables.on(device, "lengths", layout_table.lengths),
-        schedule.device_tables.on(device, "tokens", tokens),
-    )
-    strides, lengths, of_results = (each.tensor for each in tables)
+def _launches(p: PoolingProblem, m: CallMemory, kernels: tuple[str, ...]) -> Ready:
+    """Returns the launches of the named kernels for the memory of a call."""
+    e, constexprs, of_results = m.capacity, constants_of(p, m.align), m.on("tokens", tokens)
     results = int(e.q_len.sum())
-    fixed = {
-        "strides": strides, "lengths": lengths, "tokens": of_results, "count": len(e), "heads": p.heads,
-        "plane": results * p.heads * p.dim, "results": results, "per": -(-results // RANGES),
+    fixed = m.fixed | {
+        "tokens": of_results.tensor, "heads": p.heads, "plane": results * p.heads * p.dim, "results": results,
+        "per": -(-results // RANGES),
     }  # fmt: skip
     scratch = buffers_of(p, e) if "pool_gradient" in kernels and p.has_bias else {}
     if not scratch and "pool_gradient" in kernels:
@@ -107,8 +91,8 @@ def _launches(
         "pool_bias": (p.ratio * (1 + p.overlap), blocks, RANGES),
     }
     launches = [
-        FAMILY.launch(kernel, grids[name], fixed, [*given, *scratch], constexprs[name], TILE)
+        FAMILY.launch(kernel, grids[name], fixed, [*m.given, *scratch], constexprs[name], TILE)
         for kernel in (pool, pool_gradient, pool_bias)
         if (name := kernel.__name__) in kernels and (results or name == "pool_bias")
     ]
-    return Ready(launches, tables, scratch)
+    return Ready(launches, (m.strides, m.lengths, of_results), scratch)
