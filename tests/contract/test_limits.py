@@ -1,4 +1,4 @@
-"""The limits of CANN's pages, through the two-phase interface: blanks, sizes, reserved values."""
+"""Blank arrays, masks and start indices of the two-phase interface."""
 
 import warnings
 from typing import Any
@@ -68,125 +68,10 @@ def test_the_npu_interface_takes_an_empty_tensor_too() -> None:
 
 # ------------------------------------------------------------------------------------------------ training attention
 
-BACK_V3 = "aclnnFlashAttentionUnpaddingScoreGradV3"
-TINY = {"N1": 1, "N2": 1, "D": 8, "Dv": 8}
-
-
-def ends(count: int) -> Args:
-    each = [*range(1, count + 1)]
-    return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
-
-
-# (operator, what to change in its sample, code): the largest that its page lets through, and one step beyond.
-EDGES: list[tuple[str, Args, int]] = [
-    *((BACK_V3, {"D": d, "Dv": d}, code) for d, code in ((512, 0), (520, 161002))),
-    *(
-        (BACK_V3, {"T2": (1 << 20) + more, "actual_seq_kvlen": [5, (1 << 20) + more], **TINY}, code)
-        for more, code in ((0, 0), (1, 561002))
-    ),
-    *((BACK_V3, ends(n), code) for n, code in ((2048, 0), (2049, 561002))),
-    *(
-        (BACK_V3, {**ends(n), "atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [0] * n}, code)
-        for n, code in ((1024, 0), (1025, 561002))
-    ),
-    (BACK_V3, {"D": 12, "Dv": 12}, 161002),
-    (BACK_V3, {"pse": "1 N1 1024 S2"}, 161002),
-    (BACK_V3, {"drop_mask": "1024", "keep_prob": 0.5}, 161002),
-    (BACK_V3, {"keep_prob": 0.5}, 161002),
-    (BACK_V3, {"atten_mask": None}, 161001),
-    *((BACK_V3, {"pse_type": kind}, code) for kind, code in ((0, 0), (1, 0), (2, 161002), (4, 561002))),
-    (BACK_V3, {"inner_precise": 7}, 0),
-    (BACK_V3, {"padding_mask": ("S1 S2", "float64")}, 161002),
-    (BACK_V3, {"padding_mask": ("S1 S2", "bool")}, 561002),
-    (BACK_V3, {"softmax_in": ("T1 N1 8", "int8")}, 161002),
-    (BACK_V3, {"softmax_in": ("T1 N1 8", "float32")}, 561002),
-    *((V2.name, {"D": d, "Dv": d}, code) for d, code in ((512, 0), (513, 161002), (768, 161002))),
-    (V2.name, {"Dv": 4}, 161002),
-    *(
-        (V2.name, {"B": 1, "S1": 1, "S2": (1 << 20) + more, **TINY, "D": 1, "Dv": 1}, code)
-        for more, code in ((0, 0), (1, 561002))
-    ),
-    (V2.name, {"B": (1 << 21) + 1, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}, 561002),
-    *(
-        (
-            V2.name,
-            {"B": n, "S1": 1, "S2": 1, **TINY, "atten_mask": "3072 2048", "sparse_mode": 6, "prefix": [0] * n},
-            code,
-        )
-        for n, code in ((2048, 0), (2049, 561002))
-    ),
-    (V2.name, {"inner_precise": 3}, 561002),
-    (V2.name, {"pse_type": 0}, 561002),
-    ("aclnnFlashAttentionScoreV3", {"D": 768, "Dv": 768}, 0),
-    ("aclnnFlashAttentionVarLenScoreV5", {"D": 768, "Dv": 4}, 0),
-    ("aclnnFlashAttentionUnpaddingScoreGradV5", {"pse": "1 N1 1024 S2"}, 0),
-]
-
-
-SELECT, LOSS = "aclnnSparseFlashAttentionGrad", "aclnnSparseLightningIndexerGradKLLoss"
-PACKED = {"layout": "TND"}
-
-
-def long(tokens: int) -> Args:
-    """One row over so many keys, which lie in one place."""
-    one = torch.zeros(1, 1, 1, 1, dtype=torch.float16)
-    keys = {"key": one.expand(1, tokens, 1, 512), "key_index": one.expand(1, tokens, 1, 128)}
-    return {"B": 1, "S1": 1, "S2": tokens, **keys, "value": keys["key"]}
-
-
-EDGES += [
-    *((name, {"B": n, "S1": 1}, code) for name in (SELECT, LOSS) for n, code in ((256, 0), (257, 561002))),
-    *((name, long(n), code) for name in (SELECT, LOSS) for n, code in ((1 << 17, 0), ((1 << 17) + 1, 561002))),
-    *((name, {**PACKED, "actual_seq_qlen": [3, 5]}, 561002) for name in (SELECT, LOSS)),
-    *((name, {**PACKED, "actual_seq_kvlen": [5, 7]}, 561002) for name in (SELECT, LOSS)),
-    *((name, {"K": 1024}, 561002) for name in (SELECT, LOSS)),
-    *((SELECT, {"pre_tokens": n, "next_tokens": n}, code) for n, code in (((1 << 31) - 1, 0), (65536, 561002))),
-    (LOSS, {"pre_tokens": 65536, "next_tokens": 65536}, 0),
-    (SELECT, {"value": None}, 161001),
-    (LOSS, {"weights": ("B S1 Ni", "float32")}, 161002),
-]
-
-
-DECODE = "aclnnIncreFlashAttentionV4"
-PAGES = {"block_table": "B 2", "block_size": 16, "actual_seq_lengths": [20, 32]}
-
-
-def many_heads(heads: int) -> Args:
-    """Pages whose lines hold so many heads of 512 elements."""
-    lines = torch.zeros(1, 1, 1, dtype=torch.float16).expand(4, 16, heads * 512).contiguous()
-    many = dict.fromkeys(("N1", "N2", "num_heads", "num_key_value_heads"), heads)
-    return {**PAGES, **many, "D": 512, "key": lines, "value": lines}
-
-
-def gaps(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
-
-
-BY_HEADS = torch.zeros(1, 1, 1, 1, dtype=torch.float16).expand(4, 129, 16, 512).contiguous()
-EDGES += [
-    *((DECODE, many_heads(n), code) for n, code in ((128, 0), (129, 561002))),
-    (DECODE, {"input_layout": "BNSD", **many_heads(129), "key": BY_HEADS, "value": BY_HEADS}, 0),
-    (DECODE, {"atten_mask": gaps(2, 6, dtype=torch.bool)}, 561002),
-    (DECODE, {"pse_shift": gaps(2, 4, 1, 6)}, 561002),
-    (DECODE, {"attention_out": gaps(2, 1, 64)}, 561002),
-    (DECODE, {**PAGES, "key": "8 16 N2*D", "value": "8 16 N2*D", "block_table": gaps(2, 2, dtype=torch.int32)}, 561002),
-]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "settings", "code"), EDGES)
-def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
-    """At its default a call within the page is taken; one beyond has the page's code, and computes when not strict."""
-    op = RECORDS[name]
-    args = sample(op, **settings)
-    ret, text = refused(name, args)
-    assert ret == code, text
-    if code and not {"pse_type", "keep_prob"} & settings.keys():
-        assert refused(name, args, strict=False)[0] == 0
-
 
 def test_a_layout_without_a_default_is_required() -> None:
-    for name, code in ((SELECT, 0), (LOSS, 161001)):  # their pages have layoutOptional, and layout
+    # Their pages have layoutOptional, and layout.
+    for name, code in (("aclnnSparseFlashAttentionGrad", 0), ("aclnnSparseLightningIndexerGradKLLoss", 161001)):
         op, args = RECORDS[name], sample(RECORDS[name])
         handles = handles_of(op, args | {"layout": None}, outputs_of(op, args)).values()
         assert getattr(aclnn, name + "GetWorkspaceSize")(*handles)[0] == code
