@@ -167,38 +167,6 @@ def test_rows_without_keys(sunk: bool, cann: Any) -> None:
     assert not dq[:, :5].any()
 
 
-def test_a_layer_on_device_npu_trains(cann: Any) -> None:
-    """A program written for the chip, forward and backward, beside torch's operators."""
-    tokens, heads, dim = 18, 2, 8
-    hidden = torch.randn(1, tokens, 12)
-    weights = [torch.randn(12, n) * 0.3 for n in (heads * dim, dim, dim)]
-    sinks = torch.randn(heads)
-
-    def compressed(kv: torch.Tensor) -> torch.Tensor:
-        return kv[:, : tokens // RATIO * RATIO].unflatten(1, (-1, RATIO)).mean(2)
-
-    def layer(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [t.to(device, dtype).requires_grad_() for t in (*weights, sinks)]
-        x = hidden.to(device, dtype)
-        q, k, c = (x @ leaves[0]).unflatten(-1, (heads, dim)), x @ leaves[1], compressed(x @ leaves[2])
-        if device == "npu":
-            words = {**BOTH, "cmp_residual_kv": residual(tokens, 1).npu(), "softmax_scale": dim**-0.5}
-            out, _ = cann.ops.sparse_flash_mla(q, k[:, :, None], c[:, :, None], sinks=leaves[3], **words)
-        else:
-            row, key, entry = torch.arange(tokens)[:, None], torch.arange(tokens), torch.arange(tokens // RATIO)
-            visible = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
-            every = torch.cat((k, c), 1)
-            scores = torch.einsum("bshd,bkd->bhsk", q, every) * dim**-0.5
-            scores = scores.masked_fill(~visible, -torch.inf)
-            scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(1, heads, tokens, 1)), -1)
-            out = torch.einsum("bhsk,bkd->bshd", scores.softmax(-1)[..., :-1], every)
-        return (out, *torch.autograd.grad(out.square().sum(), leaves))
-
-    compare_with(
-        "layer", tuple(t.cpu().detach() for t in layer("npu", torch.float32)), lambda: layer("cpu", torch.float64)
-    )
-
-
 @pytest.mark.parametrize("tokens", [21, 24])
 def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> None:
     q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)

@@ -20,9 +20,7 @@ from fusion_attention.testing.sparse import (
     chosen,
     in_float64,
     indexer_gradients,
-    keys_of,
     lowered_indexer,
-    part,
     plain_indexer_gradients,
 )
 from fusion_attention.torch_ops.eager import run
@@ -117,38 +115,6 @@ def test_gradients(case: IndexerCase) -> None:
     close(want, plain_indexer_gradients(case, args, indices))
     backward = IndexerBackward(call, dy, indices)
     check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
-
-
-@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
-def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
-    args = operands(case)
-    indices = lists_of(case, args)
-    leaves = {n: args[n].double().detach().requires_grad_() for n in ("query", "key", "weights")}
-    total = torch.zeros((), dtype=torch.float64)
-    for b in range(len(case.q_len)):
-        q, w = (part(case, leaves[n], "q", b) for n in ("query", "weights"))
-        k = keys_of(case, {**args, **leaves}, "key", b)[:, 0]
-        if len(q) and len(k):
-            scores = (torch.einsum("rhd,kd->rhk", q, k).relu() * w[..., None]).sum(1)
-            own = part(case, indices, "q", b)[:, 0].long()
-            dy = part(case, args["dy"].double(), "q", b)[:, 0]
-            total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
-    got = indexer_gradients(in_float64(lowered_indexer(args)), args["dy"].double(), indices, "golden")
-    nothing = [torch.zeros_like(t) for t in got.values()]
-    want = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else nothing
-    close(got, dict(zip(got, want, strict=True)))
-
-
-def test_homogeneity() -> None:
-    """The score is linear in the weights and of degree 1 in q and in k: each gradient against its input is dI . I."""
-    args = operands(replace(PACKED, top_k=5))
-    call = in_float64(lowered_indexer(args))
-    indices, values = chosen(call, "golden")
-    dy = torch.randn(values.shape, dtype=torch.float64)
-    got = indexer_gradients(call, dy, indices, "golden")
-    want = (dy * values).masked_fill(indices < 0, 0).sum()
-    for name in ("query", "key", "weights"):
-        torch.testing.assert_close((args[name] * got[f"d{name}"]).sum(), want, rtol=1e-11, atol=1e-11)
 
 
 def test_lists_are_read_as_attention_reads_them() -> None:
