@@ -11,7 +11,6 @@ from support.two_phase import V2, Args, done, handles_of, outputs_of
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.testing.drawn import compare_with
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
@@ -90,34 +89,3 @@ def test_mode_5_takes_every_mask_of_the_page(mask: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------- one start index given
-
-
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-@pytest.mark.parametrize("given", ["q_start_idx", "kv_start_idx"])
-@pytest.mark.parametrize("pse_type", [2, 3])
-def test_the_other_start_index_is_zero(pse_type: int, given: str, layout: str) -> None:
-    """Forward by formula; the gradient's bits as with the zero said."""
-    name = "aclnnFlashAttentionScoreV2" if layout == "BSND" else "aclnnFlashAttentionVarLenScoreV2"
-    lengths = {"S1": 6, "S2": 6, "actual_seq_qlen": [6, 12], "actual_seq_kvlen": [6, 12], "T1": 12, "T2": 12}
-    lengths |= {"input_layout": layout, "scale": 0.5, "pse_type": pse_type, "pse": ("N1", "float32"), given: [9]}
-    lengths |= dict.fromkeys(("query", "key", "value"), (True, "float32"))
-    args = sample(RECORDS[name], **lengths)
-    other = ({"q_start_idx", "kv_start_idx"} - {given}).pop()
-    out = done(RECORDS[name], args)
-    start = {given: 9, other: 0}
-    rows, keys = torch.arange(6)[:, None] + start["q_start_idx"], torch.arange(6) + start["kv_start_idx"]
-
-    def formula() -> torch.Tensor:
-        q, k, v = (args[n].reshape(2, 6, -1, 8).double() for n in ("query", "key", "value"))
-        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
-        distance = (keys - rows).abs().double()
-        bias = -args["pse"].double()[:, None, None] * (distance if pse_type == 2 else distance.sqrt())
-        p = (0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k) + bias).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", p, v).reshape(out["attention_out"].shape)
-
-    compare_with(name, out["attention_out"], formula)
-    back = RECORDS[name.replace("VarLenScore", "UnpaddingScoreGrad").replace("AttentionScore", "AttentionScoreGrad")]
-    saved = {"softmax_max": out["softmax_max"], "softmax_sum": out["softmax_sum"], "attention_in": out["attention_out"]}
-    gradients = done(back, sample(back, **{**lengths, "dy": (True, "float32")}) | saved)
-    resaved = done(back, sample(back, **{**lengths, "dy": (True, "float32"), other: [0]}) | saved)
-    assert all(same(gradients[key], resaved[key]) for key in resaved)

@@ -207,26 +207,6 @@ def test_from_the_indexer_to_attention() -> None:
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_bad_calls_say_what_is_wrong() -> None:
-    q, k, w = torch.zeros(1, 2, 3, 4), torch.zeros(1, 5, 1, 4), torch.zeros(1, 2, 3)
-    dy, indices = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.int32)
-    with pytest.raises(
-        fa.ContractError, match="npu_lightning_indexer: weights: expected the dtype of query, or float32"
-    ):
-        npu.npu_lightning_indexer(q, k, w.half())
-    with pytest.raises(fa.ContractError, match="sparse_count: expected 1 <= sparse_count <= 1048576, got 0"):
-        npu.npu_lightning_indexer(q, k, w, sparse_count=0)
-    with pytest.raises(fa.ContractError, match="key: expected axis 2 to be 1, got 2"):
-        npu.npu_lightning_indexer(q, torch.zeros(1, 5, 2, 4), w)
-    with pytest.raises(fa.ContractError, match=r"lightning_indexer: kv_len: expected .* got length 6 of sequence 0"):
-        fa.lightning_indexer(q, k, w, 2, kv_len=[6])
-    indices[0, 1, 2] = 5
-    with pytest.raises(fa.ContractError, match=r"got 5 at batch 0, row 1, slot 2, outside \[-1, 5\)"):
-        npu.npu_lightning_indexer_grad(q, k, dy, indices, w)
-    with pytest.raises(fa.ContractError, match="sparse_indices: expected axis 2 to be K=4 as in dy, got 3"):
-        npu.npu_lightning_indexer_grad(q, k, dy, indices[..., :3], w)
-
-
 def test_a_table_without_columns_serves_sequences_without_keys() -> None:
     q, pages, weights = torch.randn(1, 3, 2, 8), torch.randn(2, 4, 1, 8), torch.ones(1, 3, 2)
     given = {"kv_len": [0], "page_table": torch.zeros(1, 0, dtype=torch.int32)}

@@ -190,32 +190,6 @@ def test_an_empty_query() -> None:
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 CALL = LossCase(layout="TND", q_len=(3, 5), kv_len=(5, 7), count=4)
-BAD: list[tuple[Args, str]] = [
-    ({"sparse_indices": torch.full((8, 1, 4), 5)}, "sparse_indices: expected -1 or the number of a block of the row's"),
-    ({"actual_seq_qlen": [3, 9]}, "actual_seq_qlen: expected the lengths .* got 9 tokens in all, 8 in the tensor"),
-    ({"actual_seq_qlen": [4, 3]}, "actual_seq_qlen: expected the lengths of the sequences in the query tensor, got"),
-    ({"actual_seq_kvlen": [5, 13]}, "actual_seq_klen: expected the lengths .* got 13 tokens in all, 12 in the tensor"),
-    ({"actual_seq_kvlen": [12]}, r"actual_seq_klen: expected len\(actual_seq_qlen\) == len\(actual_seq_klen\), got"),
-    ({"weights": torch.zeros(8, 3, dtype=torch.float16)}, "weights: expected the dtype of query, or float32, got"),
-    ({"weights": torch.zeros(8, 4)}, "weights: expected one weight for every head of query_index, got weights=float32"),
-    ({"sparse_indices": torch.zeros(8, 1, 0).int()}, "sparse_indices: expected lists of at least one entry, got K=0"),
-    ({"sparse_indices": torch.zeros(8, 4).int()}, r"sparse_indices: expected 3 dimensions \[T1, 1, K\] in layout TND"),
-    ({"softmax_max": torch.zeros(1, 8, 5)}, r"softmax_sum: expected axis 2 to be G=5 as in softmax_max, got 4"),
-    ({"softmax_sum": torch.zeros(1, 9, 4)}, r"softmax_sum: expected axis 1 to be T1=8 as in query, got 9"),
-    ({"softmax_sum": torch.zeros(1, 8, 4).double()}, "softmax_sum: expected float32, got float64"),
-    ({"key_index": torch.zeros(12, 2, 8)}, "key_index: expected axis 1 to be 1, got 2"),
-    ({"query_index": torch.zeros(8, 3, 8).bfloat16()}, "query_index: expected float32 as query, got bfloat16"),
-    ({"query_rope": torch.zeros(8, 4, 2)}, "query_rope: expected query_rope and key_rope, or neither"),
-    ({"scale_value": float("inf")}, "scale_value: expected a finite scale, got inf"),
-    ({"layout": "BNSD"}, "layout: expected one of BSND, TND, got 'BNSD'"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:48] for _, text in BAD])
-def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
-    given = by_name(indexer_loss.TORCH, {**operands(CALL), **wrong})
-    with pytest.raises(fa.ContractError, match=f"npu_sparse_lightning_indexer_grad_kl_loss: {text}"):
-        npu.npu_sparse_lightning_indexer_grad_kl_loss(**given)
 
 
 def test_the_first_bad_entry_is_named() -> None:

@@ -11,7 +11,6 @@ from support.records import by_name
 from support.selected import Args, Results, check_half_of_a_loss, close, leaves_of
 
 import fusion_attention as fa
-from fusion_attention import ContractError
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer_loss import api_target_definition as record
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
@@ -109,15 +108,3 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> No
     loss = fa.indexer_target_loss(**by_name(record.RECORD, {**args, **leaves}))
     assert loss.shape == ()
     check_half_of_a_loss(loss, leaves, want)
-
-
-def test_bad_targets_are_named() -> None:
-    case = TargetCase(count=4)
-    args = operands(case)
-    for name, wrong, words in (
-        ("target", args["target"][..., :3], "target"),
-        ("target", args["target"].half(), "float32"),
-        ("sparse_indices", None, "target"),
-    ):
-        with pytest.raises(ContractError, match=words):
-            fa.indexer_target_loss(**by_name(record.RECORD, {**args, name: wrong}))

@@ -116,6 +116,30 @@ def test_against_torch(form: str) -> None:
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.9])
+def test_against_finite_differences(softcap: float) -> None:
+    problem = Problem(2, 1, 2, 2, 1, "float64", 0.7, "matrix", True, has_sink=True, dropout="bits", keep_prob=0.6)
+    problem = replace(problem, softcap=softcap)
+    call = make(problem, (3,), (3,), Band.causal())
+    gradients = run(call)
+    step = 1e-5
+
+    def objective() -> float:
+        return float((forward(call)["out"][0] * call.dout[0]).sum())
+
+    for name in ("q", "k", "v", "q_rope", "k_rope", "bias", "sink"):
+        tensor = call.sink if name == "sink" else getattr(call, name)[0]
+        slope = torch.empty_like(tensor)
+        for at in np.ndindex(*tensor.shape):
+            value = tensor[at].item()
+            tensor[at] = value + step
+            above = objective()
+            tensor[at] = value - step
+            slope[at] = (above - objective()) / (2 * step)
+            tensor[at] = value
+        torch.testing.assert_close(gradients[f"d{name}"][0], slope, rtol=1e-8, atol=1e-9)
+
+
 # ------------------------------------------------------------------------------------------------- what reaches what
 
 
