@@ -13,7 +13,6 @@ import torch
 from support.bits import same_bits
 
 import fusion_attention as fa
-from fusion_attention import npu
 from fusion_attention.npu.surface.indexer import lightning_indexer
 
 Tensor = torch.Tensor
@@ -248,7 +247,3 @@ def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
     with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as rows, got 21 tokens"):
         lightning_indexer(q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([1]))
-
-
-def test_its_name_is_here() -> None:
-    assert "lightning_indexer" not in dir(npu)  # torch_npu has no function of this name

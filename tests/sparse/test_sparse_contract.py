@@ -13,17 +13,14 @@ import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
-from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import narrow
 from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.torch_ops.eager import run
 
-OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
 ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
 
 
@@ -121,15 +118,6 @@ def test_an_empty_query() -> None:
         assert got[0].numel() == 0
         assert not got[1].any()
         assert all(not t.any() for t in got)
-
-
-def test_lengths_of_every_kind() -> None:
-    op = api_definition.RECORD
-    legal = sample(op, layout="TND")
-    for kind in (list, tuple, np.array, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)):
-        given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}
-        assert bind(op, {**legal, **given})["q_len"].tolist() == [3, 5]
-    assert set(RECORDS) >= set(OPS)
 
 
 def test_what_lies_on_a_device_is_read_on_request_alone() -> None:
