@@ -1,4 +1,4 @@
-"""FlashAttentionScoreV4 and its gradient: drawn dropout, rope parts in every layout, and forms that are refused."""
+"""FlashAttentionScoreV4 and its gradient: drawn dropout, and rope parts in every layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Blank arrays, masks and start indices of the two-phase interface."""
+"""Blank arrays and masks of the two-phase interface."""
 
 import warnings
 from typing import Any
@@ -86,6 +86,3 @@ def test_mode_5_takes_every_mask_of_the_page(mask: str) -> None:
         assert refused(V2.name, args | {"prefix": [5, 5]})[0] == 0
     shared = mask[0] != "B"
     assert ["expected a mask for every sequence" in str(w.message) for w in caught] == [True] * shared
-
-
-# --------------------------------------------------------------------------------------------- one start index given

@@ -22,6 +22,7 @@ from fusion_attention.testing.drawn import drawn
 Tensor = torch.Tensor
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 S = 2048
+
 # ------------------------------------------------------------------------------------------------------------- limits
 
 

@@ -1,4 +1,4 @@
-"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages, what is refused."""
+"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""The lightning indexer: its order, its gradients by autograd, every back end against golden, its interfaces."""
+"""The lightning indexer: its order, its gradients row by row, every back end against golden, its interfaces."""
 
 import math
 from dataclasses import replace

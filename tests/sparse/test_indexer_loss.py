@@ -1,4 +1,4 @@
-"""The indexer's loss: golden against autograd and a plain program, every back end against golden, what must hold."""
+"""The indexer's loss: golden against a plain program, every back end against golden, what must hold."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Sparse attention: golden against autograd, every back end against golden, and what must not change a result."""
+"""Sparse attention: golden row by row, every back end against golden, and what must not change a result."""
 
 from dataclasses import replace
 

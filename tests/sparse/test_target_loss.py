@@ -1,4 +1,4 @@
-"""The indexer's loss against a given target: golden against autograd and loops, every back end against golden."""
+"""The indexer's loss against a given target: golden against loops, every back end against golden."""
 
 from dataclasses import replace
 from functools import cache
