@@ -1,23 +1,35 @@
-"""What the programs of CANN's pages (page_programs.py) print, by hand arithmetic on their own data.
-
-The formulas of the pages on random data: test_clauses.py.
+"""What the programs of CANN's pages (page_programs.py) print, by hand arithmetic on their own data, and by the page's
+formula on random data; a phase 2 that computes nothing, or something else, is noticed in each of them.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from clauses import (
+    flash_attention_score_v2,
+    incre_flash_attention_v4,
+    indexer_grad_kl_loss,
+    sparse_flash_attention_grad,
+    unpadding_score_grad_v3,
+)
+from clauses.dtypes import I8, U8
 from clauses.near import UNIT, near
-from support.page_programs import CORRECTED, FILL, PRINTED, check, indexer_grad_kl_loss_refused
+from clauses.table import Args, Page, not_computed
+from clauses.training import hiding
+from clauses.values import GENERATOR
+from support.page_programs import CORRECTED, FILL, PRINTED, Given, Printed, check, indexer_grad_kl_loss_refused
 from support.page_programs import incre_flash_attention_v4 as run_incre
 from support.page_programs import indexer_grad_kl_loss as run_loss
 from support.page_programs import score_v2 as run_score
 from support.page_programs import sparse_flash_attention_grad as run_sparse
 from support.page_programs import unpadding_score_grad_v3 as run_unpadding
 
-from fusion_attention import acl
+from fusion_attention import acl, aclnn
+from fusion_attention.contract import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +101,177 @@ def loss_as_corrected() -> None:
     assert all(not got[name].view(np.float16).any() for name in ("dQIndex", "dKIndex", "dWeight"))
 
 
-PROGRAMS = (unpadding_as_printed, score_as_printed, incre_as_printed, sparse_as_printed, loss_as_corrected)
+# --------------------------------------------------------------------------------------------------- on random data
 
 
-@pytest.mark.parametrize("by_hand", PROGRAMS)
-def test_its_own_data_give_what_arithmetic_says(by_hand: Callable[[], None]) -> None:
-    by_hand()
+def unpadding_args() -> Args:
+    args = unpadding_score_grad_v3.base(q=(256,), kv=(256,), N=1, N2=1, D=128, Dr=64)
+    mask = hiding(256, 256, d=U8)(None)
+    tokens = {"preTokens": 65536, "nextTokens": 65536}
+    return args | tokens | {"attenMaskOptional": mask, "scaleValue": 0.088388, "sparseMode": 0}
+
+
+def score_args() -> Args:
+    args = flash_attention_score_v2.base("SBH", B=1, S1=256, S2=256, N=1, N2=1, D=128)
+    mask = hiding(256, 256, d=U8)(None)
+    tokens = {"preTokensOptional": 65536, "nextTokensOptional": 65536}
+    return args | tokens | {"attenMaskOptional": mask, "scaleValueOptional": 0.088388}
+
+
+def incre_args() -> Args:
+    args = incre_flash_attention_v4.base("BNSD", B=1, N=2, N2=2, S=16)
+    return args | {"attenMask": hiding(1, 1, 1, 16, d=I8)(None), "actualSeqLengths": [16]}
+
+
+def sparse_args() -> Args:
+    """A list that ends before its 2048 entries."""
+    args = sparse_flash_attention_grad.base("TND", q=(1,), kv=(2048,), N=16, mode=0, count=1500)
+    return args | {"scaleValue": 0.088388}
+
+
+def loss_args() -> Args:
+    """Queries so small that with a scale of 1 every key has its share."""
+    args = indexer_grad_kl_loss.base("TND", q=(4,), kv=(8,), N=64, Nidx=32, count=8)
+    small = {name: args[name] * 0.04 for name in ("query", "queryRope")}
+    return args | small | {"scaleValue": 1.0}
+
+
+class Program(NamedTuple):
+    """A program with what is known of it.
+
+    Args:
+        run: it; by_hand: its own data, judged by hand.
+        page: the formula; args: the same call by the page's names, on random data.
+        names: of its tensors, beside the page's; the last `outputs` of them are outputs.
+    """
+
+    run: Callable[[Given], Printed]
+    by_hand: Callable[[], None]
+    page: Page
+    args: Callable[[], Args]
+    outputs: int
+    names: dict[str, str]
+
+
+def pairs(names: str, page: str) -> dict[str, str]:
+    return dict(zip(names.split(), page.split(), strict=True))
+
+
+PROGRAMS = [
+    Program(
+        *(run_unpadding, unpadding_as_printed, unpadding_score_grad_v3.PAGE, unpadding_args, 5),
+        pairs(
+            "q qRope k kRope v dx attenmask softmaxMax softmaxSum attentionIn dq dqRope dk dkRope dv",
+            "query queryRope keyIn keyInRope value dy attenMaskOptional softmaxMaxOptional softmaxSumOptional "
+            "attentionInOptional dqOut dqRopeOut dkOut dkRopeOut dvOut",
+        ),
+    ),
+    Program(
+        *(run_score, score_as_printed, flash_attention_score_v2.PAGE, score_args, 3),
+        pairs(
+            "q k v attenmask softmaxMax softmaxSum attentionOut",
+            "query key value attenMaskOptional softmaxMaxOut softmaxSumOut attentionOutOut",
+        ),
+    ),
+    Program(
+        *(run_incre, incre_as_printed, incre_flash_attention_v4.PAGE, incre_args, 1),
+        pairs("query key value atten out", "query key value attenMask attentionOut"),
+    ),
+    Program(
+        *(run_sparse, sparse_as_printed, sparse_flash_attention_grad.PAGE, sparse_args, 5),
+        pairs(
+            "q k v sparseIndices out dOut softmaxMax softmaxSum qRope kRope dq dk dv dqRope dkRope",
+            "query key value sparseIndices out dOut softmaxMax softmaxSum queryRopeOptional keyRopeOptional "
+            "dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional",
+        ),
+    ),
+    Program(
+        *(run_loss, loss_as_corrected, indexer_grad_kl_loss.PAGE, loss_args, 4),
+        pairs(
+            "q k qIndex kIndex weight sparseIndices softmaxMax softmaxSum qRope kRope dQIndex dKIndex dWeight loss",
+            "query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope "
+            "dQueryIndex dKeyIndex dWeights loss",
+        ),
+    ),
+]
+EACH = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.run.__name__)
+
+
+def by_formula(program: Program) -> str:
+    """What is wrong of a run on random data; "" where nothing is."""
+    GENERATOR.manual_seed(1)
+    args = program.args()
+    if program.page.finish is not None:
+        program.page.finish(args, frozenset())
+    names = list(program.names.items())
+    inputs, outputs = names[: -program.outputs], names[-program.outputs :]
+    given = {name_here: args[name][0] if isinstance(args[name], list) else args[name] for name_here, name in inputs}
+    printed = program.run(given)
+    assert printed.keys() == {name_here for name_here, _ in outputs}
+    args.update({name: tensor_of(printed[name_here], args[name]) for name_here, name in outputs})
+    return not_computed(program.page, args)
+
+
+@EACH
+def test_its_own_data_give_what_arithmetic_says(program: Program) -> None:
+    program.by_hand()
+
+
+@EACH
+def test_random_data_give_what_the_formula_says(program: Program) -> None:
+    assert by_formula(program) == ""
+
+
+# ------------------------------------------------------------------------------------------------------- what breaks
+
+SECOND = aclnn._second
+
+
+def nothing(outputs: list[torch.Tensor]) -> None:
+    """Not even computed."""
+
+
+def zeros(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.zero_()
+
+
+def doubled(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.mul_(2)
+
+
+def reversed_rows(outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        rows = tensor.view(-1, tensor.shape[-1])
+        rows.copy_(rows.flip(0))
+
+
+def break_phase_2(monkeypatch: pytest.MonkeyPatch, breaking: Callable[[list[torch.Tensor]], None]) -> None:
+    def second(op: Any, workspace: Any, size: Any, executor: Any, stream: Any) -> int:
+        args = executor.job.args
+        outputs = [args[p.name] for p in op.params if isinstance(p, Tensor) and p.output and args[p.name] is not None]
+        ret = 0 if breaking is nothing else SECOND(op, workspace, size, executor, stream)
+        breaking(outputs)
+        return ret
+
+    monkeypatch.setattr(aclnn, "_second", second)
+
+
+@pytest.mark.parametrize("breaking", [nothing, zeros, doubled, reversed_rows], ids=lambda f: f.__name__)
+@EACH
+def test_a_wrong_phase_2_is_noticed(
+    program: Program, breaking: Callable[[list[torch.Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_phase_2(monkeypatch, breaking)
+    assert by_formula(program) != ""
+
+
+@EACH
+def test_its_own_data_show_that_nothing_was_computed(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_phase_2(monkeypatch, nothing)
+    with pytest.raises(AssertionError):
+        program.by_hand()
 
 
 # ------------------------------------------------------------------------- the last program, as its page prints it

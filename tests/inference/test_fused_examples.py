@@ -1,4 +1,4 @@
-"""Fused inference attention: worked examples of stored integers, computed elsewhere, to their printed digits."""
+"""Fused inference attention: worked examples, computed elsewhere, that golden reproduces to their printed digits."""
 
 import math
 from typing import Any
@@ -11,6 +11,8 @@ from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
+INF = math.inf
+COLUMNS = torch.arange(4) / 10  # of values: an output row is its first element and these
 
 
 def counted(*shape: int) -> Tensor:
@@ -43,6 +45,116 @@ def run(record: Any = fused.TORCH_V2, **args: Any) -> tuple[Tensor, Tensor]:
 
 def near(got: Tensor, want: Any) -> None:
     torch.testing.assert_close(got.double(), torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu_(1)
+ZEROS = torch.zeros(3, 4, dtype=torch.bool)
+# What is given, out[rows, heads, 0] and lse[heads, rows].
+EXAMPLES: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] = {
+    "E1": (
+        {"query": query(3, 2), "key": key(4), "value": value(4), "sparse_mode": 3, "atten_mask": TRIANGLE},
+        [[-0.875115, -0.883973], [-0.434962, -0.322363], [-0.566390, -0.838391]],
+        [[1.339086, 1.183920, 1.314216], [1.791155, 1.165128, 2.017978]],
+    ),
+    "E1b": (
+        {"query": query(3, 2), "key": key(4), "value": value(4), "sparse_mode": 2, "atten_mask": TRIANGLE},
+        [[-1.000000] * 2, [], []],
+        [[0.964812, 0.353198, 1.139727], [1.448572, -0.256156, 1.994320]],
+    ),
+    "E1b by a window": (
+        {"query": query(3, 2), "key": key(4), "value": value(4), "atten_mask": ZEROS, "next_tokens": 0},
+        [[-1.000000] * 2, [], []],
+        [[0.964812, 0.353198, 1.139727], [1.448572, -0.256156, 1.994320]],
+    ),
+    "E3": (
+        {"query": query(3, 1), "key": key(4), "value": value(4), "sparse_mode": 4, "atten_mask": TRIANGLE}
+        | {"pre_tokens": 1, "next_tokens": 0},
+        [[-0.875115], [-0.516431], [0.020339]],
+        [[1.339086, 0.787870, 1.412082]],
+    ),
+    "E3b": (
+        {"query": query(3, 1), "key": key(4), "value": value(4), "atten_mask": ZEROS}
+        | {"pre_tokens": 1, "next_tokens": 0},
+        [[-1.000000], [-0.883973], [-0.333940]],
+        [[0.964812, 1.791155, 1.019434]],
+    ),
+    "E11": (
+        {"query": query(2, 2), "key": key(3), "value": value(3)}
+        | {"pse_shift": (0.25 * counted(1, 2, 2, 3) - 1).float()},
+        [[-0.749893, -0.793145], [-0.384716, -0.292365]],
+        [[0.595452, 1.303228], [2.480692, 2.848443]],
+    ),
+    "E12": (
+        {"query": query(3, 1), "key": key(5), "value": value(5), "sparse_mode": 9}
+        | {"atten_mask": torch.tensor([[[0, 1, 1], [0, 0, 1], [0, 1, 0]]], dtype=torch.bool)},
+        [[-0.800926], [-0.800585], [-0.115683]],
+        [[1.455498, 1.899080, 1.552803]],
+    ),
+    "E10": (
+        {"query": query(2, 2), "key": key(3), "value": value(3), "sparse_mode": 3, "atten_mask": TRIANGLE}
+        | {"scale_value": 0.4, "query_rope": ((0.9 * counted(1, 2, 2, 2)).sin() + 0.2).float()}
+        | {"key_rope": (0.7 * counted(1, 3, 1, 2)).cos().float()},
+        [[-0.907243, -0.922412], [-0.395693, -0.335211]],
+        [[1.416512, 1.356823], [2.035970, 1.149121]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_worked_example(name: str) -> None:
+    args, want, lse = EXAMPLES[name]
+    out, got = run(**args)
+    for row, first in zip(out, want, strict=True):
+        if first:
+            near(row, (torch.tensor(first, dtype=torch.float64)[:, None] + COLUMNS).tolist())
+    near(got, lse)
+
+
+def test_e1b_in_full() -> None:
+    args, _, _ = EXAMPLES["E1b"]
+    near(run(**args)[0][:, 0, 0], [-1.000000, -0.739232, -0.712492])
+
+
+def test_e6_sinks() -> None:
+    sinks = torch.tensor([0.5, -1.0])
+    out, lse = run(query=query(1, 2), key=key(3), value=value(3), learnable_sink=sinks)
+    near(out[0], [[-0.578444, -0.506222, -0.434000, -0.361778], [-0.790271, -0.695663, -0.601054, -0.506445]])
+    near(lse, [[1.780924], [1.920390]])
+
+
+def test_e2_rows_before_the_first_key() -> None:
+    out, lse = run(query=query(4, 1), key=key(2), value=value(2), sparse_mode=3, atten_mask=TRIANGLE)
+    assert (out[:2] == 0).all()
+    near(out[2:, 0, 0], [-1.000000, -0.706882])
+    near(lse, [[INF, INF, -0.702123, -0.256156]])
+
+
+def test_e4_left_padding() -> None:
+    q, k, v = (torch.full((1, n, 1, 4), math.nan) for n in (4, 5, 5))
+    q[:, 1:3], k[:, 1:4], v[:, 1:4] = query(4, 1)[:, 1:3], key(5)[:, 1:4], value(5)[:, 1:4]
+    one, lengths = torch.tensor([1]), {"actual_seq_lengths": [2], "actual_seq_lengths_kv": [3]}
+    padding = {"query_padding_size": one, "kv_padding_size": one}
+    out, lse = run(fused.TORCH_V1, query=q, key=k, value=v, sparse_mode=3, atten_mask=TRIANGLE, **lengths, **padding)
+    assert (out[[0, 3]] == 0).all()
+    near(out[1:3, 0, 0], [-0.516431, -0.094061])
+    near(lse, [[INF, 0.787870, 1.615932, INF]])
+
+
+def test_e5_a_shared_prefix() -> None:
+    out, lse = run(
+        fused.TORCH_V1,
+        query=query(2, 1),
+        key=(0.41 * counted(1, 2, 1, 4)).sin().float(),
+        value=(1 - 0.1 * counted(1, 2, 1, 4)).float(),
+        key_shared_prefix=key(3),
+        value_shared_prefix=value(3),
+        actual_shared_prefix_len=[2],
+        sparse_mode=3,
+        atten_mask=TRIANGLE,
+    )
+    rows = [[-0.182844, -0.156681, -0.130519, -0.104357], [-0.122362, -0.115748, -0.109135, -0.102522]]
+    near(out[:, 0], rows)
+    near(lse, [[1.799834, 2.420264]])
 
 
 def cycle(count: int, factor: int, more: int, size: int, less: int) -> Tensor:
@@ -146,6 +258,13 @@ def test_e8_int8_output() -> None:
     out, _ = run(fused.TORCH_V1, **FULL, **narrow)
     rows = [[[30, -79, -29, 22], [17, -75, -24, 27]], [[40, -83, -33, 18], [29, -79, -28, 22]]]
     assert out.tolist() == rows
+
+
+@pytest.mark.parametrize(("count", "want"), [(1, [2, 8, -2, -8, 2, 127, -128]), (7, [3, 8, -3, -8, 2, 127, -128])])
+def test_e9_ties(count: int, want: list[int]) -> None:
+    x = torch.tensor([0.125, 0.375, -0.125, -0.375, 0.1, 6.5, -7]).view(1, 1, 1, 7)
+    out, _ = run(fused.TORCH_V1, query=torch.zeros(1, 2, 1, 7), key=x, value=x, quant_scale2=torch.full((count,), 20.0))
+    assert out[1, 0].tolist() == want
 
 
 @pytest.mark.parametrize(

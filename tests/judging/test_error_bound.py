@@ -1,6 +1,8 @@
 """The error bound: faults in one tile of a long result are wrong, right programs are right, and sizes are as drawn."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,12 +18,15 @@ from fusion_attention.judging.expected_error import _flips, rounding, stored
 from fusion_attention.judging.formulas import softmax
 from fusion_attention.judging.outputs import setting_of
 from fusion_attention.ops import RECORDS
-from fusion_attention.testing import Case, arguments, compare, expected
+from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
 from fusion_attention.testing.drawn import drawn
 
 Tensor = torch.Tensor
+Change = Callable[[dict[str, Tensor]], None]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 S = 2048
+LONG = Case(q_len=(S,), kv_len=(S,), heads_q=2, heads_kv=1, dim_qk=16, dim_v=16, sparse_mode=3, mask="compressed")
+
 
 # ------------------------------------------------------------------------------------------------------------- limits
 
@@ -197,7 +202,64 @@ def test_weights_of_integers_flip_by_one() -> None:
     assert result.sum() < 5 * flipped.sum() + 5
 
 
-# ------------------------------------------------------------------------------------------------- programs of others
+# ------------------------------------------------------------------------------------------------------- local faults
+
+
+@cache
+def long_call(dtype: str) -> tuple[dict[str, Expected], dict[str, Tensor]]:
+    case = Case(**{**LONG.__dict__, "dtype": dtype})
+    args = arguments(case)
+    call = lowered(case, args)
+    return expected(case, args), run(call, args["dy"], "cpu")
+
+
+def scaled(name: str, rows: slice, by: float) -> Change:
+    """Some rows of [1, S, heads, D] times a factor."""
+
+    def change(results: dict[str, Tensor]) -> None:
+        results[name][:, rows] *= by
+
+    return change
+
+
+def columns(results: dict[str, Tensor]) -> None:
+    results["out"][:, 512:640, 1, :] = results["out"][:, 512:640, 1, :].roll(1, -1)
+
+
+def copied(results: dict[str, Tensor]) -> None:
+    results["out"][:, 1024:1088] = results["out"][:, 960:1024]
+
+
+FAULTS: dict[str, Change] = {
+    "a row of out": scaled("out", slice(S - 1, S), 0.0),
+    "64 rows of out 10 % too small": scaled("out", slice(S - 64, S), 0.9),
+    "a token of dv": scaled("dv", slice(S - 1, S), 0.0),
+    "8 tokens of dv": scaled("dv", slice(S - 8, S), 0.0),
+    "4 tokens of dk": scaled("dk", slice(S - 4, S), 0.0),
+    "64 tokens of dk 10 % too large": scaled("dk", slice(S - 64, S), 1.1),
+    "a token of dq": scaled("dq", slice(700, 701), 0.0),
+    "a tile of dq twice": scaled("dq", slice(128, 192), 2.0),
+    "columns of a tile": columns,
+    "a tile that is a copy": copied,
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_right_is_right(dtype: str) -> None:
+    wanted, results = long_call(dtype)
+    check(dtype, results, wanted)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:
+    wanted, results = long_call(dtype)
+    results = {name: t.clone() for name, t in results.items()}
+    FAULTS[fault](results)
+    with pytest.raises(AssertionError, match="of its expected size"):
+        check(fault, results, wanted)
 
 
 def inputs(dtype: torch.dtype, length: int = S) -> dict[str, Tensor]:

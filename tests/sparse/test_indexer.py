@@ -1,4 +1,4 @@
-"""The lightning indexer: its order, its gradients row by row, every back end against golden, its interfaces."""
+"""The lightning indexer: its order, its gradients by autograd, every back end against golden, its interfaces."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,9 @@ from fusion_attention.testing.sparse import (
     chosen,
     in_float64,
     indexer_gradients,
+    keys_of,
     lowered_indexer,
+    part,
     plain_indexer_gradients,
 )
 from fusion_attention.torch_ops.eager import run
@@ -117,6 +119,38 @@ def test_gradients(case: IndexerCase) -> None:
     check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
 
 
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
+def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
+    args = operands(case)
+    indices = lists_of(case, args)
+    leaves = {n: args[n].double().detach().requires_grad_() for n in ("query", "key", "weights")}
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(len(case.q_len)):
+        q, w = (part(case, leaves[n], "q", b) for n in ("query", "weights"))
+        k = keys_of(case, {**args, **leaves}, "key", b)[:, 0]
+        if len(q) and len(k):
+            scores = (torch.einsum("rhd,kd->rhk", q, k).relu() * w[..., None]).sum(1)
+            own = part(case, indices, "q", b)[:, 0].long()
+            dy = part(case, args["dy"].double(), "q", b)[:, 0]
+            total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
+    got = indexer_gradients(in_float64(lowered_indexer(args)), args["dy"].double(), indices, "golden")
+    nothing = [torch.zeros_like(t) for t in got.values()]
+    want = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else nothing
+    close(got, dict(zip(got, want, strict=True)))
+
+
+def test_homogeneity() -> None:
+    """The score is linear in the weights and of degree 1 in q and in k: each gradient against its input is dI . I."""
+    args = operands(replace(PACKED, top_k=5))
+    call = in_float64(lowered_indexer(args))
+    indices, values = chosen(call, "golden")
+    dy = torch.randn(values.shape, dtype=torch.float64)
+    got = indexer_gradients(call, dy, indices, "golden")
+    want = (dy * values).masked_fill(indices < 0, 0).sum()
+    for name in ("query", "key", "weights"):
+        torch.testing.assert_close((args[name] * got[f"d{name}"]).sum(), want, rtol=1e-11, atol=1e-11)
+
+
 def test_lists_are_read_as_attention_reads_them() -> None:
     """Behind a -1 and behind as many entries as the row sees nothing counts; an entry that is listed twice does."""
     q, k, w = torch.randn(1, 2, 3, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 2, 3)
@@ -205,6 +239,26 @@ def test_from_the_indexer_to_attention() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_calls_say_what_is_wrong() -> None:
+    q, k, w = torch.zeros(1, 2, 3, 4), torch.zeros(1, 5, 1, 4), torch.zeros(1, 2, 3)
+    dy, indices = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.int32)
+    with pytest.raises(
+        fa.ContractError, match="npu_lightning_indexer: weights: expected the dtype of query, or float32"
+    ):
+        npu.npu_lightning_indexer(q, k, w.half())
+    with pytest.raises(fa.ContractError, match="sparse_count: expected 1 <= sparse_count <= 1048576, got 0"):
+        npu.npu_lightning_indexer(q, k, w, sparse_count=0)
+    with pytest.raises(fa.ContractError, match="key: expected axis 2 to be 1, got 2"):
+        npu.npu_lightning_indexer(q, torch.zeros(1, 5, 2, 4), w)
+    with pytest.raises(fa.ContractError, match=r"lightning_indexer: kv_len: expected .* got length 6 of sequence 0"):
+        fa.lightning_indexer(q, k, w, 2, kv_len=[6])
+    indices[0, 1, 2] = 5
+    with pytest.raises(fa.ContractError, match=r"got 5 at batch 0, row 1, slot 2, outside \[-1, 5\)"):
+        npu.npu_lightning_indexer_grad(q, k, dy, indices, w)
+    with pytest.raises(fa.ContractError, match="sparse_indices: expected axis 2 to be K=4 as in dy, got 3"):
+        npu.npu_lightning_indexer_grad(q, k, dy, indices[..., :3], w)
 
 
 def test_a_table_without_columns_serves_sequences_without_keys() -> None:

@@ -1,5 +1,6 @@
-"""The indexer's loss: golden against a plain program, every back end against golden, what must hold."""
+"""The indexer's loss: golden against autograd and a plain program, every back end against golden, what must hold."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,21 +15,26 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ir.problem import IndexerProblem
+from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import api_definition as own_loss
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import (
+    LEAST,
     LossCase,
+    distributions,
+    each_row,
     golden,
     in_float64,
     lowered,
     own,
+    part,
     plain,
     statistics,
     tokens_of,
 )
-from fusion_attention.testing.sparse import bounded
+from fusion_attention.testing.sparse import bounded, indexer_gradients, keys_of
 from fusion_attention.torch_ops.eager import run
 
 PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
@@ -67,6 +73,17 @@ CASES = [
 ]
 
 
+def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
+    """golden() from statistics that were not rounded to float32; of `more` times as many keys."""
+    saved = statistics(case, args, kept=torch.float64)
+    saved["softmax_sum"] = saved["softmax_sum"] * more
+    saved["lse"] = own(case, {**args, **saved})["lse"]
+    call = in_float64(lowered(case, args))
+    return run(
+        replace(call, tensors={n: t if t is None else saved.get(n, t) for n, t in call.tensors.items()}), "golden"
+    )
+
+
 # -------------------------------------------------------------------------------------------------- golden, back ends
 
 
@@ -76,6 +93,28 @@ def test_golden_is_the_formula(case: LossCase) -> None:
     """plain() in float64 goes slot by slot; golden counts how often a key is listed."""
     args = operands(case)
     close(golden(case, args), plain(case, args))
+
+
+def witness(case: LossCase, args: Args) -> Results:
+    """The gradients of sum_t (logsumexp(I) - p . I) by torch.autograd, in float64."""
+    leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
+    total = torch.zeros((), dtype=torch.float64)
+    for b, row, tokens in each_row(case, args):
+        p, _ = distributions(case, args, b, row, tokens, torch.float64)
+        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        k = keys_of(case, {**args, **leaves}, "key_index", b)[tokens, 0]
+        scores = (w[:, None] * (q @ k.mT).relu()).sum(0)
+        total = total + scores.logsumexp(-1) - (p * scores).sum()
+    grads = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else None
+    return {f"d{name}": grads[i] if grads else torch.zeros_like(t) for i, (name, t) in enumerate(leaves.items())}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)
+def test_golden_against_autograd(case: LossCase) -> None:
+    args = operands(case)
+    got = exactly(case, args)
+    del got["loss"]
+    close(got, witness(case, args | statistics(case, args, kept=torch.float64)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -114,14 +153,97 @@ def run_own(args: Args, backend: str) -> Results:
     return run(own_loss.RECORD.lower(bind(own_loss.RECORD, args)), backend)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("lists", ["random", "repeated", "short", "wild"])
+def test_it_is_the_gradient_of_chosen_scores(lists: str) -> None:
+    """LightningIndexerGrad with dy = y - p."""
+    case = LossCase(lists=lists, count=6, sink=lists == "random")
+    args = operands(case)
+    dy = torch.zeros(*args["sparse_indices"].shape, dtype=torch.float64)
+    for b, row, tokens in each_row(case, args):
+        p, y = distributions(case, args, b, row, tokens, torch.float64)
+        slots = iter((y - p).tolist())
+        for slot, entry in enumerate(part(case, args["sparse_indices"], "q", b)[row, 0].tolist()[: case.seen(b, row)]):
+            if entry == -1:
+                break
+            if entry < case.seen(b, row):
+                dy[b, row, 0, slot] = next(slots)
+    names = {"query": "query_index", "key": "key_index", "weights": "weights"}
+    given = {**args, **{name: args[source] for name, source in names.items()}, "dy": dy.float()}
+    call = indexer.TORCH_GRAD.lower(bind(indexer.TORCH_GRAD, given)).call  # type: ignore[misc, attr-defined]
+    want = indexer_gradients(in_float64(call), dy, args["sparse_indices"], "golden")
+    got = golden(case, args)
+    del got["loss"]
+    close(got, {f"d{source}": want[f"d{name}"] for name, source in names.items()})
+    judge(case, args)
+
+
+def with_constant_head(case: LossCase) -> Args:
+    """The last head of the indexer scores 1 for every key: its dweights is sum_j dI_j."""
+    args = cloned(operands(case))
+    args["key_index"][..., -1] = 1
+    args["query_index"][..., -1, :] = 0
+    args["query_index"][..., -1, -1] = 1
+    return args
+
+
+@pytest.mark.parametrize("count", [0, 6])
+@pytest.mark.parametrize("sink", [False, True])
+def test_the_gradient_of_a_row_adds_up_to_nothing(count: int, sink: bool) -> None:
+    case = LossCase(count=count, sink=sink)
+    args = with_constant_head(case)
+    sums = exactly(case, args)["dweights"][..., -1]
+    torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-11)
+    judge(case, args)
+
+
 @pytest.mark.parametrize("count", [0, 6])
 def test_denser_statistics_leave_a_rest(count: int) -> None:
-    """With the statistics of more keys p holds less than 1, and is not brought to it."""
+    """With the statistics of more keys p holds less than 1, and is not brought to it: sum dI = 1 - sum p."""
     case = LossCase(count=count)
+    args = with_constant_head(case)
+    rests = exactly(case, args, 2)["dweights"][..., -1]
+    torch.testing.assert_close(rests, torch.full_like(rests, 0.5), rtol=0, atol=1e-11)
+    judge(case, {**args, "softmax_sum": args["softmax_sum"] * 2})
+
+
+def test_homogeneity() -> None:
+    """q . dq, k . dk and w . dw are one number: sum_j dI_j I_j."""
+    for case in (LossCase(count=6, lists="repeated"), replace(PACKED, count=0, dim_rope=3)):
+        args = operands(case)
+        got = golden(case, args)
+        sums = [(got[f"d{n}"].nan_to_num() * args[n].nan_to_num()).sum() for n in DIFFERENTIABLE]
+        for other in sums[1:]:
+            torch.testing.assert_close(other, sums[0], rtol=1e-11, atol=1e-11)
+        judge(case, args)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_one_visible_key_teaches_nothing(count: int) -> None:
+    case = LossCase(q_len=(1, 1), kv_len=(1, 1), count=count, dim_rope=4)
+    for name, tensor in exactly(case, operands(case)).items():
+        torch.testing.assert_close(tensor, torch.zeros_like(tensor), rtol=0, atol=1e-11, msg=name)
+
+
+def test_all_keys_selected_are_all_keys() -> None:
+    """The two forms, which differ in the factor before the logarithms alone: max(p, 1e-8) and p."""
+    case = LossCase(count=9, lists="all", heads_kv=2, dim_rope=4, sink=True)
+    full, args = replace(case, count=0), operands(case)
+    dense = {**args, "sparse_indices": None}
+    one, other = exactly(case, args), exactly(full, dense)
+    losses = [result.pop("loss") for result in (one, other)]
+    close(one, other)
+    rows, terms = sum(case.q_len), max(case.kv_len) * LEAST * abs(math.log(LEAST))
+    assert abs(losses[0] - losses[1]) <= rows * terms + torch.finfo(torch.float32).eps * losses[1]
+    judge(case, args)
+    judge(full, dense)
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    case = LossCase(lists="all", count=9, mode=0)
     args = operands(case)
-    denser = {**args, "softmax_sum": args["softmax_sum"] * 2}
-    close(golden(case, denser), plain(case, denser))
-    judge(case, denser)
+    mixed = {**args, "sparse_indices": args["sparse_indices"][..., torch.randperm(9)]}
+    close(golden(case, mixed), golden(case, args))
+    judge(case, mixed)
 
 
 def test_keys_that_no_row_selects_may_be_anything() -> None:
@@ -177,6 +299,29 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None
         assert not fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend).requires_grad
 
 
+def test_from_attention_to_the_loss() -> None:
+    """As a model calls it: lists from the indexer, lse from either attention; both losses fall when it is followed."""
+    torch.manual_seed(3)
+    q, k, index_q, index_k = (torch.randn(2, 12, n, 16) for n in (4, 1, 2, 1))
+    weights = torch.rand(2, 12, 2)
+    for sparse in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (index_q, index_k, weights)]
+        results = []
+        for _ in range(12):
+            indices = fa.lightning_indexer(*(t.detach() for t in leaves), 5)[0] if sparse else None
+            if indices is None:
+                _, lse = fa.attention(q, k, k, band=fa.Band.causal(), return_lse=True)
+            else:
+                _, lse = fa.sparse_attention(q, k, None, indices, return_lse=True)
+            loss = fa.indexer_loss(q, k, lse, *leaves, indices) / 24
+            results.append(loss.item())
+            grads = torch.autograd.grad(loss, leaves)
+            with torch.no_grad():
+                for leaf, gradient in zip(leaves, grads, strict=True):
+                    leaf -= gradient
+        assert results[-1] < 0.9 * results[0], results
+
+
 def test_an_empty_query() -> None:
     for op in (indexer_loss.TORCH, indexer_loss.TORCH_DENSE, own_loss.RECORD):
         for layout in ("BSND", "TND"):
@@ -190,6 +335,32 @@ def test_an_empty_query() -> None:
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 CALL = LossCase(layout="TND", q_len=(3, 5), kv_len=(5, 7), count=4)
+BAD: list[tuple[Args, str]] = [
+    ({"sparse_indices": torch.full((8, 1, 4), 5)}, "sparse_indices: expected -1 or the number of a block of the row's"),
+    ({"actual_seq_qlen": [3, 9]}, "actual_seq_qlen: expected the lengths .* got 9 tokens in all, 8 in the tensor"),
+    ({"actual_seq_qlen": [4, 3]}, "actual_seq_qlen: expected the lengths of the sequences in the query tensor, got"),
+    ({"actual_seq_kvlen": [5, 13]}, "actual_seq_klen: expected the lengths .* got 13 tokens in all, 12 in the tensor"),
+    ({"actual_seq_kvlen": [12]}, r"actual_seq_klen: expected len\(actual_seq_qlen\) == len\(actual_seq_klen\), got"),
+    ({"weights": torch.zeros(8, 3, dtype=torch.float16)}, "weights: expected the dtype of query, or float32, got"),
+    ({"weights": torch.zeros(8, 4)}, "weights: expected one weight for every head of query_index, got weights=float32"),
+    ({"sparse_indices": torch.zeros(8, 1, 0).int()}, "sparse_indices: expected lists of at least one entry, got K=0"),
+    ({"sparse_indices": torch.zeros(8, 4).int()}, r"sparse_indices: expected 3 dimensions \[T1, 1, K\] in layout TND"),
+    ({"softmax_max": torch.zeros(1, 8, 5)}, r"softmax_sum: expected axis 2 to be G=5 as in softmax_max, got 4"),
+    ({"softmax_sum": torch.zeros(1, 9, 4)}, r"softmax_sum: expected axis 1 to be T1=8 as in query, got 9"),
+    ({"softmax_sum": torch.zeros(1, 8, 4).double()}, "softmax_sum: expected float32, got float64"),
+    ({"key_index": torch.zeros(12, 2, 8)}, "key_index: expected axis 1 to be 1, got 2"),
+    ({"query_index": torch.zeros(8, 3, 8).bfloat16()}, "query_index: expected float32 as query, got bfloat16"),
+    ({"query_rope": torch.zeros(8, 4, 2)}, "query_rope: expected query_rope and key_rope, or neither"),
+    ({"scale_value": float("inf")}, "scale_value: expected a finite scale, got inf"),
+    ({"layout": "BNSD"}, "layout: expected one of BSND, TND, got 'BNSD'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:48] for _, text in BAD])
+def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+    given = by_name(indexer_loss.TORCH, {**operands(CALL), **wrong})
+    with pytest.raises(fa.ContractError, match=f"npu_sparse_lightning_indexer_grad_kl_loss: {text}"):
+        npu.npu_sparse_lightning_indexer_grad_kl_loss(**given)
 
 
 def test_the_first_bad_entry_is_named() -> None:

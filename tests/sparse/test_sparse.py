@@ -1,4 +1,4 @@
-"""Sparse attention: golden row by row, every back end against golden, and what must not change a result."""
+"""Sparse attention: golden against autograd, every back end against golden, and what must not change a result."""
 
 from dataclasses import replace
 
@@ -13,15 +13,19 @@ from fusion_attention import npu
 from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
-from fusion_attention.testing import check
+from fusion_attention.testing import call_interface, check
+from fusion_attention.testing.drawn import compare_with
 from fusion_attention.testing.sparse import (
     SparseCase,
     compute,
     expected,
     golden,
     in_float64,
+    keys_of,
     lowered,
+    part,
     plain,
+    selected,
 )
 from fusion_attention.torch_ops.eager import run
 
@@ -87,6 +91,46 @@ def test_golden_is_the_formula(case: SparseCase) -> None:
     close(golden(case, args), plain(case, args))
 
 
+def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
+    """out and gradients by torch.autograd, float64, row by row."""
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves_of(args, *DIFFERENTIABLE).items()}
+    given = {**args, **leaves}
+    out = torch.zeros(args["dy"].shape, dtype=torch.float64)
+    group, total = case.heads_q // case.heads_kv, torch.zeros((), dtype=torch.float64)
+    for b, rows in enumerate(case.q_len):
+        lists, dy = part(case, args["sparse_indices"], "q", b), part(case, args["dy"].double(), "q", b)
+        for row in range(rows):
+            for head in range(case.heads_q):
+                kv = head // group
+                at = selected(case, lists[row, kv].tolist(), b, row)
+                q, k = part(case, given["query"], "q", b)[row, head], keys_of(case, given, "key", b)[at, kv]
+                v = k[:, : case.dim_v] if case.shares_kv else keys_of(case, given, "value", b)[at, kv]
+                s = k @ q
+                if case.dim_rope:
+                    k_rope = keys_of(case, given, "key_rope", b)[at, kv]
+                    s = s + k_rope @ part(case, given["query_rope"], "q", b)[row, head]
+                s = s * case.scale
+                s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
+                if at:
+                    result = s.softmax(-1)[: len(at)] @ v
+                    part(case, out, "q", b)[row, head] = result.detach()
+                    total = total + (result * dy[row, head]).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
+    results = {
+        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
+    }
+    return {"out": out, **results}
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.page and max(c.q_len) * max(c.kv_len) < 500], ids=lambda case: case.id
+)
+def test_golden_against_autograd(case: SparseCase) -> None:
+    args = operands(case)
+    want, got = witness(case, args), golden(case, args)
+    close({name: got[name] for name in want}, want)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_back_end_differs_from_golden_by_roundings(case: SparseCase) -> None:
     judge(case, operands(case))
@@ -110,10 +154,62 @@ def test_golden_writes_what_it_computes_rounded_once() -> None:
 # ----------------------------------------------------------------------------------------------------------- identities
 
 
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_all_blocks_are_dense_attention(layout: str) -> None:
+    case = SparseCase(layout=layout, lists="all", count=9, heads_q=6, heads_kv=2, dim_rope=4, sink=True)
+    args = operands(case)
+    dense = {"layout": layout, "q_len": case.q_len, "kv_len": case.kv_len, "sink": args["sinks"], "scale": case.scale}
+    own = [args[n] for n in ("query", "key", "value")]
+    ropes = {"q_rope": args["query_rope"], "k_rope": args["key_rope"]}
+
+    def judged(what: str, *found: torch.Tensor) -> None:
+        compare_with(what, found, lambda: dense_causal(case, args))
+
+    judged("dense", *fa.attention(*own, **ropes, **dense, band=fa.Band.causal(), return_lse=True))
+    for backend in backends(case):
+        lists = args["sparse_indices"]
+        judged(backend, *fa.sparse_attention(*own, lists, **ropes, **dense, return_lse=True, backend=backend))
+
+
+def dense_causal(case: SparseCase, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of sequences of equal lengths, every key that a row sees once, in float64."""
+    by_heads = []
+    for name in ("query", "key", "value", "query_rope", "key_rope"):
+        rows = args[name].double()
+        rows = (rows.unflatten(0, (len(case.q_len), -1)) if case.packed else rows).transpose(1, 2)
+        by_heads.append(rows if "query" in name else rows.repeat_interleave(case.heads_q // case.heads_kv, 1))
+    q, k, v, q_rope, k_rope = by_heads
+    seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
+    scores = (case.scale * (q @ k.mT + q_rope @ k_rope.mT)).masked_fill(~seen, -torch.inf)
+    scores = torch.cat((scores, args["sinks"].double()[:, None, None].expand_as(scores[..., :1])), -1)
+    out, lse = (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2), scores.logsumexp(-1)
+    return (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)) if case.packed else (out, lse)
+
+
 def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
     """max + log(sum), as functions return it: [T, N] packed, else [B, N, S]."""
     lse = found["max"] + found["sum"].log()
     return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
+
+
+def test_the_order_of_a_list_does_not_matter() -> None:
+    case = SparseCase(lists="all", count=9, mode=0, heads_kv=2, dtype="float32")
+    args = operands(case)
+    mixed = {**args, "sparse_indices": args["sparse_indices"][..., torch.randperm(9)]}
+    close(golden(case, mixed), golden(case, args))
+    judge(case, mixed)
+
+
+def test_a_block_listed_twice_weighs_twice() -> None:
+    q, k, v = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 1, 8), torch.randn(1, 4, 1, 8)
+    twice = fa.sparse_attention(q, k, v, torch.tensor([[[[2, 1, 2]]]]), backend="golden")
+    own = [2, 1, 2]
+    once_rounded(twice, fa.attention(q, k[:, own], v[:, own], backend="golden"))
+
+
+def once_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Two numbers that are one in float64, each rounded."""
+    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps, atol=0)
 
 
 def test_what_a_list_may_hold_without_effect() -> None:
@@ -125,6 +221,22 @@ def test_what_a_list_may_hold_without_effect() -> None:
     same_bits(fa.sparse_attention(q, k, None, odd_list, backend="golden"), want, "odd")
     first = fa.sparse_attention(q[:, :1], k[:, :1], None, torch.zeros(1, 1, 1, 4, dtype=torch.int32), backend="golden")
     assert torch.equal(first, k[:, :1].expand(1, 1, 2, 8))  # one key seen: one entry read
+
+
+def test_gradient_identities() -> None:
+    """sum_j dS = 0 leaves dq alone when all keys shift; V dV = O dO; q dq = k dk, rope parts together."""
+    case = SparseCase(lists="repeated", count=6, heads_q=6, heads_kv=2, dim_rope=4, mode=0)
+    args = operands(case)
+    got, call = golden(case, args), in_float64(lowered(args))
+    moved = replace(call, tensors={**call.tensors, "key": call.tensors["key"] + torch.randn(case.dim_qk).double()})
+    shifted = compute(case, moved, args["dy"].double(), "golden")
+    names = ("out", "dquery", "dvalue")
+    close({name: shifted[name] for name in names}, {name: got[name] for name in names})
+    total = {n: (args[n] * got[f"d{n}"]).sum() for n in ("query", "key", "value", "query_rope", "key_rope")}
+    left = {"value": total["value"], "scores": total["query"] + total["query_rope"]}
+    right = {"value": (got["out"] * args["dy"]).sum(), "scores": total["key"] + total["key_rope"]}
+    close(left, right)
+    judge(case, args)
 
 
 def test_shared_rows_get_both_gradients() -> None:
@@ -221,6 +333,31 @@ def test_keys_in_pages_have_no_gradient() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
+BAD = [
+    ({"sparse_indices": torch.tensor([[[[0, 9]]]])}, r"got 9 at batch 0, row 0, slot 1, outside \[-1, 9\)"),
+    ({"sparse_indices": torch.tensor([[[[0, -2]]]])}, r"got -2 at batch 0, row 0, slot 1"),
+    ({"sparse_indices": torch.tensor([[[[1 << 40, 0]]]])}, r"got 1099511627776 at batch 0, row 0, slot 0"),
+    ({"sparse_indices": torch.zeros(1, 1, 1, 2)}, "int32 or int64, got float32"),
+    ({"sparse_indices": torch.zeros(1, 2, 1, 2, dtype=torch.int32)}, "axis 1 to be S1=1 as in query, got 2"),
+    ({"actual_seq_kvlen": [10]}, r"length 10 of sequence 0, outside \[0, 9\]"),
+    ({"actual_seq_qlen": [1, 1]}, "2 lengths for 1 sequences"),
+    ({"sparse_block_size": 0}, "1 <= sparse_block_size <= 128, got 0"),
+    ({"sparse_mode": 2}, r"sparse_mode in \(0, 3\), got 2"),
+    ({"scale_value": float("nan")}, "a finite scale, got nan"),
+    ({"layout_kv": "PA_BSND"}, "a table if keys are PA_BSND, otherwise None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:40] for _, text in BAD])
+def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
+    lists = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    args = {"query": q, "key": k, "value": k, "sparse_indices": lists, "scale_value": 0.5}
+    if wrong.get("layout_kv"):
+        wrong = {**wrong, "actual_seq_kvlen": [9]}
+    with pytest.raises(fa.ContractError, match=f"npu_sparse_flash_attention: .*expected .*{text}"):
+        call_interface(npu.npu_sparse_flash_attention, sparse.TORCH, {**args, **wrong})
+
 
 def test_the_first_bad_entry_is_named() -> None:
     case = replace(PACKED, heads_q=4, heads_kv=2)
@@ -230,6 +367,15 @@ def test_the_first_bad_entry_is_named() -> None:
     indices[9, 0, 1] = -5
     with pytest.raises(fa.ContractError, match=r"got 77 at batch 1, row 2, head 1, slot 2, outside \[-1, 6\)"):
         lowered({**args, "sparse_indices": indices})
+
+
+def test_statistics_of_another_shape_are_refused() -> None:
+    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
+    indices, stats = torch.zeros(1, 1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 1, 3)
+    with pytest.raises(fa.ContractError, match=r"softmax_max: expected a last axis of N1 / N2, got .*G=3"):
+        npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats, stats, 0.5, 1)
+    with pytest.raises(fa.ContractError, match="softmax_max: expected 4 dimensions"):
+        npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats[0], stats[0], 0.5, 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- lists

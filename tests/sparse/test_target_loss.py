@@ -1,4 +1,4 @@
-"""The indexer's loss against a given target: golden against loops, every back end against golden."""
+"""The indexer's loss against a given target: golden against autograd and loops, every back end against golden."""
 
 from dataclasses import replace
 from functools import cache
@@ -11,11 +11,13 @@ from support.records import by_name
 from support.selected import Args, Results, check_half_of_a_loss, close, leaves_of
 
 import fusion_attention as fa
+from fusion_attention import ContractError
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer_loss import api_target_definition as record
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
 from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.target_loss import TargetCase, arguments, golden, lowered, reference
+from fusion_attention.testing.sparse import part
+from fusion_attention.testing.target_loss import TargetCase, arguments, each_row, golden, lowered, reference
 from fusion_attention.torch_ops.eager import run
 
 PACKED = TargetCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
@@ -80,6 +82,24 @@ def test_a_target_that_counts_as_one() -> None:
     check_index(call, {"cpu": run(call, "cpu")})
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20 and c.target != "nan"], ids=lambda c: c.id)
+def test_golden_against_autograd(case: TargetCase) -> None:
+    """The gradients of sum p (ln p - ln softmax(I)) with a constant p by torch.autograd, in float64."""
+    args = operands(case)
+    leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
+    total = torch.zeros((), dtype=torch.float64)
+    for b, row, slots, keys in each_row(case, args):
+        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        scores = (w[:, None] * (q @ part(case, leaves["key_index"], "kv", b)[keys, 0].mT).relu()).sum(0)
+        p = part(case, args["target"], "q", b)[row, 0, slots].double()
+        total = total + (torch.special.xlogy(p, p) - p * scores.log_softmax(-1)).sum()
+    grads = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else None
+    want = {f"d{name}": grads[i] if grads else torch.zeros_like(t) for i, (name, t) in enumerate(leaves.items())}
+    got = golden(lowered(case, args))
+    del got["loss"]
+    close(got, want)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_back_end_is_right(case: TargetCase) -> None:
     for call in both(case):
@@ -108,3 +128,32 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> No
     loss = fa.indexer_target_loss(**by_name(record.RECORD, {**args, **leaves}))
     assert loss.shape == ()
     check_half_of_a_loss(loss, leaves, want)
+
+
+def test_it_is_the_loss_against_an_attention() -> None:
+    """With the attention's own distribution as its target, over all keys: indexer_loss()."""
+    torch.manual_seed(1)
+    q, k = torch.randn(1, 7, 4, 16).double(), torch.randn(1, 7, 1, 16).double()
+    shapes = (1, 7, 2, 8), (1, 7, 1, 8), (1, 7, 2)
+    index = [torch.rand(shape).double().requires_grad_() for shape in shapes]
+    _, lse = fa.attention(q, k, k, band=fa.Band.causal(), return_lse=True, backend="golden")
+    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / 4
+    target = (scores - lse[..., None]).exp().mean(1).tril()[:, :, None]
+    both_losses = (
+        fa.indexer_loss(q, k, lse, *index, backend="golden"),
+        fa.indexer_target_loss(*index, target, backend="golden"),
+    )
+    results = [dict(zip(RESULTS, (*torch.autograd.grad(loss, index), loss), strict=True)) for loss in both_losses]
+    close(*results)
+
+
+def test_bad_targets_are_named() -> None:
+    case = TargetCase(count=4)
+    args = operands(case)
+    for name, wrong, words in (
+        ("target", args["target"][..., :3], "target"),
+        ("target", args["target"].half(), "float32"),
+        ("sparse_indices", None, "target"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            fa.indexer_target_loss(**by_name(record.RECORD, {**args, name: wrong}))

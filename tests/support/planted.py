@@ -203,6 +203,35 @@ def mixed(case: Case, args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
     return [tuple(t[:, e - n : e] for t in (out, m, l, scores)) for e, n in zip(ends, case.q_len, strict=True)]
 
 
+def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: str = "") -> dict[str, Tensor]:
+    """Computes dq, dk and dv like npu_fusion_attention_grad, from the forward's results."""
+    dtype, group = getattr(torch, case.dtype), case.heads_q // case.heads_kv
+    results = {
+        n: torch.zeros(args[of].shape, dtype=dtype) for n, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))
+    }
+    for b in range(len(case.q_len)):
+        q = part(case, args["query"], "q", case.heads_q, b).float()
+        k, v = (part(case, args[n], "kv", case.heads_kv, b).float().repeat_interleave(group, 0)
+                for n in ("key", "value"))  # fmt: skip
+        dy = part(case, args["dy"], "q", case.heads_q, b).float()
+        out = part(case, saved["attention_out"], "q", case.heads_q, b).float()
+        m, l = (stats_part(case, saved[n], b)[..., :1] for n in ("softmax_max", "softmax_sum"))
+        scores = (q @ k.mT * case.scale).masked_fill(~visible(case, args, b, wrong), -math.inf)
+        p = (scores - m).exp() / l
+        dp = dy @ v.mT
+        ds = p * (dp if wrong == "delta-missing" else dp - (dy * out).sum(-1, keepdim=True))
+        low = dtype == torch.bfloat16
+        ds, p = (t.to(dtype).float() if low else t for t in (ds, p))
+        scale = 1.0 if wrong == "gradient-scale" else case.scale
+        full = {"dk": scale * ds.mT @ q, "dv": p.mT @ dy}
+        part(case, results["dq"], "q", case.heads_q, b).copy_(scale * ds @ k)
+        for name, by_head in full.items():
+            by_group = by_head.unflatten(0, (case.heads_kv, group))
+            total = by_group[:, 0] if wrong == "group-sum" else by_group.sum(1)
+            part(case, results[name], "kv", case.heads_kv, b).copy_(total)
+    return results
+
+
 # -------------------------------------------------------------------------------------------------------------- calls
 
 
@@ -219,6 +248,20 @@ def planted_call(
     inputs = {n: v for n, v in args.items() if n in names and v is not None and n not in ("dy", "seed", "offset")}
     results = forward(case, args, wrong, rough)
     return Capture(wrong.partition(":")[0], operator, inputs, results, case.id)
+
+
+def made_gradient(case: Case, wrong: str) -> Capture:
+    """Makes a capture of a training gradient."""
+    args = arguments(case)
+    saved = forward(case, args)
+    saved_names = {"attention_in": saved["attention_out"], "softmax_max": saved["softmax_max"],
+                   "softmax_sum": saved["softmax_sum"]}  # fmt: skip
+    from fusion_attention.ops import RECORDS
+
+    names = RECORDS["npu_fusion_attention_grad_v2"].by_name
+    inputs = {n: v for n, v in {**args, **saved_names}.items() if n in names and v is not None}
+    inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
+    return Capture(wrong, "npu_fusion_attention_grad_v2", inputs, backward(case, args, saved, wrong), case.id)
 
 
 # ----------------------------------------------------------------------------------- unnamed mistakes and our functions

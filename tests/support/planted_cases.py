@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from support.planted import Capture, Rounding, made_own, planted_call
+from support.planted import Capture, Rounding, made_gradient, made_own, planted_call
 
 from fusion_attention.testing.cases import Case
 
@@ -71,6 +71,12 @@ DENSE: dict[str, list[Case]] = {
     "output-layout": [c for c in over(CAUSAL, OTHERS) if c.layout in ("BSND", "BNSD")] + over(CAUSAL)[:1],
     "unnormalised": over(CAUSAL, OTHERS),
 }  # fmt: skip
+GRADIENTS: dict[str, list[Case]] = {
+    "delta-missing": over(CAUSAL),
+    "gradient-scale": over(CAUSAL, OTHERS),
+    "group-sum": [*over(CAUSAL)[1:], replace(PACKED, sparse_mode=3, mask="compressed")],
+}
+
 OTHER_CASES: dict[str, list[Case]] = {
     "softcap-missing": over(replace(CAUSAL, scale=1.0, softcap=5.0), OTHERS),
     "softcap-order:mask": over(replace(CAUSAL, scale=1.0, softcap=2.0), OTHERS),
@@ -89,6 +95,9 @@ def planted() -> Iterator[tuple[str, Make]]:
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(planted_call, case, wrong, operator_of(case, i))
+    for wrong, cases in GRADIENTS.items():
+        for i, case in enumerate(cases):
+            yield f"{wrong}-{i}", partial(made_gradient, case, wrong)
     for wrong, cases in OTHER_CASES.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(made_own, case, wrong)
@@ -99,6 +108,9 @@ def correct() -> Iterator[tuple[str, Make]]:
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(planted_call, case, "", operator_of(case, i))
+    for wrong, cases in GRADIENTS.items():
+        for i, case in enumerate(cases):
+            yield f"right-{wrong}-{i}", partial(made_gradient, case, "")
     for wrong, cases in OTHER_CASES.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(made_own, case, "")

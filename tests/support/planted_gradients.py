@@ -16,6 +16,7 @@ from fusion_attention.judging.calls import Recorded, recorded
 
 Tensor = torch.Tensor
 Grads = dict[str, Tensor]
+_OF_ROWS = {"dq"}
 
 
 @dataclass(frozen=True)

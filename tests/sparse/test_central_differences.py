@@ -1,0 +1,68 @@
+"""Golden's gradients of DeepSeek-V4's operators against central differences (torch.autograd.gradcheck), to 1e-6."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_attention as fa
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, TARGET_RESULTS
+from fusion_attention.testing.target_loss import TargetCase, arguments, golden, lowered
+
+Tensor = torch.Tensor
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.requires_grad_()
+
+
+def differs(function: Callable[..., Any], *leaves: Tensor) -> None:
+    """Fails unless the gradients are those of central differences, to 1e-6."""
+    with fa.use_backend("golden"):
+        assert torch.autograd.gradcheck(function, leaves, eps=1e-5, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pooling(overlap: bool) -> None:
+    wide = 4 if overlap else 2
+    leaves = drawn(1, 7, 1, wide, seed=1), drawn(1, 7, 1, wide, seed=2), drawn(3, wide, seed=3)
+    differs(lambda kv, gate, bias: fa.compress(kv, gate, ratio=3, position_bias=bias, overlap=overlap), *leaves)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_two_sources_of_keys(listed: bool) -> None:
+    """Rows without keys, repeated entries, and a residual."""
+    leaves = drawn(1, 6, 2, 3, seed=1), drawn(1, 5, 1, 3, seed=2), drawn(1, 2, 1, 3, seed=3), drawn(2, seed=4)
+    lists = torch.tensor([[-1, -1], [0, -1], [-1, -1], [0, 0], [0, -1], [1, 0]])[None, :, None] if listed else None
+    words = {"ratio": 2, "residual": [1], "band": fa.Band.window(1), "return_lse": True}
+
+    def attend(q: Tensor, k: Tensor, compressed: Tensor, sink: Tensor) -> Any:
+        out, lse = fa.compressed_attention(q, k, compressed, lists, sink=sink, **words)
+        return out, lse[:, :, 1:]  # the first row has no key
+
+    differs(attend, *leaves)
+
+
+class TargetLoss(torch.autograd.Function):
+    """- sum p ln y with golden's y in float64, since its loss is a float32, and golden's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, case: TargetCase, args: Any, *leaves: Tensor) -> Tensor:
+        given = dict(zip(DIFFERENTIABLE, (t.detach() for t in leaves), strict=True))
+        *ctx.gradients, y = golden(lowered(case, {**args, **given}, TARGET_RESULTS)).values()
+        p = args["target"].double().masked_fill(y == 0, 0)  # elements that no row reads
+        return -torch.special.xlogy(p, y.where(p > 0, 1)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        return None, None, *(upstream[0] * gradient for gradient in ctx.gradients)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_losses_of_a_given_target(count: int) -> None:
+    case = TargetCase(q_len=(5, 3), kv_len=(2, 2), ratio=2, residual=(1, 0), heads=2, dim=3, count=count)
+    args = arguments(case)
+    leaves = [args[name].detach().double().requires_grad_() for name in DIFFERENTIABLE]
+    differs(lambda *leaves: TargetLoss.apply(case, args, *leaves), *leaves)
