@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.levels import BOTH, CONTENT, DOUBTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 from support.records import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, one, outcome
 from torch.utils._pytree import tree_leaves
 
@@ -21,9 +20,7 @@ import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning
 from fusion_attention.contract import INVALID, LEVELS, NULL_POINTER, STAGES, TILING, Array, Op, Rule, Tensor, bind
 from fusion_attention.contract.sampling import invalid_samples, sample
-from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary.definitions import CONTRACTS
-from fusion_attention.ops.training import api_definition as attention
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.plan import Plan
 
@@ -86,16 +83,6 @@ def test_rules_are_declared_whole(name: str) -> None:
         assert rule.level in LEVELS
         assert rule.stage in STAGES
         assert rule.advice, f"{rule.id}: say why, or what to do"
-
-
-@pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *training.RECORDS)])
-def test_levels_and_codes(name: str) -> None:
-    for rule in RECORDS[name].asked:
-        key = rule.param, rule.expected
-        levels = {"limit": LIMITS, "content": CONTENT, "note": NOTES, "doubt": DOUBTS}
-        level = next((level for level, keys in levels.items() if key in keys), "meaning")
-        assert rule.level in (level, BOTH.get(rule.expected)), key
-        assert rule.code == (NULL_POINTER if key in MISSING else INVALID if key in SHAPES_AND_DTYPES else TILING), key
 
 
 @pytest.mark.parametrize(

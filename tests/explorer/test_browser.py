@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 from support.browser import CHROMIUM, MISSING, Browser
-from support.settings import BY_SCRIPT, argument, by_python, random_setting
+from support.settings import random_setting
 
 from fusion_attention import Band
 from fusion_attention.explorer.draw import cells_of
 from fusion_attention.explorer.page import fragment, page
 from fusion_attention.explorer.violations import remarks_on, verdict
-from fusion_attention.explorer.visible import BAND, MODES, Setting
+from fusion_attention.explorer.visible import BAND, Setting
 from fusion_attention.explorer.words import NAMES
 from fusion_attention.ir.mask import UNLIMITED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
-SETTINGS = 440
 SHOWN = 220
 WIDTHS = (390, 900, 1440)
 
@@ -58,16 +57,6 @@ def go(browser: Browser, setting: str) -> None:
 def cells(browser: Browser) -> str:
     result: str = browser.run("Array.from(matrix.cells).join('')")
     return result
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rules(browser: Browser, address: str, mode: int) -> None:
-    browser.open(address)
-    browser.run(BY_SCRIPT + "1")
-    rng = random.Random(1000 + mode)
-    for _ in range(SETTINGS // len(MODES)):
-        s = random_setting(rng, modes=(mode,))
-        assert json.loads(browser.run(f"everything({argument(s)})")) == json.loads(json.dumps(by_python(s))), s
 
 
 def shown_setting(rng: random.Random) -> Setting:

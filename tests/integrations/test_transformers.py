@@ -23,7 +23,6 @@ from fusion_attention.integrations.transformers_cache import PagedCache
 from fusion_attention.testing import check, drawn
 
 LENGTHS = 13, 6, 9
-COMPUTING = (integration, "attention"), (sparse_latent, "attention"), (sparse_latent, "sparse_attention")
 NEW = 5
 BY_NAME = {family.name: family for family in FAMILIES}
 # Compiling takes seconds: every day a decoder and an encoder.

@@ -252,26 +252,3 @@ def test_blocks_that_are_not_there_are_refused() -> None:
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, state_block_table=table)
     with pytest.raises(ContractError, match="a block for every row that is stored or read"):
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, start_pos=[30], state_block_table=table)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"seqused": [10]}, "at most its rows, got [10] of sequences with [9] rows"),
-        ({"seqused": [-1]}, "at most its rows, got [-1] of 1 sequences"),
-        ({"seqused": []}, "at most its rows, got [] of 1 sequences"),
-        ({"start_pos": [-4]}, "start_pos: expected one position per sequence, got [-4] of 1 sequences"),
-        ({"start_pos": [0, 0]}, "start_pos: expected one position per sequence, got [0, 0] of 1 sequences"),
-        ({"start_pos": [(1 << 63) - 2]}, "whose positions overflow int64"),
-        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 5, 8]}, "cu_seqlens: expected 0, then ends that never fall"),
-        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 9], "seqused": [10]}, "seqused: expected one number per sequence"),
-        ({"wkv": torch.zeros(0, H), "wgate": torch.zeros(0, H), "ape": torch.zeros(RATIO, 0),
-          "state_cache": torch.zeros(4, 16, 0)}, "wkv: expected [coff * D, H]"),
-    ],
-)  # fmt: skip
-def test_lengths_and_positions_of_the_compressor_that_are_refused(changed: dict[str, Any], words: str) -> None:
-    given: dict[str, Any] = {"x": torch.zeros(1, 9, H), **weights(1), "state_cache": torch.zeros(4, 16, 2 * DIM)}
-    with pytest.raises(ContractError) as error:
-        compressor(**{**given, "cmp_ratio": RATIO, **changed})
-    assert "cann_ops_transformer.compressor: " in str(error.value)
-    assert words in str(error.value)
