@@ -83,7 +83,7 @@ def prose(text: str, root: str) -> str:
 
 
 def markdown(line: str, root: str) -> str:
-    """Escapes a line of text for Markdown, except `code` between backticks; root: relative path of docs/."""
+    """Escapes a line of text for Markdown, except `code`, and links pages docs/NAME.md as {root}NAME.md."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(fragment if fragment.startswith("`") else _escaped(fragment, root) for fragment in parts)
 

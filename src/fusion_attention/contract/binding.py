@@ -196,7 +196,10 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 
 def _with_reader(op: Op) -> Reader:
-    """Makes and stores the signature reader of an operator, at its first call, because it loads the native core."""
+    """Makes, stores and returns the native function that reads the dtypes and shapes of an operator's arguments.
+
+    bind() calls it at the operator's first call, since it loads the native core.
+    """
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result

@@ -234,9 +234,9 @@ class Roundings(TorchDispatchMode):
     def _each(
         self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = _unchanged
     ) -> Any:
-        """Returns the results of torch's operation `func` (`base`) for the copies of its arguments, [copies, *shape].
+        """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape].
 
-        change: applied to the float64 arguments.
+        func, base: torch's operation, and its name without overload. change: applied to each argument first.
         """
         if not self._has_copies((args, kwargs)):
             return self._expanded(func(*_mapped(args, change), **kwargs))

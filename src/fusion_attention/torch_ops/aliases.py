@@ -169,7 +169,7 @@ class _Crossing:
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """The value, a result of the function, with tensors replaced by tensors on the device by name."""
+        """A result of the function, whose CPU tensors are replaced by tensors that say they are on the device npu."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

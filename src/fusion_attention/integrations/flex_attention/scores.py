@@ -368,7 +368,10 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Makes terms from the bias at each pair, [B or 1, N or 1, S1 or 1, S2 or 1]; alone: as in terms()."""
+    """Returns a bias or a mask with the values of a score_mod, [B or 1, N or 1, S1 or 1, S2 or 1].
+
+    bias: the interpreted score_mod. alone: True if there is no block_mask; only then may -inf become a mask.
+    """
     if values.requires_grad:
         return Terms(bias=values)
     hidden = values == -torch.inf

@@ -43,7 +43,7 @@ def written(name: str, text: str, like: str) -> Tensor:
 
 
 def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors `names`, written in place, do not require gradients; shape: of invalid sample tensors."""
+    """Rules: tensors `names`, written in place, do not require gradients; tests break them by a tensor of `shape`."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
     text, advice = (
         "a tensor that does not require a gradient",
@@ -53,7 +53,7 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors `names`, written in place, have no elements that share memory; shape: of invalid samples."""
+    """Rules: tensors `names`, written in place, have no elements that share memory; tests break them by `shape`."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "a separate memory address for every element"
     return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)

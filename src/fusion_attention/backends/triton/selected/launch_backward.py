@@ -79,7 +79,7 @@ def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """Returns the bytes of scratch per token of a chunk; slots: slots per token; row: dtype of gradient rows."""
+    """Returns the bytes of scratch per query token: `slots` list entries, each with a key's gradient of dtype `row`."""
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY

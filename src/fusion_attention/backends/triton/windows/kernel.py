@@ -134,8 +134,12 @@ def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.c
 def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
                   RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
                   ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Writes the gradients of BD channels of the rows and gates of one window, and with a bias the window's maxima,
-    sums and deltas to notes, three planes [results, heads, DIM]; grid as pool()."""
+    """Writes the gradients of rows (dq) and gates (dk) of one window, BD channels of it, by the pooled row's gradient
+    dout. With a bias it also stores the softmax's maximum and sum and delta = sum(p * x * dout) for pool_bias(): notes
+    has three planes of `plane` elements, [results, heads, DIM]. Grid: (results, heads, blocks of BD channels).
+
+    q: rows x; k: gates; tokens: (sequence, row) of every result; count: sequences; HALVES: 2 if windows overlap.
+    """
     n, h, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
     b, of_result, w = _window(tokens, lengths, count, n)
     at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
