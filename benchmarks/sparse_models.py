@@ -76,10 +76,12 @@ class Layer:
         """Returns our layer's selected keys, int32 [1, tokens, top_k]; the first top_k rows list 0, ..., top_k - 1."""
         top_k, rows = self.config.index_topk, self.hidden.shape[1]
         chosen: list[Tensor] = []
+        self.index_inputs: list[tuple[Tensor, ...]] = []
 
         def choose(*args: Any, **words: Any) -> Any:
             result = fa.lightning_indexer(*args, **words)
             chosen.append(result[0][:, :, 0])
+            self.index_inputs.append(args[:3])
             return result
 
         original, sparse_latent.lightning_indexer = sparse_latent.lightning_indexer, choose
@@ -317,8 +319,19 @@ def choices(tokens: Tokens = 4096, top_k: TopK = 2048, index_heads: int = 8) -> 
         theirs = one.module.indexer(one.hidden, latent, one.turns, visible, None)[0]
     both = [torch.zeros(rows, rows, dtype=torch.bool).scatter_(1, t.long(), True) for t in (ours, theirs)]
     both = [t[top_k:] for t in both]  # rows that see more than top_k keys
-    other = int((both[0] & ~both[1]).sum())
-    print(f"S {tokens}, top {top_k}: {other} of {int(both[0].sum())} selected keys differ from the original's")
+    other = both[0] & ~both[1]
+    print(
+        f"S {tokens}, top {top_k}: {int(other.sum())} of {int(both[0].sum())} selected keys differ from the original's"
+    )
+    q, k, weights = (torch.cat(each, 1)[0].double() for each in zip(*one.index_inputs, strict=True))
+    gaps = [0.0]
+    for row in other.any(1).nonzero()[:, 0].tolist():
+        parts = weights[row] * (q[row] @ k[:, 0].T).clamp_min(0).T  # [keys, heads]
+        scores, sizes = parts.sum(1), parts.abs().sum(1)
+        mine, original = ((both[i] & ~both[1 - i])[row].nonzero()[:, 0] for i in (0, 1))
+        gap = scores[mine][:, None] - scores[original]
+        gaps.append(float((gap.abs() / (sizes[mine][:, None] + sizes[original])).max()))
+    print(f"largest difference of their scores: {max(gaps):.1e} of the sum of their products' absolute values")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusion_attention.npu.auxiliary.shapes import get_npu_format as get_npu_format
+from fusion_attention.npu.auxiliary.transposes import get_npu_format as get_npu_format
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask as _npu_dropout_gen_mask
 from fusion_attention.npu.fused_out import WithOut
 from fusion_attention.npu.install import install as install
