@@ -330,7 +330,8 @@ def choices(tokens: Tokens = 4096, top_k: TopK = 2048, index_heads: int = 8) -> 
         scores, sizes = parts.sum(1), parts.abs().sum(1)
         mine, original = ((both[i] & ~both[1 - i])[row].nonzero()[:, 0] for i in (0, 1))
         gap = scores[mine][:, None] - scores[original]
-        gaps.append(float((gap.abs() / (sizes[mine][:, None] + sizes[original])).max()))
+        size = sizes[mine][:, None] + sizes[original]  # 0 if no head's product is positive
+        gaps.append(float((gap.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)).max()))
     print(f"largest difference of their scores: {max(gaps):.1e} of the sum of their products' absolute values")
 
 
