@@ -37,7 +37,7 @@ class PoolingProblem:
 
     @property
     def channels(self) -> int:
-        """Elements of a row."""
+        """Elements of a row of keys or gates: dim, or with overlapping windows 2 * dim."""
         return self.dim * (1 + self.overlap)
 
 

@@ -274,7 +274,7 @@ class Extents:
         return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
 
     def all_keys(self, b: int) -> int:
-        """Number of keys of sequence b in both sources."""
+        """Number of keys of sequence b, compressed keys (the second source) included."""
         return int(self.kv_len[b]) + (0 if self.compressed is None else int(self.compressed.kv_len[b]))
 
     @functools.cached_property
@@ -477,7 +477,7 @@ class IndexerLossProblem(_Typed):
 
     @property
     def has_target(self) -> bool:
-        """True if the target is an operand."""
+        """True if the loss's target is passed by the caller instead of computed from attention's operands."""
         return self.heads_q == 0
 
 

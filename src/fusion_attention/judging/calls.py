@@ -56,7 +56,7 @@ class Recorded:
     cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
-        """Returns the validated call; validates it once."""
+        """Returns the recorded call, checked against its operator's definition (contract.bind); checks it once."""
         if "bound" not in self.cached:
             try:
                 with warnings.catch_warnings():
@@ -67,7 +67,7 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """The call in the intermediate representation, with every optional result; of gradients, its backward."""
+        """Returns the lowered call, in the intermediate representation, with all results; of gradients the backward."""
         drawn: dict[str, Any] = {}
         if "keep_prob" in self.op.by_name:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}

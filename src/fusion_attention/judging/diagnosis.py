@@ -33,7 +33,7 @@ class Match:
     result: Result
 
     def outputs(self, case: Case) -> tuple[Output, ...]:
-        """Returns the outputs of the call `case`; if the mistake is an output's layout, read in it."""
+        """Returns the outputs of the call `case`; if the mistake is an output's layout, read in the mistaken layout."""
         return case.outputs if self.way.outputs is None else self.way.outputs
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
@@ -106,7 +106,7 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
 
 
 def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
-    """Groups the parts of a call by the kind of their rows: query rows, keys, compressed keys, without empty groups."""
+    """Groups parts of a call by the kind of their rows (query rows, keys, compressed keys); returns no empty group."""
     axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
     return [some for some in axes if some]
 

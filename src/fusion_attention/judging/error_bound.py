@@ -73,7 +73,7 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """The worst group of one kind.
+    """The group of elements with the largest error, of one kind of groups (rows, tiles, heads, ...) of an output.
 
     Attributes:
         kind: "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements).
@@ -163,7 +163,7 @@ class Errors:
 
     @property
     def count(self) -> int:
-        """The number of rows of all heads."""
+        """The number of rows of the output, over all sequences and heads."""
         return sum(p.numel() for p in self.peaks)
 
     @property
@@ -174,13 +174,13 @@ class Errors:
 
     @property
     def z(self) -> float:
-        """Root mean square ratio over all elements."""
+        """Root mean square of error / expected size over all elements of the output."""
         rows = self.of_rows
         return math.sqrt(sum(float(r.sum()) for r in rows) / self.count) if self.count else 0.0
 
     @property
     def z_tile(self) -> float:
-        """Root mean square ratio of the worst tile of rows."""
+        """Root mean square of error / expected size in the worst tile of rows."""
         return max((float(_tiles(r).amax()) for r in self.of_rows if r.numel()), default=0.0) ** 0.5
 
     @property

@@ -76,13 +76,13 @@ class Grade:
     poor: bool = False
 
     def sums(self, dtype: torch.dtype) -> float:
-        """Returns a, the variance of rounding a running sum of 1 (dtype: the call's)."""
+        """Returns a, the variance of rounding a partial sum of 1 in programs of this grade (dtype: the call's)."""
         if dtype == torch.float64:
             return rounding(dtype)
         return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
 
     def step(self, dtype: torch.dtype) -> float:
-        """Returns the variance of rounding an intermediate value of 1, which kernels keep in float32."""
+        """Returns the variance of rounding an intermediate value of 1; 0 for kernels, which keep it in float32."""
         if self.poor and dtype == torch.float32:
             return rounding(torch.float16)
         return rounding(dtype) if self.low else 0.0

@@ -44,7 +44,7 @@ MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A call, with fields that reproduce mistakes.
+    """A call that pools windows of rows to compressed keys, with fields that reproduce mistakes of kernels.
 
     Args:
         problem, extents, operands: as in the intermediate representation.

@@ -48,7 +48,7 @@ class Bar:
             self.progress.stop()
 
     def __call__(self, words: str, done: int, steps: int) -> None:
-        """Draws the number of completed steps (done) after the description `words`."""
+        """Draws the bar: the number of completed steps (done) of `steps`, after the description `words`."""
         if self.progress is None:
             if time.monotonic() - self.began < PATIENCE or not self.console.is_terminal:
                 return

@@ -33,7 +33,7 @@ class Judged:
 
 
 class Marks(NamedTuple):
-    """Properties of the rows of a sequence, [heads, rows]: see Tally.marks."""
+    """Marks of rows of one sequence of an output, [heads, rows]: NaN, infinities, only zeros; see Tally.marks."""
 
     nan: Tensor
     infinite: Tensor

@@ -149,7 +149,7 @@ class Judgement:
 
     @property
     def grade(self) -> str:
-        """The worst grade of the outputs."""
+        """The worst of the outputs' grades, which state how exact an output is (see Opinion)."""
         return max((o.grade for o in self.outputs.values()), key=lambda g: (g == WRONG, "program" in g), default="")
 
     def failing(self) -> list[str]:
@@ -197,7 +197,7 @@ class Judgement:
 
     @property
     def drawn(self) -> dict[str, Surface]:
-        """The surfaces of wrong outputs, by name."""
+        """The errors of wrong outputs by position, as matrices to be drawn, by output name."""
         surfaces = {o.name: o.surface for o in self.outputs.values() if not o.passes and o.surface is not None}
         return {name: surface for name, surface in surfaces.items() if surface.order()}
 

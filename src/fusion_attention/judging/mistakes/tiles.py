@@ -38,7 +38,7 @@ class Loop:
 
     @property
     def positions(self) -> Tensor:
-        """Positions of the keys in their sequence."""
+        """The position of each key of the loop in its sequence, [keys]."""
         return torch.arange(self.first, self.first + self.scores.shape[-1])
 
     def tiles(self, size: int) -> Iterator[slice]:

@@ -105,7 +105,7 @@ _FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes
 
 
 def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
-    """The result of `rules`, for state_cache with an invalid float32 tensor `sample`."""
+    """The result of `rules` for state_cache, whose invalid sample calls pass the float32 tensor `sample`."""
     shape, name = tuple(sample.shape), "state_cache"
     return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
 

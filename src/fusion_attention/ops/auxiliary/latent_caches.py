@@ -21,7 +21,7 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
-    """Upper bound, exclusive, of the indices at which rows are stored in a cache in a cache mode."""
+    """End of the range of indices at which rows are stored in a cache; mode: cache_mode ("Norm": per sequence)."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
 

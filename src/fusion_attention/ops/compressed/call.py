@@ -156,7 +156,7 @@ class FlashMlaBackward(SparseBackward):
 
     @property
     def norm(self) -> str:
-        """The name of the result with the probabilities."""
+        """The name of the result that has the selected keys' mean probabilities: it differs with one source of keys."""
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
-    """Elements of a row in a layout with so many heads; 0 if the tensor has another layout."""
+    """Number of elements of a row of a tensor in this layout with `heads` heads; 0 if its shape does not fit."""
     form = form_of(rows, of_inputs(layout), heads)
     return form[3] if form else 0
 

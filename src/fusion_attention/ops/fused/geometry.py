@@ -38,7 +38,7 @@ OUT_DTYPES = {1: torch.int8, 5: torch.float16, 15: torch.bfloat16}
 
 
 def of_inputs(layout: str) -> str:
-    """The layout of query, key and value."""
+    """The layout of query, key and value in an input_layout: "BNSD_BSND" returns "BNSD", "BSH" returns "BSH"."""
     return layout.partition("_")[0]
 
 

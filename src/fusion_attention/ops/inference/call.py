@@ -123,7 +123,7 @@ class InferenceCall:
         return Filled(*_prepared(self, out, (max_, sum_)))
 
     def stats(self) -> tuple[Tensor, Tensor]:
-        """Allocates max and sum."""
+        """Allocates the softmax statistics max and sum, which back ends write."""
         _, stats = self._templates()
         return another(stats), another(stats)
 
@@ -271,7 +271,7 @@ class _Logarithms(Filled):
         self.call, self.stats, self.lse = call, stats, lse
 
     def finish(self) -> None:
-        """Computes softmax_lse from the statistics."""
+        """Copies results as usual after a run, and computes softmax_lse from the written statistics."""
         super().finish()
         lse = _logarithm(*self.stats)
         if self.call.problem.has_sink:

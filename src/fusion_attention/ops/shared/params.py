@@ -25,7 +25,7 @@ def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: 
 
 
 def keeps_or_adds(bias: str) -> str:
-    """Advice about a mask of a wrong dtype; bias: the parameter for additive masks."""
+    """Text of the hint in errors about a mask of a wrong dtype; bias: name of the parameter for additive masks."""
     return f"True removes a score: torch's keep mask is ~mask, an additive mask (0 and -inf) goes in {bias}"
 
 

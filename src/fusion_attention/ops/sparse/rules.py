@@ -38,14 +38,14 @@ SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
-    """Sample lists in layout BSND: every row has these entries, then -1."""
+    """Lists of selected keys for sample calls, in layout BSND: every query row has these entries, then -1."""
     made = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
     made[..., : len(entries)] = torch.tensor(entries)
     return made
 
 
 def first_block(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample lists with the single entry 0."""
+    """Lists of selected blocks for sample calls: each list has the entry 0, then -1."""
     made = torch.full(shape, -1, dtype=torch.int32)
     made[..., :1] = 0
     return made

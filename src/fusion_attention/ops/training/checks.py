@@ -142,7 +142,7 @@ def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
 
 
 def positions(start: np.ndarray | None) -> bool:
-    """True if start indices are small enough to compute distances from."""
+    """True if start indices of rows or keys are None or below INFINITE, so that distances can be computed."""
     return start is None or bool((np.abs(start) < INFINITE).all())
 
 
@@ -172,7 +172,7 @@ def replays(seed: Any, offset: Any) -> bool:
 
 
 def countable(offset: torch.Tensor | None) -> bool | str:
-    """True if an offset tensor is in [0, 2**32), or has no value (meta)."""
+    """True if a dropout offset is None, in [0, 2**32), or on the meta device; else the offset as text."""
     if offset is None or offset.is_meta or 0 <= int(offset) < 1 << 32:
         return True
     return str(int(offset))
