@@ -306,7 +306,8 @@ def _met(m: ScheduleInputs, rows: Rows, source: int) -> Pairs:
 
 
 def _block(keys: Keys) -> list[Tensor]:
-    """Returns the contiguous tensors [k, v, k_rope] that the ring sends to the next rank; without k_rope if it is None."""
+    """Returns the contiguous tensors [k, v, k_rope] of keys that the ring sends to the next rank; no k_rope if it is
+    None."""
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
