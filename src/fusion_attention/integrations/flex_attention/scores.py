@@ -93,8 +93,7 @@ class _Score:
         return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
     def _scaled(self, other: Any) -> _Score:
-        """Returns this score times `other`: a number or, if the score has no cap yet, a tensor. Raises BackendError for
-        other factors."""
+        """Returns this score times `other`, a number or, without a cap, a tensor; raises BackendError for others."""
         form = self._form
         if form.cap is not None:
             number = _number(other)
@@ -331,8 +330,7 @@ def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
-    """Evaluates a score_mod, interpreted as `bias`, to determine on which of (batch, head, row, key) its added term and
-    its factor depend."""
+    """Evaluates a score_mod (`bias`) to find the indices on which its added term and its factor depend."""
     with torch.no_grad():
         varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
@@ -375,8 +373,7 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns Terms with `values` [B or 1, N or 1, S1 or 1, S2 or 1], what a score_mod adds to the score, as a bias, or
-    as a mask if they are only 0 and -inf.
+    """Returns Terms for what a score_mod adds, `values` [B or 1, N or 1, S1 or 1, S2 or 1]: a mask if only 0 and -inf.
 
     bias: the interpreted score_mod. alone: True if there is no block_mask; only then may -inf become a mask.
     """
