@@ -29,7 +29,8 @@ _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function from an operator definition and a body; the body's module and return type become the function's.
+    """Returns a decorator that makes a public function from a body: signature and docstring come from the definition,
+    module and return type from the body. The body gets one dictionary of arguments.
 
     Args:
         op: the operator definition.
@@ -48,12 +49,14 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """Returns a function with the definition's signature that returns its arguments by the definition's names."""
+    """Returns a function with the signature of the definition `op`, which only returns its arguments, a dictionary by
+    the definition's names."""
     return _reading(op, lambda args: args, Args)
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
-    """Returns a function that passes its arguments by name to a body; optimized, because every call uses it.
+    """Returns a function with the signature of `op` that calls body(dictionary of arguments by the definition's names);
+    it is optimized, because every call uses it.
 
     op: the operator definition. returns: annotation of the function's result.
     """

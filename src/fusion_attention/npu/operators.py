@@ -66,7 +66,8 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
 
 def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
-    """Returns `interface` with other types of some parameters in its signature; type None removes the parameter."""
+    """Returns a function like `interface` whose signature has the annotations `types` for the named parameters; a
+    parameter with type None is left out."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _with_int_result(interface: Interface) -> Interface:
-    """Wraps a function that returns integers: raises NotImplementedError if one is a tensor, as in a trace."""
+    """Wraps a function that returns a seed, an offset and a count as integers (from result 4 on): raises
+    NotImplementedError if one is a tensor, as in a trace."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +135,8 @@ def _with_int_result(interface: Interface) -> Interface:
 
 
 def _apart(interface: Interface) -> Interface:
-    """Wraps a function so that it returns a copy wherever it would return its first argument."""
+    """Wraps a function so that it returns a copy of its first argument where it would return this argument itself,
+    which an operator must not do."""
 
     @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +177,7 @@ def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:
-    """Returns the text of a parameter in a schema."""
+    """Returns the text of a parameter in an operator's schema: type, name and default."""
     if default is inspect.Parameter.empty:
         default_text = ""
     elif isinstance(default, str):
@@ -187,7 +190,8 @@ def _parameter(name: str, default: Any, annotation: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """Returns the schema's text of a type; of a union, its first member's, with "?" if None is a member."""
+    """Returns the text of an annotation in an operator's schema; of a union, that of its first member, with "?" if None
+    is a member."""
     members: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         members = typing.get_args(annotation)

@@ -32,7 +32,8 @@ def npu_scaled_masked_softmax_backward(
 
 
 def _gradient(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, triangle: bool) -> Tensor:
-    """Returns the gradient of the scores, in the dtype of y, from dy and the softmax y; triangle: as in _hidden()."""
+    """Returns the gradient of the scores, in the dtype of y, from dy and the softmax y; hidden scores, by `mask` or,
+    with `triangle`, those after the row's index, get 0."""
     dy, weights = dy.float(), y.float()
     dx = scale * weights * (dy - (dy * weights).sum(-1, keepdim=True))
     return dx.masked_fill(_hidden(y, mask, triangle), 0).to(y.dtype)

@@ -34,7 +34,8 @@ _SLICE_ADVICE = "slice the packed rows instead"
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
-    """Returns the functions that are also operators of torch, by name."""
+    """Returns name -> function, for the functions of cann_ops_transformer that are also operators of torch; modules:
+    the simulated modules by name."""
     functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
     return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
 

@@ -125,7 +125,7 @@ class _Host:
         return self.device_count() > 0
 
     def init(self) -> None:
-        """Fixes the number of devices; before the first use, environment variables may still change it."""
+        """Fixes the number of devices that later calls report; before, environment variables may still change it."""
         if not self._count:
             self._count = visible()
             if self._registers_device:
@@ -148,7 +148,7 @@ class _Host:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """Context in which another device is the current one."""
+        """Context in which this thread's current device is the given one; the previous one returns afterwards."""
         before = self.current_device()
         self.set_device(device)
         try:
@@ -161,7 +161,7 @@ class _Host:
         return self.device(tensor.device if tensor.is_npu else None)
 
     def synchronize(self, device: Any = None) -> None:
-        """Checks the device; no work is pending."""
+        """Raises if `device` does not exist; else does nothing, since no work is pending."""
         number(device)
 
     def current_stream(self, device: Any = None) -> Stream:

@@ -23,7 +23,8 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """Returns MindSpeed's definition `name` of torch_npu's operator, with `changed` parameters and without others."""
+    """Returns a variant of a torch_npu definition under MindSpeed's `name`: the parameters `changed` replace those of
+    their names, and the parameters listed in `without` are removed."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
@@ -43,13 +44,13 @@ _GRADIENT = _former(
 
 
 class _Builder:
-    """MindSpeed's builder of an operator; its load() returns the functions without compiling."""
+    """Stands for MindSpeed's builder of a compiled operator; load() returns the functions without compiling."""
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         vars(self).update(functions)
 
     def load(self, verbose: bool = True) -> "_Builder":
-        """Returns an object with the functions as attributes."""
+        """Returns this object, whose attributes are the functions; verbose has no effect."""
         return self
 
 
@@ -86,7 +87,8 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
 
 
 def _multiplied(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
-    """Calls npu_grouped_matmul for one tensor of all groups; kind: its group_list_type."""
+    """Returns the grouped matrix product of one tensor x by one tensor with the weights of all groups; kind: 0 if
+    group_list has cumulative ends, 1 if sizes."""
     how = {"group_list": group_list, "split_item": 3, "group_type": group_type, "group_list_type": kind}
     (result,) = products.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
     return result
