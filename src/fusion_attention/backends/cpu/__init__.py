@@ -97,7 +97,8 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """Returns the plan for other key lengths and bands of the same sequences: an updated decode plan, or a new plan.
+    """Returns the plan for `extents` with other key lengths and bands of the same sequences: `planned`, updated, if it
+    is a decode plan and still suits, else a new plan.
 
     planned: the plan of the operation for the previous lengths.
     """
@@ -117,7 +118,8 @@ def attention_forward(
     schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
     operands: Operands,
 ) -> None:
-    """Writes operands.out and operands.stats for every row of every sequence."""
+    """Writes operands.out and operands.stats (max, sum) for every row of every sequence, by the kernel of the
+    schedule's type."""
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
@@ -153,14 +155,16 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Returns operands whose arguments for the core are computed once; None for operands of the indexer."""
+    """Returns operands that cache their arguments for the native core, for many runs; None for operands of the
+    indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out."""
+    """Writes all gradients from the saved out and statistics; dbias is written if grads.owns_dbias, else the sums are
+    added to it."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
@@ -187,7 +191,8 @@ def indexer_backward(
 
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys in the band."""
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), of the indexer's scores I_j over each row's visible
+    keys."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 

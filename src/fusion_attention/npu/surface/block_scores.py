@@ -70,8 +70,8 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
 
 
 def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
-    """Sets the scores of the first init_blocks blocks to FIRST, and of the last local_blocks blocks up to block `at`
-    (each row's own) to LOCAL.
+    """Sets the scores of the first init_blocks blocks to FIRST, and of the last local_blocks blocks up to block number
+    `at` to LOCAL, for all rows of out [heads, rows, blocks].
 
     These numbers exceed all usual scores, so that the blocks are selected, visible or not.
     """
