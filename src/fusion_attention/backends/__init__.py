@@ -76,7 +76,8 @@ class Backend(Protocol):
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Returns operands in the back end's form for many runs with the same operands; None if it has no such form."""
+        """Returns an object that stands for `operands` in many runs, and caches what the back end derives from them;
+        None if it has no such object."""
         ...
 
     @property

@@ -134,7 +134,8 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute a call of `layer`; "" if it can. given: its arguments by name."""
+    """Returns the reason why forward() cannot compute a call of `layer`, or "". given: the arguments of the layer's
+    forward by name."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:

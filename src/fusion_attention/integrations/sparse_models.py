@@ -158,7 +158,8 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family | None:
-    """Returns the family of a configuration whose class is transformers'; None for other models."""
+    """Returns the Family of a model's configuration; None if its class is not one that transformers defines for a
+    family."""
     kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
     family = FAMILIES.get(kind)
     return family if family is not None and family.config == type(config).__name__ else None
@@ -247,8 +248,8 @@ def _forward(
 
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why a call of `layer` cannot be computed over chosen keys; "" if it can. given: its arguments
-    by name."""
+    """Returns the reason why this library cannot compute a call of `layer` over chosen keys, or "". given: the
+    arguments of the layer's forward by name."""
     if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
@@ -277,7 +278,8 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
-    """True if a call of a layer of these families must return attention weights; given: its arguments by name."""
+    """True if a call of a layer of a sparse family must return attention weights (output_attentions); given: the
+    arguments of the layer's forward by name."""
     config = getattr(layer, "config", None)
     wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
     return bool(wanted) and family_of(config) is not None

@@ -77,7 +77,8 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
-    """True if sequences_of() accepts a mask of the attention interface, for a call with `rows` rows per batch item."""
+    """True if sequences_of() accepts a mask: it has padding or sequence numbers, not arbitrary visible keys for several
+    rows. rows: the call's rows per batch item."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1

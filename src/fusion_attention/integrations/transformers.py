@@ -254,7 +254,8 @@ def _packs(function: Callable[..., Any], window: int | None, others: dict[str, A
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """Returns int64 [batch, length]: the sequence number of every packed token of a causal mask function."""
+    """Returns int64 [batch, length], the sequence number of every packed token: a token begins a sequence if the mask
+    function hides the token before it."""
     items = torch.arange(batch, device=device)[:, None]
     rows = torch.arange(1, length, device=device)[None]
     starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
@@ -401,7 +402,8 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Adds a four-dimensional mask, `given`, to the arguments `words` of attention(): as bias, blocked or kv_len."""
+    """Adds a four-dimensional mask, `given`, to attention()'s arguments `words`, in place: floats as bias, bool as
+    blocked, or as kv_len if it is padding."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias

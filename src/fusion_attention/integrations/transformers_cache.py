@@ -72,7 +72,8 @@ class PagedCache(DynamicCache):
         self._present.change(lambda real: None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens, as transformers' caches do."""
+        """Removes the last -tokens_to_remove tokens of every sequence (the argument is negative or 0, as in
+        transformers)."""
         left = self.get_seq_length() + tokens_to_remove
         super().crop(tokens_to_remove)
         self._present.change(lambda real: real[:, :left])
@@ -133,7 +134,8 @@ class Present:
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Replaces the stored flags by how(flags), after sequences were reordered or tokens removed."""
+        """Replaces the stored flags by how(flags); called when sequences are reordered or tokens removed. Without
+        padding there is nothing to replace."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 

@@ -100,8 +100,8 @@ def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
 
 
 def _restarting(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of packed sequences, whose position_ids [B or 1, S] restart at 0; None if no batch item has
-    several."""
+    """Returns the lengths of packed sequences from position_ids [B or 1, S], which restart at 0 in each; None if no
+    batch item has several sequences."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     packed = (~starts | (position_ids[:, 1:] == 0)).all()  # a jump to another position is within a sequence
     if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):

@@ -46,7 +46,7 @@ class Use:
 
     @property
     def function(self) -> str | None:
-        """The name of the operator, if it is one or an overload of one; else None."""
+        """The name of the operator of torch_npu that this use refers to, also by an overload; None for other names."""
         result = _FUNCTION.match(self.name)
         return result and result[1]
 
@@ -165,7 +165,7 @@ def _sources(path: Path) -> Iterator[Path]:
 
 
 def _add(reading: Reading, other: Reading) -> None:
-    """Adds the uses of `other`, a reading of one file, to a reading."""
+    """Adds the uses and counts in `other`, the reading of one file, to `reading`."""
     reading.files += 1
     reading.device_tests += other.device_tests
     for name, use in other.uses.items():
@@ -184,7 +184,7 @@ class _File:
         self.meaning: dict[str, str] = {}
 
     def read(self, tree: ast.AST) -> None:
-        """Collects all uses of names in a syntax tree."""
+        """Counts all uses of names in the file's syntax tree, in the Reading that was given to the constructor."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._imported(node)

@@ -103,8 +103,8 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """Returns the signature of an operator definition's function: its inputs in order; returns: annotation of its
-    result."""
+    """Returns the Python signature of a definition's function: its input parameters in order, without outputs; returns:
+    annotation of the result."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.
@@ -117,8 +117,8 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """Returns (type, default) of a parameter p of `op`; a union's first member is the type in torch's schema
-    (operators.py)."""
+    """Returns (annotation, default) of a parameter p of the definition `op`; the first member of a union is the type in
+    torch's schema."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

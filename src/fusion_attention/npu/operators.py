@@ -81,7 +81,8 @@ def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
 
 
 def _register(name: str, interface: Interface, library: torch.library.Library) -> None:
-    """Registers a function as the operator `name` of a library, with its fake implementation and its derivative."""
+    """Registers a function as the operator `name` ("name" or "name.overload") of a library, with its implementation for
+    fake tensors and its derivative."""
     schema = schema_of(interface, name)
     packet, _, overload = name.partition(".")
 
@@ -171,7 +172,7 @@ def schema_of(function: Interface, name: str = "") -> str:
 
 
 def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """Returns the types of a function whose annotations are text; {} if they are types already."""
+    """Returns parameter name -> type for a function whose annotations are texts; {} if they are types already."""
     written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
     return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 

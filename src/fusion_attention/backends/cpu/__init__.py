@@ -177,7 +177,8 @@ def attention_backward(
 
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and operands.values if problem.has_values, for every row of every sequence."""
+    """Writes the indices of the top_k keys of every row (operands.indices), and their scores (operands.values) if
+    problem.has_values."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 
@@ -185,7 +186,8 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPla
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights from the selected indices; entries that rows do not read contribute 0."""
+    """Writes dq, dk and dweights of `grads` from its dvalues, the gradient of the selected scores; list entries that a
+    row does not read add nothing."""
     if len(extents):
         run_indexer_backward(schedule, problem, operands, grads)
 
@@ -204,7 +206,7 @@ def indexer_loss(
     operands: IndexerLossOperands,
     grads: IndexerGrads,
 ) -> None:
-    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights."""
+    """Writes the loss, summed over all rows, to operands.loss, and its gradients dq, dk and dweights to `grads`."""
     if len(extents):
         run_indexer_loss(schedule, problem, operands, grads)
     else:
@@ -212,12 +214,12 @@ def indexer_loss(
 
 
 def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands) -> None:
-    """Writes operands.out for every window of every sequence."""
+    """Writes operands.out: the pooled row of every window of every sequence."""
     run_pooling(schedule, operands)
 
 
 def pooling_backward(
     problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands, grads: PoolingGrads
 ) -> None:
-    """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+    """Writes the gradients of all rows and gates to `grads`, and that of the gates' bias if grads.dbias is a tensor."""
     run_pooling_backward(schedule, operands, grads)

@@ -90,7 +90,7 @@ class Schedule:
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """Returns the bytes of scratch for a number of threads: the larger one of both plans, which run one after the
+        """Returns the bytes of scratch for a number of threads: the larger need of both plans, which run one after the
         other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)

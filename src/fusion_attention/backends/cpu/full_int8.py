@@ -95,7 +95,7 @@ class _Block:
         self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
-        """Writes the results of the rows, and returns the number of empty rows."""
+        """Writes out, max and sum of the block's rows; returns the number of empty rows, counted for every head."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         count = rows.stop - rows.start
         peak = torch.full((p.heads_q, count, 1), -math.inf)

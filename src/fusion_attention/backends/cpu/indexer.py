@@ -33,7 +33,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """Returns the core's plan of the loss; variant: as in plan_indexer()."""
+    """Returns the core's plan of the indexer's loss; variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     attention = (
         p.heads_q,
@@ -76,7 +76,8 @@ def _lists(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...
 def run_indexer_backward(
     plan: _native.SparsePlan, problem: IndexerProblem, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights of `grads` from its dvalues and operands.indices."""
+    """Writes dq, dk and dweights of `grads` from grads.dvalues, the gradient of the scores of the keys in
+    operands.indices."""
     dout = rows_of(grads.dvalues, problem.torch_dtype)
     plan.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
 

@@ -185,7 +185,8 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
-    """Returns the module that launches the kernels of a schedule's operation, and the name of its function."""
+    """Returns (module, name of its function) that runs the schedule's operation for a problem, for example
+    (decode.launch, "run")."""
     op_kind = schedule.op_kind
     if isinstance(problem, PoolingProblem):
         from fusion_attention.backends.triton.windows import launch as launch_pooling
@@ -217,7 +218,8 @@ def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
-    """Updates a schedule to other key lengths of the same rows, also for CUDA graphs that were captured with it."""
+    """Updates `schedule` to other key lengths of the same rows, and returns it; CUDA graphs that were captured with it
+    then use these lengths."""
     schedule.update(extents)
     return schedule
 

@@ -221,7 +221,8 @@ def _before(
 
 
 def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
-    """Raises RuntimeError if the cache, or the pages of `table`, cannot hold `ends` tokens of each sequence."""
+    """Raises RuntimeError if a sequence of ends[b] tokens does not fit into its row of the cache, or into its pages in
+    `table`."""
     longest = max(ends, default=0)
     size = k_cache.shape[1]
     if table is not None and longest > table.shape[-1] * size:

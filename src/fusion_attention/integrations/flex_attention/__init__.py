@@ -344,7 +344,7 @@ def _uncompiled(layer: Layer) -> Callable[..., Any]:
 
 
 class _Patched(Counted):
-    """Replaces torch's flex_attention in its module and in modules that imported it by name."""
+    """A context manager that replaces torch's flex_attention in its module and in modules that imported it by name."""
 
     def begin(self, changes: Changes) -> None:
         """Replaces torch's flex_attention by this module's, and torch.compile for it; `changes` records the patches.

@@ -45,7 +45,7 @@ class Visible:
     bits: Tensor | None = None
 
     def blocked(self, rows: int, keys: int) -> Tensor:
-        """Returns [B or 1, N or 1, rows, keys], true for an invisible key."""
+        """Returns the mask as bool [B or 1, N or 1, rows, keys], true for an invisible key, from the tiles."""
         assert self.tiles is not None
         assert self.bits is not None
         full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
@@ -262,8 +262,8 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates the first visible key, the end and the count of `rows` for tiles `at` [n, 4]; visible: bool [n, TILE,
-    TILE]."""
+    """Updates first, end and count of `rows`, in place, by n evaluated tiles: at: their (batch, head, tile down, tile
+    across) [n, 4]; visible: bool [n, TILE, TILE]."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -432,7 +432,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """Returns the visible keys of a function `mod` that depends only on row - key, if they are a band; else None."""
+    """Returns the Visible of a mask function `mod` if it depends on row - key alone and equals a band; else None."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 

@@ -34,7 +34,7 @@ def read(op: Op, lengths: Any) -> np.ndarray:
 
 
 def one_each(query: Tensor) -> np.ndarray:
-    """Returns the cumulative ends of sequences with one row each, for rows query [tokens, ...]."""
+    """Returns int [1, 2, ..., tokens]: the cumulative ends of sequences with one row each, for query [tokens, ...]."""
     return np.arange(1, len(query) + 1)
 
 

@@ -59,7 +59,7 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """Returns a list of tensors as it is, one tensor as a tuple, and None as None."""
+    """Returns a list or tuple of tensors as it is, one tensor as a tuple of one, and None as None."""
     return (given,) if isinstance(given, Tensor) else given
 
 
@@ -78,7 +78,8 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """The product of rows with the matrix of their group, with the group's scales, bias and activation."""
+    """A grouped matrix product: it multiplies rows by the matrix of their group, and applies the group's scales, bias
+    and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         """Stores the weights, scales and groups of a call; given: the operator's arguments by name; dtype: dtype of

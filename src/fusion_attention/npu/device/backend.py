@@ -110,7 +110,8 @@ def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent() -> ModuleType:
-    """Returns the module torch.npu of an inactive device: it has no devices, and using one raises RuntimeError."""
+    """Returns the module that is torch.npu while the device is inactive: it reports no device, and making a tensor
+    raises RuntimeError."""
 
     def refuse() -> None:
         raise RuntimeError(

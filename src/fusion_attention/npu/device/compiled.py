@@ -44,12 +44,13 @@ def _on_npu(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """True for an integer tensor on the CPU, which may be lengths or a seed; False for other values."""
+    """True for an integer tensor on the CPU, which an operator may read as lengths or as a seed, so that it stays
+    there."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
 def _results(model: Any) -> list[Any]:
-    """Returns the fake tensors that a traced graph `model` returns."""
+    """Returns the fake tensors (shapes without memory) that a traced graph `model` returns."""
     results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":

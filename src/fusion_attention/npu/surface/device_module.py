@@ -114,7 +114,7 @@ class _Chosen(threading.local):
 
 
 class _Host:
-    """The functions of torch.npu on a host: those of torch.cuda that have a meaning without a GPU."""
+    """The functions of the module torch.npu on a host without a GPU, with the names that torch.cuda has."""
 
     def __init__(self, *, registers_device: bool) -> None:
         self.Stream, self.Event = Stream, Event
@@ -157,7 +157,8 @@ class _Host:
             self.set_device(before)
 
     def device_of(self, tensor: Any) -> AbstractContextManager[None]:
-        """Context in which a tensor's device is the current one, if the tensor is on "npu"."""
+        """Returns a context in which the device of `tensor` is the current one; for a tensor that is not on "npu"
+        nothing changes."""
         return self.device(tensor.device if tensor.is_npu else None)
 
     def synchronize(self, device: Any = None) -> None:

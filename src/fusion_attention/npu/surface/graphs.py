@@ -253,7 +253,8 @@ def _capturing(what: str) -> _Recorder:
 
 
 def graph_task_group_begin(stream: Any = None) -> None:
-    """Starts a group of operators, in a capture, that can be replaced later."""
+    """Starts a group of operators within a capture, which graph_task_update_begin() can replace later; `stream` has no
+    effect."""
     recorder = _capturing("graph_task_group_begin")
     tasks = Tasks()
     recorder.tasks[-1].steps.append(tasks)
@@ -261,7 +262,7 @@ def graph_task_group_begin(stream: Any = None) -> None:
 
 
 def graph_task_group_end(stream: Any = None) -> Tasks:
-    """Ends the group of graph_task_group_begin(), and returns its tasks."""
+    """Ends the group that graph_task_group_begin() started, and returns it, for graph_task_update_begin()."""
     recorder = _capturing("graph_task_group_end")
     if len(recorder.tasks) == 1:
         raise RuntimeError("torch.npu.graph_task_group_end: expected graph_task_group_begin before it")
@@ -269,7 +270,8 @@ def graph_task_group_end(stream: Any = None) -> Tasks:
 
 
 def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
-    """Starts the replacement of the tasks `handle` by the following operators of this thread, which also run."""
+    """Starts to replace the operators of the group `handle`: operators that this thread calls until
+    graph_task_update_end() take their place, and also run."""
     if not isinstance(handle, Tasks):
         raise RuntimeError(
             f"torch.npu.graph_task_update_begin: expected a result of graph_task_group_end, got {handle!r}"

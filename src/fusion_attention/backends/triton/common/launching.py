@@ -71,7 +71,7 @@ def launch_some(
 
 
 class Family:
-    """A group of kernels whose arguments have the same names."""
+    """A group of kernels that use one name for one argument, so that one dictionary of arguments serves all of them."""
 
     def __init__(self, *kernels: Any) -> None:
         self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)

@@ -252,15 +252,16 @@ class DeviceTables:
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
-        """Rewrites all tables for `extents`, with other key lengths of the same rows, in the memory that captured CUDA
-        graphs read."""
+        """Rewrites all tables for `extents`, with other key lengths of the same rows, in place, so that captured CUDA
+        graphs read the new content."""
         self.extents = extents
         for make, table in self._lists.values():
             with on(table.tensor.device):
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Rewrites a table by make(extents); unused entries are zeros, which are tiles without rows and keys."""
+        """Overwrites `table` with make(self.extents), padded with zeros to its size; entries of zeros are tiles without
+        rows and keys."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values

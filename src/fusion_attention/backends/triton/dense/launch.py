@@ -184,7 +184,8 @@ def bytes_of(view: Any) -> torch.Tensor | None:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns the operands' views that the problem uses, by name in the layout table."""
+    """Returns name in the layout table -> view, for q, k, v, out and statistics, and for modifiers (rope, bias, ...)
+    that the problem has; None for others."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -238,7 +239,7 @@ def float32(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """Returns the scale and other numbers of a problem, by kernel argument."""
+    """Returns kernel argument name -> number, such as the scale, that a problem determines."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -272,7 +273,8 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_out, whose keys may be in a KV cache."""
+    """Returns the compile-time arguments of recompute_out, which recomputes rows of out and may read keys in a KV
+    cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -411,7 +413,8 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the kernels of run_backward(), without its correction for a tiny keep_prob."""
+    """Writes the gradients `g`, for a keep_prob below LEAST_KEEP divided by keep_rest(); run_backward() multiplies
+    them."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,

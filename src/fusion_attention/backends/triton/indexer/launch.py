@@ -115,7 +115,8 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Sorting:
-    """A launch of index_write after torch.sort(), for lists with more entries (top_k) than a program can sort."""
+    """Sorts candidates by torch.sort(), then launches index_write; for lists with more entries (top_k) than a program
+    can sort."""
 
     written: launching.Launch
     top_k: int

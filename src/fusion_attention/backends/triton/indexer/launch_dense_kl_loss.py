@@ -49,7 +49,7 @@ def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device,
 
 
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the tensors of the views that are not None, by the kernels' argument names."""
+    """Returns kernel argument name -> tensor, for the views that are not None."""
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
@@ -188,7 +188,8 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """The work list of a loss without selection: chunks for the planned capacity, and tables for current lengths."""
+    """The work list of a loss over all keys: chunks of row tiles for the largest lengths of a schedule, and tables for
+    current lengths."""
 
     tile: shapes.Tile
     ratio: int
@@ -322,7 +323,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
-    """Returns the bytes of scratch of indexer_lse for the planned lengths `e`."""
+    """Returns the bytes of scratch of the operation indexer_lse; e: the largest lengths of its schedule."""
     return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
 
 

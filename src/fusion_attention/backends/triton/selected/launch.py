@@ -150,7 +150,7 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
 
 
 def programs_per_token(most: int, keys_per_split: int) -> int:
-    """Returns the number of programs for a token with `most` slots, with `keys_per_split` slots per program."""
+    """Returns the number of programs for a token with `most` keys, if each program computes keys_per_split of them."""
     return -(-most // keys_per_split)
 
 
@@ -169,8 +169,8 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch (partial results), for the tile with the most ranges per token and the largest
-    GPU."""
+    """Returns an upper limit of the bytes of scratch (partial results of tokens that several programs compute), for
+    every tile shape and the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
     shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))

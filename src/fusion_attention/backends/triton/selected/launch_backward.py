@@ -44,7 +44,8 @@ ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multipl
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Returns (gradient's name -> its first column in a gradient row, number of columns of a gradient row)."""
+    """Returns ({gradient: its first column}, number of columns) of a gradient row: dk, dk_rope and dv that a token adds
+    to one key, side by side."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -212,7 +213,8 @@ def prepare_layout(
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g` of attention to selected keys, from the saved statistics and out in `o`."""
+    """Writes the gradients of attention to selected keys to the views in `g`, from the saved out and statistics in
+    `o`."""
     p, result = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(

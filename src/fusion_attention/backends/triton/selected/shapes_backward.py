@@ -78,7 +78,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """Returns the tile shape of a kernel; align: alignment of rows in elements."""
+    """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; align: alignment of rows, in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]

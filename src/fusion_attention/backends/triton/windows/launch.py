@@ -18,7 +18,8 @@ RANGES = 64  # ranges of results; different programs add up their gradients of t
 
 
 def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
-    """Returns kernel name -> compile-time arguments; align: alignment of rows, in elements."""
+    """Returns {kernel name: its compile-time arguments} for the three kernels of pooling; align: alignment of rows, in
+    elements."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
