@@ -47,16 +47,18 @@ class Backend(Protocol):
     NAME: str
 
     def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
-        """Returns a sentence for each property of the problem that is not supported on the device; op_kind "": by some
-        operation."""
+        """Returns a sentence for each property of the problem that an operation does not support on the device; [] if
+        it supports all. op_kind: the operation's name; "": any operation."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
-        """Returns the schedule of an operation on given lengths, which every run receives; None if it needs none."""
+        """Returns the schedule (work lists) of an operation for given lengths, which each run of the operation
+        receives; None if the back end needs none."""
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """Returns the schedule for other key lengths of the same sequences: the given one, modified, or a new one."""
+        """Returns the schedule for `extents` with other key lengths of the same sequences: `schedule` itself, updated,
+        or a new one."""
         ...
 
     def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
@@ -74,17 +76,19 @@ class Backend(Protocol):
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Returns operands in the back end's form for many runs with the same operands; None if it has no such form."""
+        """Returns an object that stands for `operands` in many runs, and caches what the back end derives from them;
+        None if it has no such object."""
         ...
 
     @property
     def attention_forward(self) -> Callable[[Problem, Extents, Any, Operands], None]:
-        """Writes out and stats for every row of every sequence."""
+        """The operation that writes operands.out and operands.stats (max, sum) for every row of every sequence."""
         ...
 
     @property
     def attention_backward(self) -> Callable[[Problem, Extents, Any, Operands, Grads], None]:
-        """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out."""
+        """The operation that writes all gradients from the saved out and statistics; dbias is written if
+        grads.owns_dbias, else the sums are added to it."""
         ...
 
 
@@ -93,37 +97,42 @@ class IndexerBackend(Backend, Protocol):
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """Writes indices, and values if problem.has_values, for every row of every sequence."""
+        """The operation that writes, for every row of every sequence, the indices of the top_k keys, and their scores
+        (values) if problem.has_values."""
         ...
 
     @property
     def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
-        """Writes dq, dk and dweights from the selected indices and dvalues."""
+        """The operation that writes dq, dk and dweights of an indexer from the selected indices and dvalues, the
+        gradient of their scores."""
         ...
 
     @property
     def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """Writes the softmax statistics of the indexer's scores over the keys in the band."""
+        """The operation that writes the softmax statistics (max, sum) of the indexer's scores over each row's visible
+        keys."""
         ...
 
     @property
     def indexer_loss(self) -> Callable[[IndexerLossProblem, Extents, Any, IndexerLossOperands, IndexerGrads], None]:
-        """Writes the loss, summed over all rows, and its gradients dq, dk and dweights."""
+        """The operation that writes the indexer's loss, summed over all rows, and its gradients dq, dk and dweights."""
         ...
 
     @property
     def pooling(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands], None]:
-        """Writes out for every window of every sequence."""
+        """The operation that writes out, the pooled row, for every window of every sequence."""
         ...
 
     @property
     def pooling_backward(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands, PoolingGrads], None]:
-        """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+        """The operation that writes the gradients of all rows and gates, and of the bias of the gates if it is
+        wanted."""
         ...
 
 
 def load(name: str) -> Backend:
-    """Imports one back end by name; requirements of the others may be missing on this machine."""
+    """Imports and returns the back end of a name; other back ends, whose requirements this machine may lack, are not
+    imported."""
     result: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton

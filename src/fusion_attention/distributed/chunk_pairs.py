@@ -61,9 +61,11 @@ class Chunks:
         return len(self.seq)
 
     def view(self, tensor: Tensor, chosen: np.ndarray, layer: np.ndarray | None = None) -> RowView:
-        """Returns a view of chosen chunks in a tensor [batch, tokens, heads, dim], or [layers, batch, ...].
+        """Returns a view (addresses and strides, no copy) of chosen chunks in a tensor [batch, tokens, heads, dim], or
+        [layers, batch, tokens, heads, dim].
 
-        chosen: numbers of chunks. layer: index on the first axis for each of them; None: the tensor has no layers.
+        chosen: indices of chunks in this object. layer: for each chosen chunk, its index on the axis of layers; None:
+        the tensor has no such axis.
         """
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()
@@ -80,11 +82,12 @@ class FullCall:
 
     Args:
         problem, extents: of the unsharded call; if heads are sharded, problem has the heads of this process.
-        heads, first_head: query heads of the unsharded call, and the first one of this process.
-        slopes, sink: float32 [sequences, heads_q] and [heads_q].
-        seed, offset: of dropout.
-        owns_bias: True if each element of the unsharded bias belongs to one pair of row and key (ops/training/call.py:
-            owns_bias). It determines the rounding of the bias gradient.
+        heads, first_head: number of query heads of the unsharded call, and index of this process's first one among
+            them.
+        slopes, sink: float32 ALiBi slopes [sequences, heads_q], and sink logits [heads_q]; or None.
+        seed, offset: of dropout's random generator.
+        owns_bias: True if each element of the unsharded bias belongs to one pair of row and key: bias gradients then
+            have the bias's dtype, else they are sums in float32.
     """
 
     problem: Problem
@@ -114,7 +117,7 @@ class Rows:
 class Saved:
     """Inputs of a backward: dout and out [batch, tokens, heads_q, dim_v], and max and sum [batch, tokens, heads_q].
 
-    The statistics are over all keys of the rows.
+    max and sum are the softmax statistics of the rows over all their keys, not only over one chunk of keys.
     """
 
     dout: Tensor
@@ -150,9 +153,11 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of a chunk of rows and a chunk of keys, by index; ordered by rows, then by keys of a sequence.
+    """Pairs of a chunk of rows and a chunk of keys, ordered by row chunk, then by the position of the keys in the
+    sequence.
 
-    row_layer, key_layer: the number of earlier pairs with the same rows, and with the same keys.
+    row, key: int [pairs], indices of the two chunks. extents: lengths and band of each pair. row_layer, key_layer: the
+    number of earlier pairs with the same chunk of rows, and with the same chunk of keys.
     """
 
     row: np.ndarray
@@ -170,9 +175,11 @@ class Pairs:
 
 
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-    """Returns the pairs of chunks of one sequence in which a row of the call `full` sees a key.
+    """Returns the pairs (chunk of rows, chunk of keys) of one sequence in which the mask of `full` lets a row see a
+    key.
 
-    It returns all pairs if rows without keys return the mean of V, or if results are not partial and there is a sink.
+    It returns all pairs of one sequence if rows without keys return the mean of V, or if `partial` is False and the
+    call has a sink; partial: True if results of several pairs are merged later.
     """
     order = np.lexsort((keys.first, keys.seq))
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
@@ -270,7 +277,8 @@ def backward(
 
 
 def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
-    """Returns the gradient of a sink over these rows, float32 [heads_q]; over all rows it has one process's bits."""
+    """Returns the gradient of the sink logits that these rows contribute, float32 [heads_q]. For the rows of all ranks
+    it has the bits of the unsharded call."""
     assert full.sink is not None
     dsink = torch.zeros_like(full.sink)
     none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
@@ -292,7 +300,8 @@ def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto
 
 
 class _Sum:
-    """Memory for gradients of chunks, with a layer for each pair of a chunk; total() adds the layers in order."""
+    """A buffer for the gradient of a tensor that several pairs add to: the n-th pair of a chunk writes to layer n, and
+    total() adds the layers in order. Without a tensor (None), total() is None."""
 
     def __init__(
         self, like: Tensor | None, dtype: torch.dtype, chunks: Chunks, chosen: np.ndarray, layer: np.ndarray
@@ -307,7 +316,7 @@ class _Sum:
             self.view = chunks.view(self.layers, chosen, layer)
 
     def total(self) -> Tensor | None:
-        """Returns the sum, in the first layer's memory."""
+        """Returns the sum over the layers, in the memory of the first layer; None if there is no tensor."""
         if self.layers is None:
             return None
         for n in range(1, len(self.layers)):
@@ -331,9 +340,10 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
 
 
 def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Returns the extents of pairs as sequences, with bands and shifts relative to the chunks' first row and key.
+    """Returns lengths, bands and shifts of pairs of chunks, each pair as a sequence whose positions start at the
+    chunks' first row and first key.
 
-    row, key: numbers of the chunks of each pair.
+    row, key: for each pair, the index of its chunk in `rows` and in `keys`.
     """
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
@@ -356,17 +366,19 @@ def _sees(e: Extents) -> np.ndarray:
 
 
 def _fills(chunks: Chunks, chosen: np.ndarray, layers: int, tokens: int) -> bool:
-    """True if the `chosen` chunks write all `tokens` tokens of a tensor with `layers` layers."""
+    """True if the `chosen` chunks write every element of a buffer with `layers` layers of `tokens` tokens, so that the
+    buffer needs no initial values."""
     return layers == 1 and int(chunks.count[chosen].sum()) == tokens
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
-    """Returns a new tensor, without initial values if `filled`, else filled with `value`."""
+    """Returns a new tensor of a shape and dtype on the device of `like`: uninitialized if `filled` (every element is
+    written later), else filled with `value`."""
     return empty(like, shape, dtype) if filled else like.new_full(shape, value, dtype=dtype)
 
 
 def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yields runs of adjacent chunks among the `chosen` ones as indices of a tensor's first two axes."""
+    """Yields (batch index, slice of tokens) for each run of `chosen` chunks that are adjacent in memory."""
     batch, start, end = chunks.batch[chosen], chunks.start[chosen], (chunks.start + chunks.count)[chosen]
     order = np.lexsort((start, batch))
     batch, start, end = batch[order], start[order], end[order]
@@ -377,8 +389,8 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """Returns a view of a bias or blocked matrix for the pairs `met`, with the rows of chunks and the keys of unsharded
-    sequences."""
+    """Returns a view of a bias or blocked matrix, one block for each of the pairs `met`: the rows of its row chunk and
+    the keys of its key chunk; size-1 axes broadcast."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -397,7 +409,8 @@ def _operands(
     results: tuple[Tensor, Tensor, Tensor],
     layer: np.ndarray | None = None,
 ) -> Operands:
-    """Returns the operands of pairs; results: out, max and sum, in layers if a forward writes them."""
+    """Returns the operands of the pairs `met` for a back end; results: memory of out, max and sum; layer: for each
+    pair, the index on the first axis of `results`; None: the results have no axis of layers."""
     of_rows, of_keys = rows.chunks.view, keys.chunks.view
     out, max_, sum_ = results[0], *(t[..., None] for t in results[1:])
     given: dict[str, Any] = {}

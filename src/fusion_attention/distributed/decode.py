@@ -85,8 +85,8 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns decode_attention()'s results from arguments by parameter name, `args`; the other
-    parameters are its own."""
+    """Returns what decode_attention() returns: out, or (out, lse). args: the tensors and options of decode_attention()
+    by parameter name; the other parameters are the same as there."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -138,9 +138,10 @@ def attend(
 
 
 def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
-    """Raises ContractError for invalid arguments of the call of all ranks, as one process does.
+    """Raises ContractError if the call that all ranks make together is invalid, with the error that one process would
+    raise.
 
-    heads: the number of all heads divided by the number of q's heads.
+    args: this rank's arguments by name. heads: the factor by which the ranks' heads exceed the heads of this rank's q.
     """
     lengths, q = cache.lengths(sequences), args["q"]
     failures = []
@@ -210,9 +211,10 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """Returns how many tokens of this rank are before each of the tokens `token` [sequences, rows] of their sequences.
+    """Returns int [sequences, rows]: how many of the tokens before token[b, row] of sequence b are stored on this rank.
 
-    pages: for each sequence, the indices of its pages on this rank. size: tokens of a page.
+    pages: for each sequence, the numbers of its pages that this rank stores (page n has tokens n * size and on). size:
+    tokens of a page.
     """
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
@@ -233,9 +235,10 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 
 def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
-    """Returns int64 [sequences, slots] on a device: the index in the unsharded sequence of each slot of this rank.
+    """Returns int64 [sequences, slots] on a device: for each token slot of this rank's pages, the position of its token
+    in the sequence.
 
-    pages, size: as in _here().
+    pages: for each sequence, the numbers of its pages on this rank (page n has tokens n * size and on).
     """
     result = np.zeros((len(pages), slots // size), np.int64)
     for row, local in zip(result, pages, strict=True):
@@ -244,8 +247,8 @@ def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.d
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
-    """Returns the columns of a mask or bias that belong to this rank's keys; place: their indices, from
-    _global_slots()."""
+    """Returns the columns of a mask or bias [..., keys] for this rank's keys, [B, N, S, slots]; place: int64 [B,
+    slots], the column of each slot. A last axis of size 1 broadcasts, and is returned as it is."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -259,16 +262,17 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 
 
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a hash of sequences and lengths, 4 bytes on a device, which is sent with every result.
+    """Returns a CRC32 of the sequences and their lengths, uint8 [4] on a device, which a rank appends to each result.
 
-    Ranks compare it at every call, because lengths change with every token.
+    The receiver compares it with its own in every call, because lengths change with every token.
     """
     text = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
     return torch.tensor([zlib.crc32(text) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises GroupError if the hash at the end of a rank's bytes, `parts`, differs from this rank's, `mark`."""
+    """Raises GroupError if some rank decodes other sequences or lengths: its bytes in `parts` do not end in `mark`,
+    this rank's result of _mark()."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"
@@ -281,5 +285,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _heads_last(rows: Tensor, layout: str) -> Tensor:
-    """Converts between [B, S1, N1, Dv] and a layout; the conversion is its own inverse."""
+    """Converts [B, S, N, D] to a layout, or back: BSND is returned as it is, other layouts swap axes 1 and 2."""
     return rows if layout == "BSND" else rows.transpose(1, 2)

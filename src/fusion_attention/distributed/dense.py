@@ -148,7 +148,8 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options that only calls over several ranks have."""
+    """The options of attention() that only a sharded call has; shape: the number of ranks along each dimension of the
+    group."""
 
     schedule: str
     shape: tuple[int, ...]
@@ -159,7 +160,7 @@ class _Options:
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (out, max, sum) of this rank's rows, with statistics as in fusion_attention.attention.
 
-    args: arguments by canonical name. ranks: the group.
+    args: this rank's arguments by parameter name. ranks: the group. backend: the back end's name.
     """
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
@@ -191,7 +192,8 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """Returns the arguments of the unsharded call, from those of this rank's, `args`; its tensors have no memory."""
+    """Returns the arguments of the unsharded call, derived from this rank's arguments `args`; tensors are meta tensors,
+    without memory."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -208,9 +210,11 @@ def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[st
 
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
-    """Returns the tokens of the unsharded query and key tensors; None if the arguments `args` do not determine them.
+    """Returns the numbers of tokens of the unsharded query and key tensors; None for one that the arguments do not
+    determine.
 
-    token: axis of tokens in the layout. packed: it is packed.
+    token: index of the axis of tokens in the layout. packed: True for a packed layout, whose lengths determine the
+    tokens.
     """
     if packed:
         if options.tokens is not None:
@@ -243,7 +247,8 @@ def _sum(lengths: Any) -> int | None:
 
 
 def _blank(value: Any, axis: int, size: int | None) -> Any:
-    """Returns a tensor without memory and with another size along an axis; other values are unchanged."""
+    """Returns a meta tensor (no memory) like `value`, with `size` elements along `axis` (None: unchanged); values that
+    are not dense tensors are returned unchanged."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.dim() <= axis:
         return value
     shape = list(value.shape)
@@ -253,9 +258,10 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """Returns the settings that must agree on all ranks; a matrix's number of rows is excluded: it may be 1 or many.
+    """Returns name -> setting that all ranks must have in common: shapes, dtypes, lengths and options.
 
-    full_args: arguments of the unsharded call. bound: the checked ones.
+    full_args: arguments of the unsharded call. bound: the same after validation. The number of rows of a bias or
+    blocked matrix is left out, because it may be 1 on some ranks.
     """
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
@@ -270,7 +276,7 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """Returns the layouts of rows and keys of a lowered, unsharded call on the ranks."""
+    """Returns (layout of the query rows, layout of the keys) on the ranks, for an unsharded call `lowered`."""
     e = lowered.extents
     batch, token, _ = LAYOUTS[lowered.form.layout]
 
@@ -282,7 +288,8 @@ def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
 
 
 def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
-    """Returns the unsharded call for chunk_pairs.py, with this rank's copy of replicated tensors."""
+    """Returns the FullCall that chunk_pairs.py computes with: the unsharded call, with slopes and sink from this rank's
+    arguments `args`, and a seed that all ranks share."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
     slopes, sink = (to_float32(args[name], q) for name in ("alibi_slopes", "sink"))
     if slopes is not None:
@@ -296,7 +303,8 @@ def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
-    """Raises ValueError for a call that cannot be sharded, on every rank; sides: the result of _sides()."""
+    """Raises ValueError, on every rank alike, if the options or matrices of a call cannot be sharded by its schedule;
+    sides: the layouts of rows and keys on the ranks."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
@@ -317,8 +325,10 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
 
 
 def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
-    """Returns the error of this rank's shard in a valid call; empty if there is none; sizes: this
-    rank's rows and keys."""
+    """Returns a sentence if a tensor of this rank has another number of tokens than its shard must have, else "".
+
+    sizes: the numbers of query rows and of keys of this rank's shard.
+    """
     token = LAYOUTS[lowered.form.layout][1]
     for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
         for name in names:
@@ -338,7 +348,8 @@ def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: S
 
 
 class _Shared(torch.autograd.Function):
-    """The differentiable call; statistics have no derivative."""
+    """The autograd function of a sharded attention call: (out, max, sum) of this rank's rows; only out has a
+    derivative."""
 
     @staticmethod
     def forward(ctx: Any, m: ScheduleInputs, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
@@ -376,7 +387,8 @@ class _Shared(torch.autograd.Function):
 
 
 def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
-    """Returns the results of a schedule, or the gradients if `saved` is given."""
+    """Returns the forward results of the schedule `options.schedule` for this rank; if `saved` is given, (gradients,
+    gradient of the sink)."""
     gathered = options.schedule == "allgather"
     forward = schedules.gathered_forward if gathered else schedules.ring_forward
     backward = schedules.gathered_backward if gathered else schedules.ring_backward
@@ -389,7 +401,8 @@ def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, save
 
 
 def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns views of a rank's tensors, given in a layout in the order of _TENSORS, as [batch, tokens, heads, dim]."""
+    """Returns a rank's tensors, listed in the order of _TENSORS in a layout, as Rows and Keys of views [batch, tokens,
+    heads, dim]."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
@@ -401,7 +414,7 @@ def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[
 
 
 def _rows_of(t: Any, layout: str, count: int) -> Any:
-    """Returns [batch, tokens, heads, dim] of a tensor t in a layout, with `count` heads; None for None."""
+    """Returns a tensor t, given in a layout, as [batch, tokens, heads, dim] with `count` heads; None for None."""
     if t is None:
         return None
     batch, token, head = LAYOUTS[layout]
@@ -427,12 +440,14 @@ def _placement_rows(t: Tensor, layout: str) -> Tensor:
 
 
 def _placement(partial: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns partial results in a layout, with the axes of fusion_attention.attention."""
+    """Returns (out, max, sum) of `partial`, whose axes are [batch, tokens, heads, ...], in a layout; statistics have
+    the axes that fusion_attention.attention returns."""
     stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (partial.max, partial.sum))
     max_, sum_ = stats
     return _placement_rows(partial.out, layout), max_, sum_
 
 
 def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
-    """Returns a gradient in the layout and dtype of the tensor `like`; None if either is None."""
+    """Returns a gradient [batch, tokens, heads, dim] in the given layout and in the dtype of the tensor `like`; None if
+    either is None."""
     return None if gradient is None or like is None else _placement_rows(gradient.to(like.dtype), layout)

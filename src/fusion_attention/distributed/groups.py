@@ -42,7 +42,7 @@ class GroupError(RuntimeError):
 
 
 class Pending:
-    """Sends and receives that are not complete, and references to their memory.
+    """Sends and receives in progress, with references to their memory until they are complete.
 
     Leaving a `with` block waits for all data, also after an error, because an unfinished operation would break the
     connection for later calls.
@@ -95,8 +95,8 @@ class Group:
         return result
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
-        """Returns the mesh with this group along the first axis and another along the second; ranks: all its ranks, by
-        rows."""
+        """Returns the group of a two-dimensional mesh: this group runs along its first dimension, `other` along its
+        second. ranks: global numbers of all ranks, row by row."""
         if (other, ranks) not in self._meshes:
             self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
         return self._meshes[other, ranks]
@@ -147,7 +147,7 @@ class Group:
         return call
 
     def compare(self, text: str) -> list[str]:
-        """Returns the text of every rank, in the order of ranks.
+        """Exchanges a text with all ranks; returns the text of every rank, in the order of ranks.
 
         The group's store transports the texts, because it can report which ranks did not send one.
         """
@@ -167,7 +167,8 @@ class Group:
         return [store.get(key).decode() for key in keys]
 
     def backend(self, device: torch.device) -> str:
-        """Returns the back end of torch.distributed for a device; empty if there is none."""
+        """Returns the name of the torch.distributed back end ("gloo", "nccl") that serves a device; "" if there is
+        none."""
         try:
             config = dist.get_backend_config(self._data)
         except (*_FAILURES, TypeError) as error:  # the caller destroyed the group
@@ -176,7 +177,8 @@ class Group:
         return served.get(device.type, "" if served else config)
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> list[Any]:
-        """Posts sends and receives of bytes, pairs (rank of this group, tensor); tag: of all of them."""
+        """Starts sends and receives, each a list of (rank in this group, byte tensor), all with one tag; returns
+        torch's work objects."""
         operations = [
             dist.P2POp(what, tensor, self.ranks[rank], self._data, tag)
             for what, pairs in ((dist.irecv, receives), (dist.isend, sends))
@@ -200,7 +202,8 @@ class Call:
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
-        """Sets the key of the call's tags, so that a call never receives data of a call with another text or key."""
+        """Derives the key of this call's message tags from `text` and `key`; calls with other texts or keys never
+        receive its data."""
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
@@ -212,8 +215,8 @@ class Call:
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """Returns a GroupError with the call's function, rank and schedule; step: what was being
-        done; what: the error."""
+        """Returns a GroupError whose message has the call's function, rank and schedule, and the arguments: `step` (the
+        action that failed), `what` (the error) and `advice`."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -247,7 +250,8 @@ class Call:
                 raise self.error("before the first step", what, advice)
 
     def agree(self, words: tuple[tuple[str, str], ...], fault: str, advice: str = "") -> None:
-        """Compares the settings of all ranks; raises on every rank if they differ or a rank reports a fault."""
+        """Compares function and settings of all ranks; raises GroupError on every rank if they differ, or if a rank
+        reports a fault; words: (name, value) of each setting; fault: this rank's error, or ""."""
         message = json.dumps((self.function, words, fault))
         with self.reporting(_COMPARING):
             texts = self.group.compare(message) if self.world > 1 else [message]
@@ -281,10 +285,11 @@ class Call:
     def exchange(
         self, step: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
-        """Starts sends and receives, lists of (rank, tensor); received tensors must be contiguous.
+        """Starts sends and receives, lists of (rank, tensor), and returns them as a Pending; received tensors are
+        contiguous.
 
-        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data. step: what
-        they do, for errors, as in all methods of this class.
+        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data. step: a
+        description of the exchange, for error messages, as in all methods of this class.
         """
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
@@ -294,20 +299,21 @@ class Call:
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
     def derivative(self) -> Call:
-        """Returns a call for the gradients; a forward may be followed by several backwards."""
+        """Returns a call with tags of its own for a backward of this call, which may have several backwards."""
         call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.call_cache)
         call.begin(str(next(self._derivatives)), self._key)
         return call
 
     def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Sends a tensor to every rank and receives one of a given shape from each, in the order of ranks; this rank
-        receives the tensor that it sends to itself."""
+        """Sends sends[r] to each rank r, and returns a list of what rank r sent here, of shape shapes[r]. The tensor
+        for this rank itself is returned without a copy. step: names the exchange in errors."""
         return self.all_to_each(step, [(sends, shapes)])[0]
 
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """Does to_each() for several tensors in one step."""
+        """Exchanges several lists of tensors at once: `passing` has (sends, shapes) as for to_each(), and the result
+        has the received list for each."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [
@@ -321,18 +327,19 @@ class Call:
         return results
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors of all ranks, in order; sizes: the first axis of each."""
+        """Returns the tensors of all ranks, in the order of ranks; sizes: each rank's size on the first axis, the only
+        one that may differ. step: names the exchange in errors."""
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
 
     def of_first(self, step: str, value: int) -> int:
-        """Returns rank 0's `value` on every rank."""
+        """Returns rank 0's `value` on every rank; step: names the exchange in errors."""
         if self.group.axes:
             return self.along(1).of_first(step, self.along(0).of_first(step, value))
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of all ranks' tensors for this rank, in the order of ranks: deterministic; parts: one tensor
-        for each rank."""
+        """Sends parts[r] to each rank r, and returns the sum of the tensors received here, added in the order of ranks,
+        so that every run has the same bits."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
@@ -428,7 +435,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of tensors, computed in float32 or float64 and rounded once."""
+    """Returns the elementwise sum of tensors, computed in float32 (float64 for float64) and rounded once to their
+    dtype."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for shard in parts[1:]:

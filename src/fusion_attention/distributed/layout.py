@@ -35,7 +35,7 @@ class Layout:
 
     Attributes:
         lengths: tokens of each sequence.
-        ranks: the chunks of each rank, in local order; none is empty.
+        ranks: for each rank, its chunks (adjacent tokens of one sequence) in local order; no chunk is empty.
     """
 
     lengths: tuple[int, ...]
@@ -60,10 +60,9 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """Returns the layout of a schedule's sequences on a group of a shape: (ranks,), or (ring, ulysses) for
-    "ulysses+ring".
+    """Returns the distribution of sequences over the ranks of a group, by a schedule's name as in attention().
 
-    lengths: tokens of each sequence.
+    lengths: tokens of each sequence. shape: (ranks,), or (ring, ulysses) for "ulysses+ring".
     """
     if schedule == "ulysses":  # heads are divided, so only tokens need balance
         ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
@@ -83,7 +82,8 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 class _Shares:
-    """The chunks assigned to each rank, and the ranks' loads."""
+    """The chunks that layout_of() has assigned to each rank so far, and each rank's numbers of tokens and causal (row,
+    key) pairs."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
@@ -92,14 +92,13 @@ class _Shares:
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
     def load(self, rank: int) -> int:
-        """Returns a rank's load: the larger of its fractions of all tokens and of all causal pairs, as an integer.
-
-        Integers are equal on all ranks.
-        """
+        """Returns an integer to compare the loads of ranks: the larger of a rank's fractions of all tokens and of all
+        causal (row, key) pairs, times both totals."""
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:
-        """Assigns `count` chunks of a long sequence b: one to every rank, or an early and a late chunk."""
+        """Divides a long sequence b into `count` chunks: one for every rank, or, with two per rank, an early and a late
+        one."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
         tiles = -(-self.lengths[b] // CUT)
@@ -110,7 +109,8 @@ class _Shares:
         self._give(b, sizes, owners)
 
     def place(self, b: int) -> None:
-        """Assigns a short sequence b to one rank; one longer than a rank's average load is split."""
+        """Assigns a short sequence b to the rank with the lowest load; a sequence longer than the ranks' average is
+        split among several."""
         length, ranks = self.lengths[b], len(self.chunks)
         tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
         parts = min(tiles, parts)
@@ -118,7 +118,8 @@ class _Shares:
         self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
 
     def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
-        """Assigns chunks of sequence b, of these sizes in tiles of CUT tokens, to the ranks `owners`."""
+        """Assigns consecutive chunks of sequence b to the ranks `owners`; sizes: tiles of 64 tokens (CUT) of each
+        chunk."""
         first = 0
         for size, rank in zip(sizes, owners, strict=False):
             end = min(first + size * CUT, self.lengths[b])
@@ -129,7 +130,8 @@ class _Shares:
 
 
 def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Returns chunks, in order, with adjacent ones merged and without empty ones."""
+    """Returns the chunks sorted by sequence and position, with adjacent chunks of a sequence merged and empty ones
+    removed."""
     results: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.end > chunk.first):
         if results and results[-1].sequence == chunk.sequence and results[-1].end == chunk.first:
@@ -140,11 +142,13 @@ def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
-    """Divides chunks among `parts` ranks, in order, at multiples of CUT."""
+    """Divides a list of chunks into `parts` lists with about equal numbers of tokens, in order; sequences are divided
+    at multiples of 64 tokens (CUT)."""
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:
-        """Returns the first multiple of CUT at or after an equal division."""
+        """Returns the number of tokens before part `at`: its equal fraction of all, rounded up so that the sequence is
+        divided at a multiple of CUT."""
         wanted = -(-begins[-1] * at // parts)
         here = bisect.bisect_right(begins, wanted) - 1
         if here == len(chunks) or begins[here] == wanted:

@@ -13,10 +13,11 @@ _ROWS = 1024
 
 
 def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Returns a description of the first entry that is neither -1 nor a block of its sequence; "" if all are valid.
+    """Returns a description of the first list entry that is neither -1 nor a block of its sequence; "" if all are
+    valid.
 
-    indices: lists [rows, heads, entries] of this rank. segments: its rows. kv_len: keys of each sequence. block: keys
-    of a block.
+    indices: block numbers [rows, heads, entries] of this rank. segments: the sequence ranges of these rows. kv_len:
+    keys of each sequence. block: keys of a block.
     """
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
@@ -41,18 +42,20 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the lists of all rows, restricted to the blocks that overlap given segments of keys, in order.
+    """Returns the lists of all rows, restricted to the blocks that overlap this rank's `segments` of keys, order
+    unchanged.
 
     Args:
-        sharded: the call.
+        sharded: the call of all ranks.
         segments: segments of this rank's keys.
-        indices: flat lists of all rows.
+        indices: block numbers [rows of all ranks, heads, entries], -1 for none.
         block: keys of a block.
         beside: a number for each entry, in the shape of indices, or None.
-        own_count: True if entries count from the segment's first key; requires one segment per sequence and block 1.
+        own_count: True: returned entries count from the segment's first key, not from the sequence's; requires block 1
+            and one segment per sequence.
 
     Returns:
-        (lists padded with -1, the numbers of their entries padded with 0; empty without `beside`).
+        (lists padded with -1, the numbers of their entries padded with 0; the second is empty without `beside`).
     """
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]

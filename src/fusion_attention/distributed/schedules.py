@@ -40,16 +40,16 @@ class Side:
     packed: bool
 
     def chunks(self, rank: int) -> Chunks:
-        """Returns the chunks of a rank, positioned as in its tensors."""
+        """Returns a rank's chunks with their positions in the sequences and in the rank's local tensors."""
         return _chunks(self.placement.ranks[rank], self.lengths, self.packed)
 
     def all(self) -> Chunks:
-        """Returns each sequence in one chunk, positioned as in gathered tensors."""
+        """Returns one chunk per sequence, with its position in tensors that have the tokens of all ranks."""
         full = tuple(Chunk(b, 0, n) for b, n in enumerate(self.placement.lengths))
         return _chunks(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
-        """Returns the layout with `columns` adjacent ranks merged into one."""
+        """Returns the layout for a group with fewer ranks: each run of `columns` adjacent ranks counts as one rank."""
         ranks = self.placement.ranks
         parts = (joined(itertools.chain(*ranks[at : at + columns])) for at in range(0, len(ranks), columns))
         return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
@@ -100,7 +100,7 @@ class ScheduleInputs:
 
 
 def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Gathers all keys on every rank and computes this rank's rows over them, in the order of one process.
+    """Gathers the keys of all ranks, and returns out and statistics of this rank's rows, with the bits of one process.
 
     m: the schedule's inputs, as in all functions of this module.
     """
@@ -110,7 +110,8 @@ def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns the gradients: keys' are summed over ranks in order, or (deterministic) computed from all rows."""
+    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows). Gradients of keys are
+    summed over ranks in order, or, if m.deterministic, computed here from the rows of all ranks."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -124,9 +125,10 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from all rows, with their `saved` results, rounded as in one process.
+    """Returns the gradients of this rank's keys from the rows of all ranks, with the bits of one process.
 
-    One chunk of each sequence is computed at a time, so that no gradient is a partial sum.
+    rows, saved: of all ranks, gathered. keys: of this rank; one chunk of each sequence is computed at a time, so that
+    no gradient is a sum of rounded parts.
     """
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
@@ -156,7 +158,8 @@ def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
 
 
 def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """Gathers all rows with the inputs of their backward; matrices are exchanged with rows as their first axis."""
+    """Returns (rows, saved) of all ranks, from those of this rank; a bias or blocked matrix with one row for all tokens
+    is not exchanged."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -166,9 +169,9 @@ def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Sav
 
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Gathers tensors [batch, tokens, ...] from the shards of all ranks; None for None.
+    """Returns tensors [batch, tokens of all ranks, ...], in sequence order, from this rank's shards; None for None.
 
-    step: what is done, for errors. placement: the layout of tokens on ranks.
+    step: names the exchange in errors. placement: the layout of tokens on ranks.
     """
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
@@ -192,8 +195,8 @@ def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns this rank's shard of gathered tensors of keys, summed over ranks in order; step: what is done, for
-    errors."""
+    """Sums tensors [batch, tokens of all ranks, ...] over ranks, in the order of ranks, and returns this rank's shard
+    of each sum; None for None. step: names the exchange in errors."""
     placement, call = m.keys.placement, m.call
     starts = np.cumsum((0, *placement.lengths)).tolist()
 
@@ -224,9 +227,10 @@ def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
 
 
 def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Circulates keys: a rank computes with its keys, then with the previous rank's keys, and so on.
+    """Returns the attention of this rank's rows while keys circulate: first with its own keys, then with those of the
+    rank before it, and so on.
 
-    Results are merged in this order. The next keys are received during the computation.
+    Partial results are merged in this order. The next keys are received during the computation.
     """
     call = m.call
     if call.world == 1:
@@ -255,7 +259,8 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Circulates keys again, followed by their gradients in float32, to which every rank adds its contribution.
+    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows): keys circulate as in the
+    forward, and their float32 gradients follow them from rank to rank.
 
     A rank adds the contribution of its rows to its keys last, so gradients need as many transfers as keys.
     """
@@ -301,13 +306,14 @@ def _met(m: ScheduleInputs, rows: Rows, source: int) -> Pairs:
 
 
 def _block(keys: Keys) -> list[Tensor]:
-    """Returns the tensors of keys that are sent to the next rank."""
+    """Returns the contiguous tensors [k, v, k_rope] of keys that the ring sends to the next rank; no k_rope if it is
+    None."""
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
 def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
-    """Sends a block of keys to the next rank and receives one from the previous rank, in iteration
-    `step` of the ring."""
+    """Starts iteration `step` of the ring: sends `block` to the next rank; returns (memory of the previous rank's
+    block, the Pending transfer), nothing in the last iteration."""
     call = m.call
     if step == call.world - 1:
         return [], Pending(call, "", [], [])
@@ -322,9 +328,10 @@ def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list
 def _pass_on(
     m: ScheduleInputs, what: str, added: list[Tensor], block: list[Tensor], some: bool
 ) -> tuple[list[Tensor], Pending]:
-    """Sends `added`, gradients of keys, to the next rank and receives those of a block from the previous rank.
+    """Sends `added`, gradients of keys, to the next rank; returns (memory of those from the previous rank, the Pending
+    transfer).
 
-    what: what is done, for errors. some: False: nothing is sent.
+    what: names the transfer in errors. block: tensors with the shapes to receive. some: False: nothing is sent.
     """
     call = m.call
     if not some:
@@ -335,7 +342,7 @@ def _pass_on(
 
 
 def _add(total: Gradients, more: Gradients) -> None:
-    """Adds the gradients of rows in `more` to those in `total`."""
+    """Adds dq, dq_rope and dbias of `more` to those of `total`, in place; gradients of keys are not added."""
     for name in ("dq", "dq_rope", "dbias"):
         ours, theirs = getattr(total, name), getattr(more, name)
         if ours is not None:

@@ -34,7 +34,8 @@ PACKED = "TND"
 
 @dataclass(frozen=True, eq=False)
 class Placed(Extents):
-    """Extents of sequences that are not contiguous; q_start and kv_start are their first tokens."""
+    """Extents (lengths and bands) of sequences anywhere in their tensors; q_start, kv_start: int64 [sequences], the
+    index of each sequence's first row and first key."""
 
     q_start: np.ndarray = None  # type: ignore[assignment]
     kv_start: np.ndarray = None  # type: ignore[assignment]
@@ -85,7 +86,8 @@ class Side:
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
-        """The segments in rounds with at most one segment per sequence, so that a round writes no gradient twice."""
+        """This rank's segments in groups with at most one segment per sequence, so that one call on a group writes no
+        gradient of a key twice."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for segment in self.segments:
@@ -96,25 +98,28 @@ class Side:
         return results or [[]]
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor with its tokens, of this rank or of all ranks, on one axis."""
+        """Returns a tensor with one axis of tokens: padded [B, S, ...] becomes [B * S, ...], packed [T, ...] stays."""
         return tensor.flatten(0, 1) if self.padded else tensor
 
     def unflattened(self, tensor: Tensor) -> Tensor:
-        """Returns a flat tensor with its original axes; the inverse of flat()."""
+        """Returns a tensor [tokens, ...] with the axes of the call: [B, S, ...] if it is padded, else unchanged; the
+        inverse of flat()."""
         if not self.padded:
             return tensor
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
-        """Gathers `tensor`, flat tokens of this rank, from all ranks."""
+        """Returns the tokens of all ranks, [tokens of all ranks, ...], from this rank's `tensor` [tokens of this rank,
+        ...]."""
         return self.flat(gathered(self.unflattened(tensor), call, self.placement, int(self.padded)))
 
     def local(self, full: Tensor) -> Tensor:
-        """Returns this rank's part of `full`, flat tokens of all ranks."""
+        """Returns this rank's shard [tokens of this rank, ...] of `full` [tokens of all ranks, ...]."""
         return self.flat(shard_of(self.unflattened(full), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
-        """Returns this rank's part of `full`, flat tokens of all ranks, summed over ranks in order."""
+        """Sums `full` [tokens of all ranks, ...] over ranks, in the order of ranks, and returns this rank's shard of
+        the sum."""
         parts = (
             shard_of(self.unflattened(full), self.placement, rank, int(self.padded))
             for rank in range(len(self.placement.ranks))
@@ -145,18 +150,20 @@ class ShardedCall:
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the call of some of this rank's rows.
+        """Returns the lowered call of the rows in `segments`, over all keys of their sequences.
 
         Args:
-            tensors: flat rows of this rank, and flat keys of all ranks.
+            tensors: by name: rows of this rank and keys of all ranks, with one axis of tokens.
+            segments: segments of this rank's rows.
         """
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the call of the rows of all ranks over the keys of segments; a segment's first key is key 0.
+        """Returns the lowered call of the rows of all ranks over the keys in `segments`; a segment's first key is key
+        0.
 
         Args:
-            tensors: flat queries of all ranks, and flat keys of this rank.
+            tensors: by name: queries of all ranks and keys of this rank, with one axis of tokens.
             segments: segments of this rank's keys, at most one per sequence.
         """
         e: Extents = self.full.extents
@@ -167,7 +174,8 @@ class ShardedCall:
         return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
 
     def everything(self, tensors: Given) -> Any:
-        """Returns the call of all rows; tensors: flat, of all ranks."""
+        """Returns the lowered call of all rows over all keys; tensors: those of all ranks by name, with one axis of
+        tokens."""
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
@@ -179,7 +187,8 @@ class ShardedCall:
         return replace(self.full, **changes)
 
     def run(self, call: Lowered, float32_results: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Computes a lowered call; results named in `float32_results` are at least float32."""
+        """Computes a lowered call and returns its results by name; those named in `float32_results` are allocated in
+        float32 or wider."""
         results = call.results()
         for name in results.keys() & set(float32_results):
             t = results[name]
@@ -188,8 +197,8 @@ class ShardedCall:
         return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Gathers those of `tensors`, this rank's flat tensors by name, that `names` lists, from all ranks in one
-        exchange; flat."""
+        """Gathers this rank's tensors of keys named `names` from all ranks in one exchange; returns name -> [tokens of
+        all ranks, ...], None for absent tensors."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
         widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
         packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
@@ -200,17 +209,18 @@ class ShardedCall:
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Gathers `tensors`, this rank's flat rows by name, from all ranks; flat."""
+        """Gathers `tensors`, this rank's rows [tokens, ...] by name, from all ranks; returns name -> [tokens of all
+        ranks, ...]."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
 class Sums:
-    """Gradients of several rounds: each row is written once, keys are summed in float32 over rounds and ranks.
+    """Collects the gradients of several rounds: rows are assigned, because a round has other rows; keys are summed.
 
     Args:
         sharded: the call.
-        rows: names of the gradients of rows.
-        dtype: dtype of the gradients of keys.
+        rows: names of the gradients of rows; all others are gradients of keys.
+        dtype: dtype to which keys() converts the sums.
     """
 
     def __init__(self, sharded: ShardedCall, rows: Sequence[str], dtype: torch.dtype) -> None:
@@ -219,7 +229,7 @@ class Sums:
         self._keys: dict[str, Tensor] = {}
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of one round, by name; segments: its rows."""
+        """Adds one round's gradients `results`, by name; segments: the rows of this rank that the round computed."""
         for name, tensor in results.items():
             if name not in self._names:
                 self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
@@ -231,14 +241,14 @@ class Sums:
                     self.rows[name][tokens] = tensor[tokens]
 
     def scaled(self, factor: Tensor) -> Sums:
-        """Returns the sums times a factor."""
+        """Returns a new Sums with all gradients, of rows and of keys, multiplied by a factor."""
         result = Sums(self.sharded, self._names, self._dtype)
         result.rows = {name: t * factor for name, t in self.rows.items()}
         result._keys = {name: t * factor for name, t in self._keys.items()}
         return result
 
     def keys(self) -> dict[str, Tensor]:
-        """Returns the gradients of this rank's keys, summed over ranks in one exchange."""
+        """Sums the gradients of keys over ranks in one exchange; returns name -> gradient of this rank's keys."""
         widths = [t.shape[1:].numel() for t in self._keys.values()]
         packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
         split = self.sharded.kv.summed(self.sharded.call, packed).split(widths, 1)
@@ -310,7 +320,9 @@ def make_sharded_call(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Returns the numbers of tokens of the unsharded queries and keys, from the arguments; bind() reports errors."""
+    """Returns [tokens of the unsharded queries, of the unsharded keys]; names: the query and the key argument; tokens:
+    S, (S1, S2), or None for `ranks` times the local tokens. Invalid tensors or lengths give 0, and bind() reports them
+    later."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
@@ -334,7 +346,8 @@ def _total(lengths: Any) -> int:
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of a call, without the content of tensors and without a rank's number of tokens."""
+    """Returns name -> setting that ranks compare: options, and the shapes and dtypes of tensors; along: names of the
+    tensors with an axis of tokens, whose size is left out, because ranks may differ in it."""
     results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
@@ -353,7 +366,8 @@ def _axis(name: str, layout: str) -> int:
 
 
 def _full_args(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
-    """Returns the arguments of the unsharded call; its tensors have no memory."""
+    """Returns this rank's arguments `args` with every tensor replaced by a meta tensor of the unsharded size; counts:
+    for a tuple of argument names, their tokens on all ranks."""
     results = dict(args)
     for names, count in counts.items():
         for name in names:
@@ -369,7 +383,8 @@ def _full_args(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> 
 
 
 def returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
-    """Returns gradients in the order of a Function's arguments, None if not needed."""
+    """Returns gradients (a dict by input name) as autograd.Function.backward() must: first None for the `before` inputs
+    without a derivative, then one for each of `names`, None for inputs that need no gradient."""
     wanted = ctx.needs_input_grad[before:]
     result = (gradients.get(name) if need else None for name, need in zip(names, wanted, strict=True))
     return (*(None,) * before, *result)

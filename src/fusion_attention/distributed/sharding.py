@@ -68,9 +68,9 @@ def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
 
 
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
-    """Returns a group and the layout of a schedule's sequences on it; function: the caller's name, for errors.
+    """Returns (the group, the distribution of tokens over its ranks); function: the caller's name, for errors.
 
-    lengths: tokens of each sequence, or of one.
+    lengths: tokens of each packed sequence, or the one length of padded sequences.
     """
     ranks = group_of(group)
     return ranks, layout_of(schedule, _lengths(function, lengths), shape_of(function, ranks, schedule))
@@ -185,10 +185,8 @@ class _Unshard(torch.autograd.Function):
 
 
 def summed_shards(call: Call, parts: list[Tensor]) -> Tensor:
-    """Returns the sum over ranks of the tensors for this rank; on a mesh along a row, then along the column.
-
-    parts: this rank's tensor for each rank.
-    """
+    """Sends parts[r] to each rank r, and returns the sum of the tensors received here; on a mesh, sums run along a row
+    first, then along the column."""
     if call.world == 1:
         return parts[0]
     if not call.group.axes:

@@ -250,7 +250,7 @@ def indexer_loss(
 
 
 def _eager(function: str, args: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError in a trace, which would contain the results of one communication as constants."""
+    """Raises NotImplementedError if a call is traced, because the trace would store received data as constants."""
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
             f"fusion_attention: distributed.{function}: calls of several ranks cannot be traced: exclude them from "
@@ -259,7 +259,8 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """Returns further settings that ranks compare: deterministic, and the inputs that need a gradient."""
+    """Returns name -> setting that ranks must have in common: `deterministic`, and which of the inputs `trained` need a
+    gradient."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
@@ -267,7 +268,8 @@ def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[st
 def _flat(
     sharded: ShardedCall, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]
 ) -> dict[str, Tensor | None]:
-    """Returns this rank's tensors by name with tokens on one axis; rows, keys: names of both kinds."""
+    """Returns this rank's tensors by name, each with one axis of tokens; rows, keys: names of the tensors along queries
+    and along keys; None for absent ones."""
     results: dict[str, Tensor | None] = {}
     for side, names in ((sharded.q, rows), (sharded.kv, keys)):
         results |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
@@ -287,7 +289,8 @@ def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor 
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """Returns [B, N1, S1] or [T1, N1] from statistics max_ and sum_ with CANN's axes in a layout."""
+    """Returns lse = max + log(sum) as [B, N1, S1], or [T1, N1] in layout "TND", from statistics with the axes [B, N2,
+    S1, G], or [N2, T1, G]."""
     lse = max_ + sum_.log()
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
@@ -296,7 +299,8 @@ def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
 
 
 class _Indexer(torch.autograd.Function):
-    """The autograd function of indices and values of flat rows; values have a derivative."""
+    """The autograd function of lightning_indexer() on this rank's rows, with one axis of tokens: (indices, values);
+    values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +345,8 @@ def _indexer_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd function of out and statistics of flat rows; out has a derivative."""
+    """The autograd function of sparse_attention() on this rank's rows, with one axis of tokens: (out, max, sum); out
+    has a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -397,10 +402,10 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys from all rows, in the order of one process.
+    """Returns the gradients of this rank's keys, computed from the rows of all ranks with the bits of one process.
 
-    given: this rank's flat tensors by name. full: the same with the keys of all ranks. dout: of this rank's rows.
-    saved: their results.
+    given: this rank's tensors by name. full: the same with the keys of all ranks. dout: the gradient of this rank's
+    out. saved: (out, max, sum) of this rank's rows.
     """
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] are exchanged with rows first.

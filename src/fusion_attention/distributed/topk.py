@@ -35,7 +35,8 @@ def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Merged(torch.autograd.Function):
-    """The autograd function of merged indices and values of flat rows; values have a derivative."""
+    """The autograd function of lightning_indexer(merge_topk=True) on this rank's rows: (indices, values), merged from
+    the selections of all ranks; values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,8 @@ class Merged(torch.autograd.Function):
 
 
 def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Returns the indexer's inputs by name, from its differentiable ones in order."""
+    """Returns the indexer's inputs by name, from its differentiable inputs in the order of indexer.DIFFERENTIABLE; the
+    block table is None."""
     return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 
@@ -88,8 +90,8 @@ def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Te
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Returns best() of the candidates of several ranks or rounds: the `count` largest of indices and values [rows,
-    heads, n]."""
+    """Concatenates candidates [rows, heads, n] of several ranks or rounds, and returns (indices, values) of the `count`
+    largest values of each row."""
     best_pairs = []
     for at in range(0, max(len(indices[0]), 1), _TOGETHER):
         some, more = (torch.cat([t[at : at + _TOGETHER] for t in offers], -1) for offers in (indices, values))
@@ -98,7 +100,8 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchanges candidates, indices and values of all rows; returns the best candidates of this rank's rows."""
+    """Sends each rank the candidates (indices, values [rows of all ranks, heads, count]) of its rows; returns the best
+    of those that this rank receives, for its own rows."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     full = side.unflattened(offers)

@@ -53,7 +53,8 @@ class Heads:
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
-        """Divides the heads of a call over the ranks of a line; `rest` are the ranks of the inner schedule."""
+        """Returns the Heads of a call `m`: line: the ranks among which heads are divided; rest: the ranks of the inner
+        schedule, each with all tokens of its line."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -73,14 +74,16 @@ class Heads:
         return cls(line, of_q, of_kv, rows, keys, inner)
 
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
-        """Returns the results of this rank's tokens and all heads."""
+        """Exchanges tokens for heads, calls compute() for this rank's heads, and exchanges back: returns out and
+        statistics of this rank's tokens and all heads."""
         partial = compute(self.inner, *self._given(rows, keys))
         out, max_, sum_ = self._back("returning results", [partial.out, partial.max[..., None], partial.sum[..., None]])
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
-        """Returns the gradients of this rank's tokens and all heads; for a bias that rows share, and for sinks, the
-        contribution of this rank's heads."""
+        """Exchanges as forward() does; returns (gradients of this rank's tokens and all heads, gradient of the
+        sink). Those of a sink and of a bias that rows share contain this rank's heads only: their sum over ranks is
+        complete."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
         dout, out, max_, sum_ = self._taken("exchanging gradients", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
@@ -99,7 +102,8 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Returns all tokens of the line for this rank's heads, from all heads of this rank's tokens."""
+        """Exchanges this rank's tokens with all heads for all tokens of the line with this rank's heads; returns the
+        latter as (rows, keys)."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -120,7 +124,8 @@ class Heads:
         return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
-        """Returns the heads of each rank in a matrix, which may have one for all."""
+        """Returns the range [first, end) of heads that each rank needs of a matrix; (0, 1) if one head of the matrix
+        serves all."""
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
@@ -148,14 +153,14 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Returns results or gradients of rows, tensors of _taken()'s second form, to their ranks; the inverse of
-        _taken()."""
+        """Exchanges tensors [batch, all tokens, local heads, dim] of rows for [batch, local tokens, all heads, dim];
+        the inverse of _taken(). step: names the exchange in errors."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """Returns gradients of keys, tensors of _taken()'s second form, to their ranks; those of a head from several
-        ranks are added in order."""
+        """Exchanges gradients [batch, all tokens, local heads, dim] of keys for [batch, local tokens, all heads, dim];
+        several ranks' gradients of one head are added in the order of ranks. step: names the exchange in errors."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:
@@ -181,7 +186,7 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """Returns this rank's values at its heads along `axis`, zeros at others."""
+        """Pads a tensor with this rank's query heads along `axis` by zeros to all query heads."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

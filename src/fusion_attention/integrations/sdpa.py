@@ -94,7 +94,8 @@ class patched(Counted):
 
 
 def _wrapper(layer: Layer) -> Any:
-    """Makes a scaled_dot_product_attention() that falls back to the function which it replaces, layer.below."""
+    """Returns a scaled_dot_product_attention() computed by this library; calls that it does not support go to
+    layer.below, the function that the patch replaces."""
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -125,7 +126,7 @@ def _ours(
 ) -> Tensor | None:
     """Returns the result computed by attention(), or None if torch must compute or reject the call.
 
-    The arguments are those of scaled_dot_product_attention(); grouped: its enable_gqa.
+    mask, grouped: the arguments attn_mask and enable_gqa of scaled_dot_product_attention(); others have its names.
     """
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
         return None
@@ -191,7 +192,8 @@ def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
-    """Returns q, k, v as [B, N, S, E] with broadcast heads, and the leading axes; None if the shapes do not fit.
+    """Returns (q, k, v as [B, N, S, E] with broadcast heads, the leading axes of the result); None if the shapes do not
+    fit.
 
     grouped: True if key and value may have fewer heads than query (enable_gqa).
     """
@@ -230,7 +232,7 @@ def _batched(
 
 
 def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
-    """True if a mask has a supported dtype and broadcasts to the scores, whose shape is `shape`."""
+    """True if attention() can use a mask: it is bool or of q's dtype, and broadcasts to the scores' `shape`."""
     return (
         type(mask) in _TENSOR_TYPES
         and mask.dtype in (torch.bool, q.dtype)
@@ -240,17 +242,17 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _same_lengths(one: Any, other: Any) -> bool:
-    """True if two nested tensors, `one` and `other`, have equal lengths; in a trace, if both have
-    one symbol for them."""
+    """True if two nested tensors have equal sequence lengths; in a trace only if both have the same symbolic length."""
     if one.shape[2] == other.shape[2]:
         return True
     return not torch.compiler.is_compiling() and torch.equal(one.offsets(), other.offsets())
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """Computes nested tensors [B, N, j, E] with contiguous rows as packed sequences; None if torch must do it.
+    """Returns the attention of nested tensors [B, N, j, E] with contiguous rows, computed as packed sequences; None if
+    torch must compute it.
 
-    grouped: as in _batched(). how: further arguments of attention().
+    grouped: True if key and value may have fewer heads. how: further arguments of attention().
     """
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):

@@ -23,7 +23,8 @@ _CAUSAL = Band.causal()
 
 
 class Index(NamedTuple):
-    """Query rows of an indexer, and its keys before pooling with their rotary angles, in the order of the calls."""
+    """An indexer's query rows q and its keys before pooling (raw), with the rotary angles cos and sin of all keys;
+    padding is removed or last."""
 
     q: Tensor  # [..., heads, D]
     raw: Tensor  # [..., 1, D]
@@ -41,7 +42,7 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Returns (a layer's output [B, S, hidden], None).
+    """Computes the forward of a Qwen4 attention layer; returns (output [B, S, hidden], None).
 
     Args:
         code: transformers' modeling module of the family, which has the rotary function.
@@ -103,7 +104,8 @@ def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cac
 
 @torch.no_grad()
 def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[str, Any]) -> Tensor:
-    """Returns the block numbers that each row reads, [..., 1, block_topk + 1]: chosen blocks and the incomplete one.
+    """Returns the block numbers that each row reads, [..., 1, block_topk + 1]: the chosen blocks, and the block that
+    the row's own token does not complete; -1 for none.
 
     Args:
         code: transformers' modeling module of the family.
@@ -149,10 +151,11 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
 def _attend(
     code: ModuleType, module: Any, sequences: Sequences, rows: Any, index: Index | None, first: int | None
 ) -> Tensor:
-    """Returns the attention output of all rows, (q, k, v) in the form of the operators' calls, [..., N, D].
+    """Returns the attention output [..., N, D] of rows = (q, k, v), which have no padding between tokens.
 
-    The first `first` rows of every sequence (None: all rows) read all visible keys, other rows the chosen blocks. code,
-    module, sequences: as in _index(), whose result is `index`.
+    The first `first` rows of every sequence (None: all rows) read all visible keys, later rows the blocks that the
+    indexer chooses. code: transformers' modeling module. module: the layer. sequences: the call's. index: the indexer's
+    operands.
     """
     q, k, v = rows
     how: dict[str, Any] = {"scale": module.scaling}

@@ -43,8 +43,8 @@ class Call(NamedTuple):
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
-        """Returns int64 [n], the position of the first of the `ratio` tokens of each compressed key that the call
-        completes."""
+        """Returns int64 [n]: for each compressed key that this call completes, the position of the first of the `ratio`
+        tokens that it pools."""
         device = self.positions.device
         if self.lengths is None:
             first = (self.tokens - len(self.positions)) // ratio
@@ -52,8 +52,8 @@ class Call(NamedTuple):
         return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
 
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
-        """Returns the layout and length arguments of lightning_indexer(); batch: number of items; ratio: tokens of a
-        compressed key."""
+        """Returns the arguments of lightning_indexer() that describe lengths: layout, q_len, kv_len (packed sequences
+        only) and residual. batch: number of items; ratio: tokens of a compressed key."""
         if self.lengths is not None:
             kv_len = [n // ratio for n in self.lengths]
             return {
@@ -76,7 +76,7 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Returns (a layer's output [B, S, hidden], None).
+    """Computes the forward of a DeepSeek-V4 attention layer; returns (output [B, S, hidden], None).
 
     Args:
         code: transformers' modeling module of the family, which has the rotary function.
@@ -104,8 +104,8 @@ def forward(
 
 
 def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
-    """Returns the sequences of a call: rows [B, S, ...], and the mask, position_ids, cache and further arguments of
-    forward()."""
+    """Returns the Call that describes the sequences of rows [B, S, ...]; mask, position_ids, cache and others are
+    forward()'s arguments. Raises ValueError for packed sequences with a cache."""
     lengths = _lengths(rows, mask, position_ids, others, cache)
     first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     tokens = first + rows.shape[1]
@@ -134,7 +134,8 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute a call of `layer`; "" if it can. given: its arguments by name."""
+    """Returns the reason why forward() cannot compute a call of `layer`, or "". given: the arguments of the layer's
+    forward by name."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -238,8 +239,10 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
     """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization.
 
     Args:
-        compressor, name, call, overlap: as in _entries().
+        compressor: the module with kv_proj, gate_proj and position_bias. name: "compressor" or "indexer", in the cache.
+        call: the sequences of the call.
         kv, gate: outputs of kv_proj and gate_proj for the tokens to pool, [B, tokens, D], 2 * D with overlap.
+        overlap: True if a window also pools the tokens of the previous one.
     """
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
@@ -265,9 +268,11 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the indexer's (rows, keys, weights), or None if not `used`; the cache stores the keys in both cases.
+    """Returns the indexer's (rows, keys, weights of heads), or None if not `used`; the cache stores the keys in both
+    cases.
 
-    inputs: as in _attend(). trains: computes gradients of the indexer's parameters.
+    inputs: (hidden states, latent queries, position_ids) of the layer. used: True if some row reads chosen keys.
+    trains: True to record gradients of the indexer's parameters.
     """
     if call.cache is None and not used:
         return None
@@ -302,7 +307,7 @@ class LossOperands(NamedTuple):
 
 
 def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, real: Tensor | None) -> Tensor:
-    """Returns the indexer's loss, the mean over tokens, as nn.CompressedAttention defines it.
+    """Returns the indexer's loss, the mean over tokens of KL(attention's probabilities || the indexer's softmax).
 
     Args:
         module: the layer.

@@ -23,7 +23,8 @@ _CAUSAL = Band.causal()
 
 
 class Latents(NamedTuple):
-    """Query rows and keys of a layer, in the order of the calls."""
+    """A layer's query rows (q without and q_rope with rotation), and its keys: latents and k_rope; padding is removed
+    or last."""
 
     q: Tensor  # [..., N, nope]
     q_rope: Tensor  # [..., N, rope]
@@ -32,7 +33,7 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Query rows, keys and head weights of an indexer, in the order of the calls."""
+    """An indexer's query rows q, keys k and head weights; padding is removed or last."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +53,8 @@ def forward(
     prev_topk_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (a layer's output [B, S, hidden], the chosen keys for later layers without an indexer).
+    """Computes the forward of a layer; returns (output [B, S, hidden], the chosen keys, for later layers without an
+    indexer).
 
     Args:
         rotate, rotate_index: the rotary functions of the layer and of its indexer.
@@ -87,7 +89,8 @@ def forward(
 
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
-    """Returns how many first rows of every sequence read all their visible keys; None: all rows do.
+    """Returns the number n of rows at the start of every sequence that read all their visible keys, no chosen ones;
+    None: all rows do.
 
     module: the layer. sequences: those of the call. rows: S, the call's rows per batch item.
     """
@@ -99,7 +102,8 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
 
 
 def dense_positions(config: Any) -> int:
-    """Returns the number of positions whose rows take fewer products dense, with a mask, than over chosen latents.
+    """Returns the position below which dense attention with a mask of the chosen keys takes fewer products than
+    attention over the chosen latents; at least index_topk.
 
     config: the model's configuration.
     """
@@ -108,10 +112,11 @@ def dense_positions(config: Any) -> int:
 
 
 def _hidden(lists: Tensor, rows: int) -> Tensor:
-    """The keys before position `rows` that the first rows do not read, bool [B, 1, rows, rows]; the band hides others.
+    """Returns bool [B, 1, rows, rows], true for keys that the indexer did not choose for a row; the causal mask is
+    separate.
 
     Args:
-        lists: of the last of these rows, [B, ..., K]; rows without a list read all keys.
+        lists: chosen keys of the last n of these rows, [B, n, K]; earlier rows read all keys.
         rows: the number of rows.
     """
     chosen = lists.clamp(0, rows - 1).long()  # rows of padding may list nothing
@@ -204,11 +209,11 @@ def _attend(
 def _of_rows(
     module: Any, rows: Latents, index: Index | None, lists: Tensor | None, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (out [..., N, v], the indexer's loss) over the keys of lists [..., 1, K], or, if None, over all visible
-    keys.
+    """Returns (out [..., N, v], the indexer's loss or None) of `rows` over the keys of lists [..., 1, K], or, if None,
+    over all visible keys.
 
     With absorbed latents, a pair of row and key takes 2 rank + rope products instead of nope + rope + v, but kv_b_proj
-    is not applied to the keys. how: layout, lengths and blocked keys of the call.
+    is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths, blocked keys of the call.
     """
     trains, factors = _trains(module), _factors(module)
     if factors is not None and (lists is not None or _absorbs(module, rows)):

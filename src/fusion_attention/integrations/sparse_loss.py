@@ -12,13 +12,14 @@ Tensor = torch.Tensor
 
 
 class Loss:
-    """The loss of a layer's last forward; copies of a model have none, because autograd's graph cannot be copied."""
+    """Holds the indexer's loss of a layer's last forward; a copied or pickled layer has none, because autograd's graph
+    cannot be copied."""
 
     def __init__(self, value: Tensor | None = None) -> None:
         self.value = value
 
     def __reduce__(self) -> tuple[type[Loss], tuple[()]]:
-        """Copies and files have no loss."""
+        """Makes copies and pickles of this object without the loss."""
         return Loss, ()
 
 

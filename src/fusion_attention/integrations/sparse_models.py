@@ -49,7 +49,8 @@ class Family(NamedTuple):
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
-    """Returns the function of layers with multi-head latent attention; it returns (out, chosen keys).
+    """Returns a function (layer, arguments of its forward) -> (out, chosen keys) for layers with multi-head latent
+    attention.
 
     module: transformers' modeling module. index_rotation: name of its rotary function for the indexer.
     """
@@ -78,7 +79,8 @@ def _glm_moe_dsa(module: ModuleType) -> Callable[..., Any]:
 
 
 def _latent_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of DeepSeek-V3.2 or GLM-5, a sentence for each."""
+    """Returns a sentence for each setting of a configuration of DeepSeek-V3.2 or GLM-5 that contradicts another or is
+    out of range; [] if none."""
     kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -95,8 +97,8 @@ def _latent_faults(config: Any) -> list[str]:
 
 
 def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why sparse_latent or sparse_blocks cannot compute a call with the arguments `given`; "" if it
-    can."""
+    """Returns the reason why this library cannot compute a call of a DeepSeek-V3.2, GLM-5 or Qwen4 layer; "" if it can.
+    given: the arguments of the layer's forward by name."""
     if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
         return "a four-dimensional attention_mask may hide any key"
     return ""
@@ -107,7 +109,8 @@ def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
 
 
 def _compressed_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of DeepSeek-V4, a sentence for each."""
+    """Returns a sentence for each setting of a configuration of DeepSeek-V4 that contradicts another or is out of
+    range; [] if none."""
     rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -126,8 +129,8 @@ def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
 
 
 def _block_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of Qwen4 for which transformers raises no error, a sentence for
-    each."""
+    """Returns a sentence for each invalid setting of a configuration of Qwen4 that transformers itself does not reject;
+    [] if none."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
         return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
     return []
@@ -155,7 +158,8 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family | None:
-    """Returns the family of a configuration whose class is transformers'; None for other models."""
+    """Returns the Family of a model's configuration; None if its class is not one that transformers defines for a
+    family."""
     kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
     family = FAMILIES.get(kind)
     return family if family is not None and family.config == type(config).__name__ else None
@@ -200,7 +204,8 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 
 
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
-    """Patches a family's layer class in its modeling module; changes, serves: as in patch()."""
+    """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch. serves: takes a
+    configuration, returns True if its attention implementation is this library's."""
     owner, compute = getattr(module, family.layer), family.make(module)
     if family.stages:
         changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
@@ -212,9 +217,11 @@ def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], modu
 def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Returns the forward that replaces that of a layer's class, layer.below.
+    """Returns a forward for a family's layer class that calls compute(), or transformers' own forward (layer.below) for
+    models and calls that this library does not compute.
 
-    compute: the family's function of a layer and its arguments. serves: as in patch().
+    compute: takes a layer and the arguments of its forward. serves: takes a configuration, returns True if its
+    attention implementation is this library's.
     """
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
@@ -241,8 +248,8 @@ def _forward(
 
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why a call of `layer` cannot be computed over chosen keys; "" if it can. given: its arguments
-    by name."""
+    """Returns the reason why this library cannot compute a call of `layer` over chosen keys, or "". given: the
+    arguments of the layer's forward by name."""
     if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
@@ -251,8 +258,8 @@ def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
 
 
 def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
-    """Returns the mask of a call in the form that transformers' code of the layer reads; given: the call's arguments by
-    name."""
+    """Returns the attention mask of a call as transformers' code of the layer reads it: [B, 1, S, T], bool, or float if
+    family.bias. given: the arguments of the layer's forward by name."""
     rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
     rows = rows_in.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
@@ -271,7 +278,8 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
-    """True if a call of a layer of these families must return attention weights; given: its arguments by name."""
+    """True if a call of a layer of a sparse family must return attention weights (output_attentions); given: the
+    arguments of the layer's forward by name."""
     config = getattr(layer, "config", None)
     wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
     return bool(wanted) and family_of(config) is not None
@@ -280,7 +288,7 @@ def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
 def weights(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, attention weights [B, N, S, T]) from transformers' eager code of the layer.
+    """Computes a layer's attention by transformers' eager code; returns (out, attention weights [B, N, S, T]).
 
     Args:
         module: the layer.

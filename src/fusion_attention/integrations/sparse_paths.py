@@ -57,7 +57,8 @@ def configuration(source: str) -> Any:
 
 
 def paths(config: Any) -> Paths:
-    """Describes the computation of every layer of a model with attn_implementation="fusion_attention".
+    """Returns a description of how attn_implementation="fusion_attention" computes every layer of a model; config: the
+    model's configuration.
 
     Example:
         >>> paths(configuration("deepseek_v32")).layers[0].partition("; ")[0]
@@ -80,7 +81,7 @@ def paths(config: Any) -> Paths:
 
 
 def _latent(config: Any) -> list[str]:
-    """Describes each layer of a configuration of DeepSeek-V3.2 or GLM-5."""
+    """Returns a text for each layer of a configuration of DeepSeek-V3.2 or GLM-5: the keys that its rows read."""
     top_k = config.index_topk
     chosen = f"{top_k} of T latents a row; rows before position {top_k} read all keys, dense"
     if (end := dense_positions(config)) > top_k:
@@ -96,7 +97,7 @@ def _latent(config: Any) -> list[str]:
 
 
 def _compressed(config: Any) -> list[str]:
-    """Describes each layer of a configuration of DeepSeek-V4."""
+    """Returns a text for each layer of a configuration of DeepSeek-V4: the keys that its rows read."""
     window = f"a window of {config.sliding_window} keys"
     layers = []
     for kind in config.layer_types:
@@ -110,7 +111,7 @@ def _compressed(config: Any) -> list[str]:
 
 
 def _blocks(config: Any) -> list[str]:
-    """Describes each layer of a configuration of Qwen4."""
+    """Returns a text for each layer of a configuration of Qwen4: the blocks of keys that its rows read."""
     if "indexed_attention" not in config.layer_types:
         return [LINEAR] * len(config.layer_types)
     ratio = config.indexer_compress_ratio
@@ -119,7 +120,8 @@ def _blocks(config: Any) -> list[str]:
 
 
 def _of_others(config: Any, name: str) -> Paths:
-    """Describes the layers of a model without an indexer, from the code of its modeling module."""
+    """Returns the Paths of a model without an indexer, from the source of its modeling module; name: the
+    configuration's class."""
     place = type(config).__module__
     try:
         importlib.import_module(place.replace("configuration_", "modeling_"))

@@ -29,18 +29,18 @@ class Sequences(NamedTuple):
     described: int
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows t [B, S, ...] as the operators' calls need them: tokens first, or flattened for packed
-        sequences."""
+        """Returns rows t [B, S, ...] in the order that attention() needs: tokens before padding, or [B * S, ...] for
+        packed sequences."""
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.q_order)
 
     def keys(self, t: Tensor) -> Tensor:
-        """Returns keys t [B, T, ...] as the operators' calls need them: tokens first, or flattened for packed
-        sequences."""
+        """Returns keys t [B, T, ...] in the order that attention() needs: tokens before padding, or [B * T, ...] for
+        packed sequences; unused keys of a static cache are removed."""
         t = t[:, : self.described]
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.k_order)
 
     def back(self, t: Tensor, batch: int) -> Tensor:
-        """Returns results t of the operators' calls in the model's order, [batch, S, ...]; the inverse of rows()."""
+        """Returns results t, ordered as by rows(), in the model's order [batch, S, ...]; the inverse of rows()."""
         if self.layout == "TND":
             return t.unflatten(0, (batch, -1))
         return t if self.q_order is None else _ordered(t, self.q_order.argsort(1))
@@ -52,7 +52,8 @@ class Sequences(NamedTuple):
         return self.q_len.sum() if isinstance(self.q_len, Tensor) else sum(self.q_len)
 
     def lengths(self, first: int = 0, end: int | None = None, upto: int | None = None) -> dict[str, Any]:
-        """Returns layout, q_len, kv_len of a call on rows first to end - 1 and keys 0 to upto - 1 of each sequence."""
+        """Returns the arguments layout, q_len and kv_len for a call of rows first to end - 1 (None: all later rows) and
+        keys 0 to upto - 1 (None: all keys) of each sequence."""
         q_len, kv_len = _between(self.q_len, first, end), _between(self.kv_len, 0, upto)
         return {"layout": self.layout, "q_len": q_len, "kv_len": kv_len}
 
@@ -66,7 +67,8 @@ def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _between(lengths: Any, first: int, end: int | None) -> Any:
-    """Returns how many of the positions first to end - 1 each sequence of these lengths has."""
+    """Returns how many of the positions first to end - 1 exist in each sequence, for sequences of these lengths; end
+    None: all positions from `first` on. None for None."""
     if lengths is None or (first == 0 and end is None):
         return lengths
     if isinstance(lengths, Tensor):
@@ -75,7 +77,8 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
-    """True if sequences_of() accepts a mask of the attention interface, for a call with `rows` rows per batch item."""
+    """True if sequences_of() accepts a mask: it has padding or sequence numbers, not arbitrary visible keys for several
+    rows. rows: the call's rows per batch item."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1
@@ -110,7 +113,8 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """Returns the sequences of a bool mask [B, T'] or [B, 1, 1, T], for `batch` items of `rows` rows."""
+    """Returns the Sequences that a bool mask [B, T'] or [B, 1, 1, T] (true for a token) describes, for `batch` items of
+    `rows` rows."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]

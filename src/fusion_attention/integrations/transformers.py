@@ -108,7 +108,8 @@ class _Sparse(Counted):
     """Patches the layers of models with sparse attention while a name is registered."""
 
     def begin(self, changes: Changes) -> None:
-        """Patches the classes of layers that sparse_models supports."""
+        """Patches the classes of layers that sparse_models supports, when the first name is registered; `changes`
+        records the patches."""
         sparse_models.patch(changes, _serves)
 
 
@@ -126,7 +127,8 @@ class _Code(NamedTuple):
 
 
 def _read_code(configuration: str) -> _Code:
-    """Reads the properties from a modeling module's source; if it is not loaded, mask() makes masks of four axes.
+    """Returns the properties of a model's modeling module, from its source; if it is not loaded, those for which mask()
+    makes masks of four axes.
 
     configuration: name of the module of the model's configuration class, from which the modeling module's name follows.
     """
@@ -143,7 +145,8 @@ _code_of = functools.cache(_read_code)
 
 
 def _code(configuration: str) -> _Code:
-    """Returns _read_code(configuration), cached; as a constant in a trace."""
+    """Returns the properties of a model's modeling code, cached; in a trace as a constant. configuration: name of the
+    module of the model's configuration class."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -217,7 +220,8 @@ def mask(
 
 
 def _cacheable(mask: Tensor | None) -> Tensor | None:
-    """Lets cached() store results on a mask that this module made, even if it is an inference tensor."""
+    """Returns the mask unchanged, after marking it as one on which cached() may store results, even if it is an
+    inference tensor."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -250,7 +254,8 @@ def _packs(function: Callable[..., Any], window: int | None, others: dict[str, A
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """Returns int64 [batch, length]: the sequence number of every packed token of a causal mask function."""
+    """Returns int64 [batch, length], the sequence number of every packed token: a token begins a sequence if the mask
+    function hides the token before it."""
     items = torch.arange(batch, device=device)[:, None]
     rows = torch.arange(1, length, device=device)[None]
     starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
@@ -335,7 +340,7 @@ def _of_pages(
     Args:
         q: the newest rows.
         key, value: the layer's rows; a value that is not StoredRows was computed by the model from the cache's values.
-        given: attend()'s attention_mask.
+        given: the attention mask of the call, or None.
         band: the layer's band.
         words: further arguments of attention(): scale, sink, softcap, ...
     """
@@ -345,8 +350,8 @@ def _of_pages(
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns a layer's band, aligned to the last key, or, with `shift`, to the first key with row 0 at position
-    `shift`.
+    """Returns the Band of visible keys of a layer. shift None: the last row has the last key's position; else row 0 has
+    the position `shift`, counted from the first key.
 
     window: number of keys that a row sees, the diagonal included; None: no limit.
     """
@@ -358,9 +363,9 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Computes packed sequences: the rows of all batch items, one after another, with lengths q_len and kv_len.
+    """Returns the attention output [B, S, N, Dv] of packed sequences: the rows of all batch items, one after another.
 
-    q, k, v: [B, S, heads, dim]. words: further arguments of attention(). Returns [B, S, N, Dv].
+    q, k, v: [B, S, heads, dim]. q_len, kv_len: lengths of the sequences. words: further arguments of attention().
     """
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
@@ -370,11 +375,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dic
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
-    """Computes attention over the keys that are not padding; keys: bool [B, T], true for tokens, the last row has
-    position T - 1.
+    """Returns attention [B, S, N, Dv] over the keys that are not padding; keys: bool [B, T], true for tokens, the last
+    row has position T - 1.
 
-    q, k, v: [B, S or T, heads, dim]; k and v may have unused rows after T. window: as in _band(). words: further
-    arguments of attention().
+    q, k, v: [B, S or T, heads, dim]; k and v may have unused rows after T. window: number of keys that a row sees, the
+    diagonal included; None: no limit. words: further arguments of attention().
     """
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
@@ -397,7 +402,8 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Adds a four-dimensional mask, `given`, to the arguments `words` of attention(): as bias, blocked or kv_len."""
+    """Adds a four-dimensional mask, `given`, to attention()'s arguments `words`, in place: floats as bias, bool as
+    blocked, or as kv_len if it is padding."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
@@ -416,8 +422,8 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
-    """Computes attention over the keys `indices` [B, S, K] that an indexer chose and the mask `given` [B, 1, S, T]
-    allows.
+    """Returns attention [B, S, N, Dv] over the keys that an indexer chose, `indices` [B, S, K], and that the mask
+    `given` [B, 1, S, T] allows.
 
     words: further arguments of attention().
     """

@@ -72,7 +72,8 @@ class PagedCache(DynamicCache):
         self._present.change(lambda real: None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens, as transformers' caches do."""
+        """Removes the last -tokens_to_remove tokens of every sequence (the argument is negative or 0, as in
+        transformers)."""
         left = self.get_seq_length() + tokens_to_remove
         super().crop(tokens_to_remove)
         self._present.change(lambda real: real[:, :left])
@@ -105,7 +106,7 @@ class Present:
         self._read: tuple[Tensor | None, int, bool, Tensor | None] = None, 0, False, None
 
     def read(self, mask: Tensor | None, before: int) -> tuple[bool, Tensor | None]:
-        """Compares a forward's mask with the flags of the first `before` tokens.
+        """Compares a forward's mask, bool [B, tokens] or None, with the stored flags of the first `before` tokens.
 
         Returns (True if they are equal, flags of the new tokens [B, new], or None if none of them is padding).
         """
@@ -120,7 +121,7 @@ class Present:
         return self._read[2:]
 
     def upto(self, tokens: int, batch: int, device: torch.device) -> Tensor:
-        """Returns the flags of the first `tokens` positions, bool [B, tokens]."""
+        """Returns the flags of the first `tokens` positions, bool [B, tokens]: false for padding, true for tokens."""
         there = torch.ones(batch, tokens, dtype=torch.bool, device=device)
         if self._real is not None:
             real = self._real[:, :tokens]
@@ -133,7 +134,8 @@ class Present:
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Replaces the stored flags by how(flags), after sequences were reordered or tokens removed."""
+        """Replaces the stored flags by how(flags); called when sequences are reordered or tokens removed. Without
+        padding there is nothing to replace."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 
@@ -142,9 +144,9 @@ class PagedLayer(CacheLayerMixin):
     """The keys and values of one layer in pages, with the interface of transformers' cache layers.
 
     Args:
-        present: the flags of the cache's tokens.
+        present: the flags of the cache's tokens (false for padding), which all layers share.
         window: number of keys that a row sees, the diagonal included; 0: all.
-        stored, page_size: as in PagedKVCache.
+        stored: "" for the model's dtype, or "int8" or "int4". page_size: tokens per page.
     """
 
     is_croppable = True
@@ -160,8 +162,8 @@ class PagedLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates pages for the first rows, [B, heads, new, dim], with one more page per sequence, and empty
-        sequences."""
+        """Allocates empty sequences, and pages that hold the first rows, [B, heads, new, dim], and one more page per
+        sequence."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
             retained = min(tokens, self.sliding_window) if self.is_sliding else tokens
@@ -179,7 +181,8 @@ class PagedLayer(CacheLayerMixin):
         return self.pool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Receives new keys and values [B, heads, new, dim]; returns StoredRows of the layer's keys and of its values.
+        """Receives a forward's keys and values [B, heads, new, dim], pending until attend() gets the mask. Returns two
+        StoredRows, which represent all keys and all values of the layer.
 
         Raises:
             ValueError: the batch size differs from the stored one, or a gradient is needed, which pages do not support.
@@ -211,7 +214,7 @@ class PagedLayer(CacheLayerMixin):
 
         Args:
             q: the newest rows.
-            mask: the forward's mask, of the list in transformers.py.
+            mask: the forward's attention mask: None, bool [B, tokens] (false for padding), or another form.
             band: the layer's band; None: all keys are visible.
             words: further arguments of attention(): scale, sink, softcap, ...
         """
@@ -236,7 +239,8 @@ class PagedLayer(CacheLayerMixin):
         return answered
 
     def settle(self, there: Tensor | None = None, slide: bool = True) -> None:
-        """Stores pending rows; there: bool [B, new], false for padding; slide: frees tokens before the window."""
+        """Stores the rows that update() left pending; there: bool [B, new], false for padding, which is not stored
+        (None: no padding). slide: also frees tokens before the sliding window."""
         if self._new is not None:
             (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
             self._take(k, v, there, slide)
@@ -244,7 +248,8 @@ class PagedLayer(CacheLayerMixin):
             self._slide()
 
     def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
-        """Stores rows [B, new, heads, dim] except padding; there, slide: as in settle()."""
+        """Stores new rows k and v [B, new, heads, dim] except padding; there: bool [B, new], false for padding, or
+        None. slide: frees tokens before the sliding window."""
         if there is not None:
             self.present.add(self._tokens, there)
         self._tokens += k.shape[1]
@@ -310,9 +315,9 @@ class PagedLayer(CacheLayerMixin):
         return self._tokens + (0 if self._new is None else self._new[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number of keys in the next forward's mask, 0: the first key's position); freed keys are included.
+        """Returns (number of keys that the mask of the next forward describes, 0 as the first key's position).
 
-        query_length: number of rows of that forward.
+        query_length: number of rows of that forward, which are counted; so are keys that a window has freed.
         """
         return self.get_seq_length() + query_length, 0
 
@@ -328,7 +333,8 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """Keeps tokens before the window until the next crop()."""
+        """Stops the freeing of tokens before a sliding window until the next crop(), which may make them visible
+        again."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -362,7 +368,7 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = record
 
     def _choose(self, order: Sequence[int]) -> None:
-        """Replaces the sequences by existing ones, in the given order."""
+        """Replaces the batch by copies of existing sequences, whose numbers `order` lists; copies share pages."""
         self.settle()
         if not self.is_initialized or list(order) == list(range(len(self.sequences))):
             return
@@ -385,7 +391,8 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StoredRows(Tensor):
-    """All keys or values of a layer, [B, heads, tokens, dim]; an operation on it first copies them from the pages."""
+    """A tensor [B, heads, tokens, dim] without memory that represents all keys or values of a layer; an operation of
+    torch on it first copies them from the pages."""
 
     layer: PagedLayer
     _side: int
@@ -393,7 +400,7 @@ class StoredRows(Tensor):
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, side: int, like: Tensor) -> StoredRows:
-        """Returns a tensor without memory; side: 0 for keys, 1 for values; like: the layer's new rows."""
+        """Makes the tensor for the keys (side 0) or the values (side 1) of a layer; like: the layer's new rows."""
         shape = (*like.shape[:2], layer.get_seq_length(), like.shape[3])
         wrapper: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         wrapper.layer, wrapper._side = layer, side
@@ -403,7 +410,7 @@ class StoredRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs a torch operation on copies of the rows."""
+        """Runs an operation of torch with each StoredRows argument replaced by a copy of its rows from the pages."""
 
         def materialised(given: Any) -> Any:
             return given.layer.rows()[given._side] if isinstance(given, StoredRows) else given

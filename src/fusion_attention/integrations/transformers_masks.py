@@ -25,12 +25,13 @@ class Padding(NamedTuple):
 
 
 def padding_of(keys: Tensor) -> Padding:
-    """Returns the padding of `keys`, bool [B, T], true for tokens; cached on the mask, for all layers."""
+    """Returns the position of tokens and padding in `keys`, bool [B, T], true for tokens; cached on the mask for all
+    layers."""
     return cached(keys, "padding", read_padding)
 
 
 def read_padding(keys: Tensor) -> Padding:
-    """Returns the padding of `keys`, bool [B, T], true for tokens."""
+    """Returns the kind of padding, and each sequence's first token and end, of `keys`, bool [B, T], true for tokens."""
     length = keys.shape[1]
     if not keys.numel():
         return Padding("none", [0] * len(keys), [length] * len(keys))
@@ -68,12 +69,14 @@ def hidden(tensor: Tensor) -> bool:
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached under `name` as by cached(), except in a trace."""
+    """Returns compute(tensor), cached on the tensor under the key `name` until its content changes; never cached in a
+    trace."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
 def run_lengths(ids: Tensor) -> Any:
-    """Returns the lengths of the runs of equal numbers in ids [B, S]; no run crosses batch items."""
+    """Returns the lengths of the runs of equal numbers in ids [B, S], as a list; no run crosses batch items. In a trace
+    it returns int64 [B * S], padded with zeros."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
     if hidden(ids):
         # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
@@ -90,15 +93,15 @@ def _between(ends: Tensor) -> Any:
 
 
 def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """True if position_ids have the shape of packed sequences for rows q and keys k: no cached keys, and one position
-    per row."""
+    """True if the shape of position_ids allows packed sequences in rows q and keys k [B, S, ...]: no cached keys, and
+    one position per row."""
     rows = q.shape[1]
     return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
 
 
 def _restarting(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of packed sequences, whose position_ids [B or 1, S] restart at 0; None if no batch item has
-    several."""
+    """Returns the lengths of packed sequences from position_ids [B or 1, S], which restart at 0 in each; None if no
+    batch item has several sequences."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     packed = (~starts | (position_ids[:, 1:] == 0)).all()  # a jump to another position is within a sequence
     if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):
@@ -132,5 +135,6 @@ def packed_lengths(
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns lengths from cumulative lengths `ends`, cached as by content_of()."""
+    """Returns sequence lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0; on a GPU cached until
+    `ends` changes."""
     return _between(ends) if ends.device.type == "cpu" else content_of(ends, "between", _between)

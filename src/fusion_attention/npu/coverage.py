@@ -46,7 +46,7 @@ class Use:
 
     @property
     def function(self) -> str | None:
-        """The name of the operator, if it is one or an overload of one; else None."""
+        """The name of the operator of torch_npu that this use refers to, also by an overload; None for other names."""
         result = _FUNCTION.match(self.name)
         return result and result[1]
 
@@ -68,7 +68,8 @@ class Reading:
     device_tests: int = 0
 
     def _note(self, name: str, file: str, called: bool) -> None:
-        """Counts a use of a full name in a file if it is one of torch_npu's; called: the use is a call."""
+        """Counts a use of a full name in a file, if the name belongs to one of Ascend's packages; called: True if the
+        use is a call."""
         root = max((root for root in ROOTS if _inside(name, root)), key=len, default=None)
         if root is None or name == root:
             return
@@ -164,7 +165,7 @@ def _sources(path: Path) -> Iterator[Path]:
 
 
 def _add(reading: Reading, other: Reading) -> None:
-    """Adds the uses of `other`, a reading of one file, to a reading."""
+    """Adds the uses and counts in `other`, the reading of one file, to `reading`."""
     reading.files += 1
     reading.device_tests += other.device_tests
     for name, use in other.uses.items():
@@ -175,14 +176,15 @@ def _add(reading: Reading, other: Reading) -> None:
 
 
 class _File:
-    """The analysis of one file: first its imports, then every chain of names."""
+    """Reads one file into `reading`: first its imports, which give names their meaning, then every chain of names
+    a.b.c."""
 
     def __init__(self, reading: Reading, file: str) -> None:
         self.reading, self.file = reading, file
         self.meaning: dict[str, str] = {}
 
     def read(self, tree: ast.AST) -> None:
-        """Collects all uses of names in a syntax tree."""
+        """Counts all uses of names in the file's syntax tree, in the Reading that was given to the constructor."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._imported(node)
@@ -212,9 +214,10 @@ class _File:
             self.reading._note(name, self.file, called=False)
 
     def _call(self, node: ast.Call, inner: set[int]) -> None:
-        """Notes the called name, tests of the device by startswith(), and names as text in getattr() and hasattr().
+        """Counts the called name, a device test by startswith("npu"), and names given as text to getattr() and
+        hasattr().
 
-        inner: ids of nodes inside collected chains; updated, as in all methods of this class.
+        inner: ids of nodes inside counted chains; updated, as in all methods of this class.
         """
         self._chain(node.func, inner, called=True)
         begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
@@ -226,7 +229,7 @@ class _File:
                 self.reading._note(f"{owner}.{literal.value}", self.file, called=False)
 
     def _chain(self, node: ast.AST, inner: set[int], *, called: bool) -> None:
-        """Notes the full name of a chain a.b.c that begins at a node, unless it is part of a collected one."""
+        """Counts the full name of the chain a.b.c that ends at a node, unless the node is inside a counted chain."""
         if id(node) in inner or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
             return
         if isinstance(node, ast.Attribute) and node.attr == "is_npu":
@@ -235,7 +238,8 @@ class _File:
             self.reading._note(name, self.file, called)
 
     def _name(self, node: ast.AST, inner: set[int]) -> str | None:
-        """Returns the full name of a chain a.b.c, or None if it starts with no name; adds its nodes to `inner`."""
+        """Returns the full name of the chain a.b.c at a node, with imports resolved; None if it does not begin with an
+        imported name. Adds its nodes' ids to `inner`."""
         parts: list[str] = []
         inner.add(id(node))
         while isinstance(node, ast.Attribute):
@@ -249,7 +253,7 @@ class _File:
         return meaning and ".".join([meaning, *reversed(parts)])
 
     def _compared(self, node: ast.Compare) -> None:
-        """Counts a comparison with the device "npu"."""
+        """Counts a comparison as a device test if the constant "npu" is one side, or in a list on one side."""
         texts = [node.left, *node.comparators]
         texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
         self.reading.device_tests += any(map(_is_device, texts))

@@ -77,7 +77,8 @@ def _number(value: Any) -> Any:
 
 
 def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields (parameter, expected, got) for each wrong argument of _npu_dropout_gen_mask()."""
+    """Yields (parameter name, expected value, given value), as texts, for each invalid argument of
+    _npu_dropout_gen_mask()."""
 
     def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high

@@ -28,7 +28,8 @@ Tensor = torch.Tensor
 
 
 def _both(op: Op, args: Args) -> tuple[Tensor, Tensor]:
-    """Returns (attention_out, softmax_lse) of a call of `op`; softmax_lse is empty if the call does not request it."""
+    """Calls the operator of definition `op`; returns (attention_out, softmax_lse), the latter empty if the call does
+    not request it."""
     result = dispatch.results(op, fused_out.numbered(args))
     out = result["attention_out"]
     lse = result.get("softmax_lse")

@@ -27,13 +27,15 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Returns the arguments `args` with torch's number of a dtype in out_dtype in place of the torch.dtype."""
+    """Returns the arguments with torch's number of the dtype in place of a torch.dtype in `out_dtype`; -1 for an
+    unsupported dtype."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
 
 def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the two tensors of an argument `out`; raises ContractError for other values."""
+    """Returns the argument `out`, which must be a list or tuple of two tensors, as (attention_out, softmax_lse); else
+    raises ContractError."""
     if isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out):
         return out[0], out[1]
     raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
@@ -55,7 +57,8 @@ class WithOut(Protocol[P, R_co]):
 
 
 def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
-    """Adds `.out`, which computes into tensors of the caller, to the function of an operator definition."""
+    """Returns a decorator that gives a function of the definition `op` a variant `.out`, which computes directly into
+    the caller's tensors (attention_out, softmax_lse)."""
 
     def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
         result = cast("WithOut[P, Pair]", function)
@@ -66,7 +69,8 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
 
 
 def _out_of(function: Interface, op: Op) -> Interface:
-    """Makes `function.out`, which writes its results to the given tensors."""
+    """Returns the variant `.out` of a function: it writes the results to the caller's two tensors, and returns
+    these."""
     read = reader(op)
 
     @aliased
@@ -87,7 +91,8 @@ def _out_of(function: Interface, op: Op) -> Interface:
 
 
 def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:
-    """Adds `.out`, which copies the results to tensors of the caller, to the function of an operator definition."""
+    """Returns a decorator that gives a function of the definition `op` a variant `.out`, which copies results to the
+    caller's tensors; results: their names, in order."""
 
     def decorate(function: Callable[P, R_co]) -> WithOut[P, R_co]:
         @aliased
@@ -113,9 +118,9 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
-    """Sets signature and docstring of an `.out`, derived from its function's.
+    """Gives the function `out` a signature and a docstring, both derived from `function`; returns it.
 
-    results: names of the results. rest: a further sentence about `out`.
+    results: names of the results. rest: a further sentence of the docstring about the argument `out`.
     """
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
@@ -140,7 +145,8 @@ Other arguments are those of {function.__name__}. Source: {op.page}.
 
 
 def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:
-    """Makes `_.._get_max_workspace`, which returns the workspace of `.out`: an empty tensor."""
+    """Returns torch_npu's `_{function}_get_max_workspace`, which checks a call as `function` does, and returns an empty
+    tensor, the workspace for `.out`."""
     read = reader(op)
 
     @aliased

@@ -138,7 +138,8 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
 
 
 def _wanted(device: str | torch.device) -> _Way:
-    """Returns the way in which install() serves a device argument; raises ValueError for others."""
+    """Returns the meaning that "npu" gets by install(device=...); raises ValueError for an unknown or missing
+    device."""
     name = str(device) if isinstance(device, (str, torch.device)) else ""
     kind = name.partition(":")[0]
     if kind not in _DEVICES or (kind == "cuda" and not torch.cuda.is_available()) or (kind == "host" and kind != name):
@@ -147,7 +148,8 @@ def _wanted(device: str | torch.device) -> _Way:
 
 
 def _loaded(wanted: _Way) -> _Way:
-    """Loads the device "npu"; without a compiler, warns and makes "npu" another name of the computing device."""
+    """Loads the device "npu" if `wanted` registers it; returns `wanted`, or, without a compiler, warns and returns it
+    with "npu" as another name of the computing device."""
     if not wanted.registers_device:
         return wanted
     try:

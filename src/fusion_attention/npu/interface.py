@@ -29,7 +29,8 @@ _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function from an operator definition and a body; the body's module and return type become the function's.
+    """Returns a decorator that makes a public function from a body: signature and docstring come from the definition,
+    module and return type from the body. The body gets one dictionary of arguments.
 
     Args:
         op: the operator definition.
@@ -48,12 +49,14 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """Returns a function with the definition's signature that returns its arguments by the definition's names."""
+    """Returns a function with the signature of the definition `op`, which only returns its arguments, a dictionary by
+    the definition's names."""
     return _reading(op, lambda args: args, Args)
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
-    """Returns a function that passes its arguments by name to a body; optimized, because every call uses it.
+    """Returns a function with the signature of `op` that calls body(dictionary of arguments by the definition's names);
+    it is optimized, because every call uses it.
 
     op: the operator definition. returns: annotation of the function's result.
     """
@@ -100,8 +103,8 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """Returns the signature of an operator definition's function: its inputs in order; returns: annotation of its
-    result."""
+    """Returns the Python signature of a definition's function: its input parameters in order, without outputs; returns:
+    annotation of the result."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.
@@ -114,8 +117,8 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """Returns (type, default) of a parameter p of `op`; a union's first member is the type in torch's schema
-    (operators.py)."""
+    """Returns (annotation, default) of a parameter p of the definition `op`; the first member of a union is the type in
+    torch's schema."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

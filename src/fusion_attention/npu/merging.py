@@ -73,7 +73,8 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
 
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:
-    """Returns int64 [tokens * heads]: the position of each (token, head)'s statistic, if each sequence is head-major.
+    """Returns int64 [tokens * heads]: for (token, head) at index token * heads + head, the position of its statistic if
+    each sequence is stored as [heads, tokens].
 
     ends: cumulative ends of the sequences. heads: number of heads.
     """
@@ -86,9 +87,9 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """Returns the first lane of a statistic [..., lanes], token-major: [S, B, N] or [T, N].
+    """Returns one copy of a statistic [..., lanes], whose lanes are equal, ordered by token: [S, B, N] or [T, N].
 
-    order: result of _head_major() for head-major statistics; None: token-major ones.
+    order: the result of _head_major() if each sequence is stored as [heads, tokens]; None: as [tokens, heads].
     """
     one = lanes[..., 0]
     if one.dim() == 3:
@@ -101,8 +102,8 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """Returns a statistic `one`, [S, B, N] or [T, N], in the order of `like`, with lanes; the
-    inverse of _by_token()."""
+    """Returns a statistic `one`, [S, B, N] or [T, N], in the order of `like` with equal lanes, [..., lanes]; order: as
+    in _by_token(), whose inverse this is."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:

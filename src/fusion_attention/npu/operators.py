@@ -66,7 +66,8 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
 
 def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
-    """Returns `interface` with other types of some parameters in its signature; type None removes the parameter."""
+    """Returns a function like `interface` whose signature has the annotations `types` for the named parameters; a
+    parameter with type None is left out."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,8 @@ def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
 
 
 def _register(name: str, interface: Interface, library: torch.library.Library) -> None:
-    """Registers a function as the operator `name` of a library, with its fake implementation and its derivative."""
+    """Registers a function as the operator `name` ("name" or "name.overload") of a library, with its implementation for
+    fake tensors and its derivative."""
     schema = schema_of(interface, name)
     packet, _, overload = name.partition(".")
 
@@ -117,7 +119,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _with_int_result(interface: Interface) -> Interface:
-    """Wraps a function that returns integers: raises NotImplementedError if one is a tensor, as in a trace."""
+    """Wraps a function that returns a seed, an offset and a count as integers (from result 4 on): raises
+    NotImplementedError if one is a tensor, as in a trace."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +136,8 @@ def _with_int_result(interface: Interface) -> Interface:
 
 
 def _apart(interface: Interface) -> Interface:
-    """Wraps a function so that it returns a copy wherever it would return its first argument."""
+    """Wraps a function so that it returns a copy of its first argument where it would return this argument itself,
+    which an operator must not do."""
 
     @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -168,13 +172,13 @@ def schema_of(function: Interface, name: str = "") -> str:
 
 
 def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """Returns the types of a function whose annotations are text; {} if they are types already."""
+    """Returns parameter name -> type for a function whose annotations are texts; {} if they are types already."""
     written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
     return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:
-    """Returns the text of a parameter in a schema."""
+    """Returns the text of a parameter in an operator's schema: type, name and default."""
     if default is inspect.Parameter.empty:
         default_text = ""
     elif isinstance(default, str):
@@ -187,7 +191,8 @@ def _parameter(name: str, default: Any, annotation: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """Returns the schema's text of a type; of a union, its first member's, with "?" if None is a member."""
+    """Returns the text of an annotation in an operator's schema; of a union, that of its first member, with "?" if None
+    is a member."""
     members: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         members = typing.get_args(annotation)

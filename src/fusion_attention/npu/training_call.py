@@ -22,7 +22,7 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call of `op`.
 
-    args: its arguments by canonical name.
+    args: the arguments by the definition's parameter names.
     """
     kind = args.get("pse_type", 1)
     dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
@@ -45,7 +45,8 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """Returns forward()'s results in a trace: a drawn seed is a tensor [], drawn when the trace runs; numels is 0."""
+    """Returns forward()'s results in a trace: a seed that must be drawn is a tensor [], drawn when the graph runs, and
+    numels is 0. args: the arguments by the definition's names."""
     seed, offset = args.get("seed") or 0, args.get("offset") or 0
     drops = dispatch.drops(args["keep_prob"])
     drawn = None
@@ -57,8 +58,8 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call of `op`; args: its arguments by canonical
-    name."""
+    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call of `op`, empty tensors for absent inputs;
+    args: the arguments by the definition's names."""
     for name in ("seed", "offset"):
         if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
             args[name] = args[name].reshape(1)  # bind() treats tensors without axes as absent

@@ -26,7 +26,8 @@ DROPPED = {
 
 
 def watch(changes: Changes) -> None:
-    """Wraps the functions of transformers when their module is loaded.
+    """Makes transformers' attention functions for NPUs warn about ignored arguments, from the time when their module is
+    loaded; `changes` records the patches.
 
     Other modules of transformers may still refer to a wrapped function after the changes are removed; it then still
     warns, which is correct.
@@ -52,7 +53,8 @@ def _tell(name: str) -> bool:
 
 
 def _warning(function: Any) -> Any:
-    """Adds parameters to a function that warn if they are given; returns a function that has them unchanged."""
+    """Returns a function that accepts a window and a sink too, and warns if they are given; `function` itself if it has
+    these parameters."""
     signature = inspect.signature(function)
     dropped = [name for name in DROPPED if name not in signature.parameters]
     if not dropped:

@@ -97,7 +97,8 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """Returns the plan for other key lengths and bands of the same sequences: an updated decode plan, or a new plan.
+    """Returns the plan for `extents` with other key lengths and bands of the same sequences: `planned`, updated, if it
+    is a decode plan and still suits, else a new plan.
 
     planned: the plan of the operation for the previous lengths.
     """
@@ -117,7 +118,8 @@ def attention_forward(
     schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
     operands: Operands,
 ) -> None:
-    """Writes operands.out and operands.stats for every row of every sequence."""
+    """Writes operands.out and operands.stats (max, sum) for every row of every sequence, by the kernel of the
+    schedule's type."""
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
@@ -153,14 +155,16 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Returns operands whose arguments for the core are computed once; None for operands of the indexer."""
+    """Returns operands that cache their arguments for the native core, for many runs; None for operands of the
+    indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out."""
+    """Writes all gradients from the saved out and statistics; dbias is written if grads.owns_dbias, else the sums are
+    added to it."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
@@ -173,7 +177,8 @@ def attention_backward(
 
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and operands.values if problem.has_values, for every row of every sequence."""
+    """Writes the indices of the top_k keys of every row (operands.indices), and their scores (operands.values) if
+    problem.has_values."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 
@@ -181,13 +186,15 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPla
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights from the selected indices; entries that rows do not read contribute 0."""
+    """Writes dq, dk and dweights of `grads` from its dvalues, the gradient of the selected scores; list entries that a
+    row does not read add nothing."""
     if len(extents):
         run_indexer_backward(schedule, problem, operands, grads)
 
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys in the band."""
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), of the indexer's scores I_j over each row's visible
+    keys."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 
@@ -199,7 +206,7 @@ def indexer_loss(
     operands: IndexerLossOperands,
     grads: IndexerGrads,
 ) -> None:
-    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights."""
+    """Writes the loss, summed over all rows, to operands.loss, and its gradients dq, dk and dweights to `grads`."""
     if len(extents):
         run_indexer_loss(schedule, problem, operands, grads)
     else:
@@ -207,12 +214,12 @@ def indexer_loss(
 
 
 def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands) -> None:
-    """Writes operands.out for every window of every sequence."""
+    """Writes operands.out: the pooled row of every window of every sequence."""
     run_pooling(schedule, operands)
 
 
 def pooling_backward(
     problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands, grads: PoolingGrads
 ) -> None:
-    """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+    """Writes the gradients of all rows and gates to `grads`, and that of the gates' bias if grads.dbias is a tensor."""
     run_pooling_backward(schedule, operands, grads)

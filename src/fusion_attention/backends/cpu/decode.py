@@ -38,8 +38,8 @@ def needed(problem: Problem) -> bool:
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """Returns a sentence for each property that the decode kernel does not support, if the problem's other ones need
-    it."""
+    """Returns a sentence for each property that the decode kernel does not support, for problems that only this kernel
+    could compute (pages, stored integers, ...); [] for others."""
     p, reasons = problem, []
     if needed(p) and p.dropout != "none":
         reasons.append(
@@ -54,10 +54,10 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """Returns bool [sequences], true for sequences that the decode kernel computes.
+    """Returns bool [sequences], true for sequences that the decode kernel computes, in general those with few query
+    rows.
 
-    It depends only on the problem and on the lengths of the complete sequence (extents.chosen_by), not of a chunk of
-    it.
+    It depends only on the problem and on the lengths of the complete sequence, not of the chunk of it in this call.
     """
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
@@ -76,7 +76,8 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
 
 @dataclass(eq=False)
 class Schedule:
-    """The plans of a forward: for sequences of the decode kernel, and for the others."""
+    """The plans of a forward: `decode` for the sequences that the decode kernel computes, `dense` for the others (or
+    None)."""
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
@@ -89,13 +90,14 @@ class Schedule:
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """Returns the bytes of scratch for a number of threads: the larger one of both plans, which run one after the
+        """Returns the bytes of scratch for a number of threads: the larger need of both plans, which run one after the
         other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
-        """Sets the key lengths and bands of `extents`, for the same sequences; False if they need another plan."""
+        """Sets the key lengths and bands of `extents`, for the same sequences, in the decode plan; returns False,
+        unchanged, if they need another plan."""
         if self.dense is not None or not (self.decodes_all or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
@@ -122,7 +124,8 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
+    """Writes out and statistics of every row of every sequence; returns the number of empty rows (without a key), whose
+    out is 0."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -136,17 +139,18 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """Returns a function that repeats run() on other tensors, in the order of names (ir/places.py), without the dense
-    forward.
+    """Returns an object whose run() repeats run() of this module on other tensors, given in the order of `names`; only
+    for a schedule without a dense plan.
 
-    operands: those of the first call, with equal layouts.
+    operands: those of the first call; later tensors have equal layouts.
     """
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 
 
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:
-    """Returns the core's arguments for operands; floats: keeps float32 copies while the core reads them."""
+    """Returns the operands as the arguments (addresses and strides) of the core's decode kernel; floats: keeps float32
+    copies of slopes and sinks alive meanwhile."""
     dtype = p.torch_dtype
     stored = _STORED.get(p.kv_dtype, dtype)
     return (
@@ -173,7 +177,8 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns the core's arguments for a view of stored rows of the given dtype: in pages, or contiguous."""
+    """Returns the core's arguments (addresses, sizes, strides) for a view of stored rows of a dtype, in pages or
+    contiguous."""
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
         if pool.dtype is not dtype or table.dtype is not torch.int32:
@@ -186,8 +191,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
 
 
 def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
-    """Returns the core's arguments for (scales, offsets) of stored integers; None for absent ones. kind:
-    Problem.dequant_k or dequant_v."""
+    """Returns the core's arguments for the scales and offsets of stored integers, (None, None) without them, (scales,
+    None) without offsets. kind: Problem.dequant_k or dequant_v."""
     if kind == "none" or dequant is None:
         return None, None
     offset = None if dequant.offset is None else _cache(dequant.offset, torch.float32)

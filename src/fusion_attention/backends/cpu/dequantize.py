@@ -9,19 +9,22 @@ from fusion_attention.ir.problem import Operands, Problem
 
 
 def keys(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """Returns the keys `which` of sequence b, [heads_kv, keys, dim_qk] float32; stored integers are not scaled."""
+    """Returns the keys at positions `which` of sequence b, [heads_kv, keys, dim_qk] in float32; stored integers are
+    converted, but not multiplied by their scales."""
     return _rows(problem, operands.k, operands.k_common, b, which)
 
 
 def values(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """Returns the values `which` of sequence b, [heads_kv, keys, dim_v] float32; stored integers are not scaled."""
+    """Returns the values at positions `which` of sequence b, [heads_kv, keys, dim_v] in float32; stored integers are
+    converted, but not multiplied by their scales."""
     return _rows(problem, operands.v, operands.v_common, b, which)
 
 
 def dequantized(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -> torch.Tensor:
-    """Returns the rows [heads_kv, keys, dim] of the keys `which` of sequence b, dequantized: (stored + offset) * scale.
+    """Returns (stored + offset) * scale for the keys or values at positions `which` of sequence b, [heads_kv, keys,
+    dim].
 
-    stored: the result of keys() or values(). dequant: scales and offsets, None: none.
+    stored: the result of keys() or values(). dequant: scales and offsets; None: `stored` is returned as it is.
     """
     if dequant is None:
         return stored
@@ -32,8 +35,8 @@ def dequantized(stored: torch.Tensor, dequant: Dequant | None, b: int, which: sl
 
 
 def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tensor:
-    """Returns results x [heads_q, rows, dim_v]: scaled, rounded and saturated if the problem's out is int8, else
-    unchanged."""
+    """Returns results x [heads_q, rows, dim_v] in the problem's format of out: unchanged, or for int8 x * scale +
+    offset, rounded and saturated."""
     if problem.out_quant == "none":
         return x
     assert operands.out_scale is not None
@@ -45,8 +48,8 @@ def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tens
 
 
 def _rows(problem: Problem, cache: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:
-    """Returns the rows `which` of sequence b, [heads_kv, keys, dim] float32: those of `common` keys, if any, come
-    first."""
+    """Returns the rows at positions `which` of sequence b, [heads_kv, keys, dim] in float32; rows of `common` keys,
+    which all sequences share, have the first positions."""
     shared, parts = problem.common_keys, []
     if common is not None and which.start < shared:
         stop = min(which.stop, shared)
@@ -57,8 +60,8 @@ def _rows(problem: Problem, cache: RowView | PagedView, common: RowView | None, 
 
 
 def _numbers(problem: Problem, view: RowView | PagedView, b: int, which: slice) -> torch.Tensor:
-    """Returns the rows `which` of a view's sequence b, [heads_kv, keys, dim] float32; two int4 are unpacked from each
-    byte."""
+    """Returns the rows at positions `which` of sequence b in a view, [heads_kv, keys, dim] in float32; a byte has two
+    int4, which are unpacked."""
     heads = problem.heads_kv
     if problem.kv_dtype != "int4":
         return view.sequence(b, heads, which.stop)[:, which].float()

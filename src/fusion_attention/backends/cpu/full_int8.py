@@ -45,7 +45,7 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedule of a call: the number of query rows in a block."""
+    """The schedule of a call; rows: the number of query rows that are computed at a time."""
 
     problem: Problem
     rows: int
@@ -57,13 +57,15 @@ class Schedule:
 
 
 def plan(problem: Problem) -> Schedule:
-    """Returns the schedule of a problem, for any lengths."""
+    """Returns the schedule of a problem: blocks of query rows whose scores for all heads fit the memory limit, for any
+    lengths."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
+    """Writes out and statistics of every row of every sequence; returns the number of empty rows (without a key), whose
+    out is 0."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -74,7 +76,7 @@ def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operan
 
 
 class _Block:
-    """A block of query rows of one sequence, for all heads; b: the sequence; rows: the range of its rows."""
+    """Computes attention of the query rows `rows` of sequence b, for all heads."""
 
     def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
         self.problem, self.operands, self.b, self.rows = problem, operands, b, rows
@@ -93,7 +95,7 @@ class _Block:
         self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
-        """Writes the results of the rows, and returns the number of empty rows."""
+        """Writes out, max and sum of the block's rows; returns the number of empty rows, counted for every head."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         count = rows.stop - rows.start
         peak = torch.full((p.heads_q, count, 1), -math.inf)
@@ -119,13 +121,14 @@ class _Block:
         return int(empty.sum())
 
     def _store(self, *results: torch.Tensor) -> None:
-        """Writes the block's results to out, max and sum."""
+        """Writes the results (out, max, sum), each [heads_q, rows, ...], to the block's rows of the operands."""
         o = self.operands
         for view, result in zip((o.out, o.stats.max, o.stats.sum), results, strict=True):
             view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
 
     def _scores(self, keys: slice) -> torch.Tensor:
-        """Returns scores [heads_q, rows, keys] float32; -inf for keys that are not visible."""
+        """Returns the scores of the block's rows for a range of keys, [heads_q, rows, keys] in float32; -inf for
+        invisible keys."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         k = dequantize.keys(p, o, b, keys)
         if not self.exact:
@@ -141,7 +144,8 @@ class _Block:
         return scores.masked_fill(((key < self.first) | (key >= self.end)) | self._blocked(keys), -math.inf)
 
     def _blocked(self, keys: slice) -> torch.Tensor:
-        """Returns the mask of blocked keys, bool, that broadcasts to [heads_q, rows, keys]."""
+        """Returns bool, broadcasting to [heads_q, rows, keys], true for keys of a range that the blocked matrix hides;
+        one False without a matrix."""
         p, view, rows = self.problem, self.operands.blocked, self.rows
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)
@@ -154,8 +158,8 @@ class _Block:
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
-    """Returns the scale of sequence b's keys if all heads and channels have the same (integers are then multiplied),
-    else None."""
+    """Returns the one scale of all keys of sequence b, so that their integers can be multiplied exactly; None if heads,
+    channels or tokens have different scales, or there are offsets."""
     if dequant is None:
         return 1.0
     if dequant.offset is not None or p.dequant_k != "channel":

@@ -33,7 +33,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """Returns the core's plan of the loss; variant: as in plan_indexer()."""
+    """Returns the core's plan of the indexer's loss; variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     attention = (
         p.heads_q,
@@ -55,14 +55,16 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and values if problem.has_values; with a plan of indexer_lse, operands.stats."""
+    """Runs a plan: for indexer_topk it writes operands.indices, and values if problem.has_values; for indexer_lse
+    operands.stats."""
     plan.run(torch.get_num_threads(), _lists(problem, operands))
 
 
 def prepare_lists(
     plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
 ) -> _native.PreparedIndexer:
-    """Returns a function that repeats run_indexer() on other tensors, in the order of names (ir/places.py)."""
+    """Returns an object whose run() repeats run_indexer() on other tensors of equal layouts, given in the order of
+    `names`."""
     return plan.prepare(_lists(problem, operands), names)
 
 
@@ -74,7 +76,8 @@ def _lists(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...
 def run_indexer_backward(
     plan: _native.SparsePlan, problem: IndexerProblem, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights of `grads` from its dvalues and operands.indices."""
+    """Writes dq, dk and dweights of `grads` from grads.dvalues, the gradient of the scores of the keys in
+    operands.indices."""
     dout = rows_of(grads.dvalues, problem.torch_dtype)
     plan.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
 
@@ -82,7 +85,7 @@ def run_indexer_backward(
 def run_indexer_loss(
     plan: _native.SparsePlan, problem: IndexerLossProblem, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
-    """Writes operands.loss, and dq, dk and dweights of the indexer in `grads`."""
+    """Writes the loss to operands.loss, and the gradients dq, dk and dweights of the indexer's inputs to `grads`."""
     p, o, dtype = problem, operands, problem.torch_dtype
     q, k, q_rope, k_rope = (rows_of(view, dtype) if view else None for view in (o.q, o.k, o.q_rope, o.k_rope))
     views = (o.stats.max, o.stats.sum) if o.stats else (None, None)
@@ -111,7 +114,8 @@ def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count:
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
-    """Returns the core's arguments for the operands `o`; more: further ones by name."""
+    """Returns the indexer's operands as arguments (addresses and strides) of the native core; more: further ones by
+    name."""
     return arguments(
         q=rows_of(o.q, p.torch_dtype),
         k=key_rows(o.k, p.torch_dtype, len(o.q.address)),
@@ -124,7 +128,7 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
-    """Returns the core's arguments for the gradients `g`, by name."""
+    """Returns the memory of the gradients `g` as arguments of the native core, by name."""
     wide = wide_keys(g.dk, p.torch_dtype)
     dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
     return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}

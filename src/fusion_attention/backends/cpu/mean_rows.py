@@ -50,7 +50,8 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to grads.dv the sum of the contributions of empty rows that return means; dv is rounded once more."""
+    """Adds what empty rows that return the mean of V contribute to grads.dv, the gradient of V, which is thereby
+    rounded once more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
@@ -77,7 +78,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
 
 
 def _steps(length: int, size: int) -> Iterator[slice]:
-    """Yields the ranges of at most `size` positions that `length` positions consist of."""
+    """Yields slices of at most `size` positions that together cover positions 0 to length - 1, in order."""
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
@@ -93,7 +94,8 @@ def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[s
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """Yields (sequence, tile, query rows of the chunk in it), as _tiles_of(), for all sequences with keys."""
+    """Yields (sequence, tile, overlap) for all sequences with keys: fixed tiles of query rows of the complete sequence,
+    and the rows of this call's chunk in the tile. Both count from the chunk's first row."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
@@ -102,9 +104,9 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
 
 
 def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
-    """Returns bool [heads_q, rows, keys], true for pairs of sequence b that dropout keeps.
+    """Returns bool [heads_q, rows, keys], true for the pairs (row, key) of sequence b that dropout keeps.
 
-    rows, keys: ranges, counted from the first of the chunk.
+    rows, keys: ranges of positions, counted from the chunk's first row and first key.
     """
     p = problem
     if p.dropout == "none":
@@ -118,7 +120,8 @@ def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, ro
 
 
 def _kept_sum(unmasked: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns sums [heads, m, d] of the values [heads, n, d] for which unmasked [heads, m, n] is true, not others' NaN.
+    """Returns sum_n unmasked * values, [heads, m, d], from bool unmasked [heads, m, n] and values [heads, n, d]; NaN of
+    masked values does not count.
 
     Values are rounded to multiples of a unit, whose sums are exact in float64, so bits do not depend on the order of
     addition or the number of threads.

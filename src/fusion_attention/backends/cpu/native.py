@@ -33,7 +33,7 @@ def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _na
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """Returns the core's plan of a dense backward; variant: as in plan_forward()."""
+    """Returns the core's plan of a dense backward; variant: an instruction set of this machine, None: the fastest."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
@@ -47,17 +47,15 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """Returns a function that repeats run_forward() on other tensors of the same dtypes, in the order of names
-    (ir/places.py)."""
+    """Returns an object whose run() repeats run_forward() on other tensors with the same dtypes and layouts, given in
+    the order of `names`."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes `grads` (adds to dbias unless owns_dbias), without contributions of empty rows that return means.
-
-    Returns the number of these rows.
-    """
+    """Writes the gradients `grads`, without what empty rows that return the mean of V contribute; returns the number of
+    these rows. dbias is written if grads.owns_dbias, else added to."""
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -81,7 +79,8 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
 
 
 class Floats:
-    """Context that keeps references to float32 copies while the core reads them."""
+    """A context whose address() converts tensors to float32; it keeps the copies alive until its end, while the core
+    reads them."""
 
     def __enter__(self) -> Floats:
         self._references: list[torch.Tensor] = []
@@ -101,7 +100,7 @@ class Floats:
 
 
 def problem_of(p: Problem) -> tuple[Any, ...]:
-    """Returns the core's description of a problem of dense attention."""
+    """Returns a problem of dense attention as the tuple of numbers that the native core reads."""
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     more = p.softcap, p.has_blocked_tiles, p.wide_results
@@ -109,8 +108,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    """Returns the core's arrays of lengths: the rows of EXTENT_ROWS, then those of compressed keys or of a chunk, if
-    any."""
+    """Returns the arrays of lengths and bands that the native core reads: those of EXTENT_ROWS, then those of
+    compressed keys or of a chunk, if any."""
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi
@@ -119,7 +118,7 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
 
 @dataclass(eq=False)
 class KeptOperands(Operands):
-    """Operands of many runs, with cached arguments for the core."""
+    """Operands that many runs use, with a cache of their arguments for the native core."""
 
     arguments: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -127,9 +126,9 @@ class KeptOperands(Operands):
 def core_arguments(
     make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """Returns the core's arguments make(p, o, floats) for operands `o`; cached for KeptOperands.
+    """Returns make(p, o, floats), the core's arguments for operands `o`; if `o` is KeptOperands, it is computed once.
 
-    floats: keeps float32 copies while the core reads them; arguments with copies are not cached.
+    floats: makes float32 copies and keeps them alive; arguments that have copies are not cached.
     """
     if not isinstance(o, KeptOperands):
         return make(p, o, floats)
@@ -142,9 +141,10 @@ def core_arguments(
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """Returns the core's arguments for operands; out: the dtype of o.out, None: the problem's.
+    """Returns the operands as arguments (addresses and strides) of the native core; out: the dtype of o.out, None: that
+    of the problem's results.
 
-    floats: keeps float32 copies while the core reads them.
+    floats: keeps float32 copies alive while the core reads them.
     """
     dtype = p.torch_dtype
     out = out or (torch.float32 if p.wide_results else dtype)
@@ -169,7 +169,8 @@ def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None =
 
 
 def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, int, int]:
-    """Returns the core's arguments for blocked tiles: their numbers, and the bits of distinct tiles."""
+    """Returns the core's arguments for blocked tiles: (view of tile numbers, address of the bits of distinct tiles,
+    number of distinct tiles)."""
     if tiles.keep.dtype is not torch.int32:
         raise TypeError(f"fusion_attention: native core: expected numbers of tiles in int32, got {tiles.keep.dtype}")
     if bits is None:
@@ -180,7 +181,8 @@ def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, in
 
 
 def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
-    """Returns the core's arguments for a view of contiguous rows, which must have the given dtype."""
+    """Returns the core's arguments (base address, offsets, strides, dim) for a view of contiguous rows; raises
+    TypeError if its dtype is not `dtype`."""
     if not isinstance(view, RowView):
         raise TypeError(f"fusion_attention: native core: expected a view of contiguous rows, got {type(view).__name__}")
     first, address = view.keep[0], view.address
@@ -193,6 +195,7 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
-    """Returns the core's arguments for a view of a matrix; dtype: the core's number of its dtype."""
+    """Returns the core's arguments (base address, offsets, strides, dtype) for a view of a matrix; dtype: the core's
+    number of its dtype."""
     first = () if view.first is None else (view.first,)
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype, *first

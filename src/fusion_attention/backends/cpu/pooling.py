@@ -29,14 +29,15 @@ class PoolingPlan:
     variant: str | None
 
     def workspace_bytes(self, threads: int) -> int:
-        """Returns the most bytes that a run allocates."""
+        """Returns an upper limit of the bytes that a run with this number of threads allocates."""
         _, dim, ratio, overlap, _ = self.problem
         padded = -(-dim // 16) * 16
         return 4 * padded * (4 * threads + ratio * (1 + overlap) * self.sums)
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """Returns the core's plan of pooling or of its gradients, by op_kind; variant: as in PoolingPlan."""
+    """Returns the core's plan of an operation: op_kind "pooling", or else its gradients. variant: an instruction set of
+    this machine, None: the fastest."""
     dtype = getattr(torch, p.dtype)
     # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
     # for each position of a window, it cannot be that large.
@@ -54,8 +55,7 @@ def run_pooling(plan: PoolingPlan, o: PoolingOperands) -> None:
 
 
 def run_pooling_backward(plan: PoolingPlan, o: PoolingOperands, g: PoolingGrads) -> None:
-    """Writes the gradients of all rows and gates, and of the bias if it is wanted, into the views
-    and tensors of `g`."""
+    """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the bias if g.dbias is a tensor."""
     kv, gate, dout, dkv, dgate = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
     operands = kv, gate, _place(o.bias), dout, dkv, dgate, _place(g.dbias)
     _native.pool_gradients(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)

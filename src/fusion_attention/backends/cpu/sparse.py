@@ -55,13 +55,14 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """Returns float32 if the gradients dk of keys are float32 (partial sums) and rows have another dtype, else None."""
+    """Returns float32 if gradients of keys, dk, are stored in float32 (as partial sums) and `dtype` is another; else
+    None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
-    """Returns the core's arguments for a view of keys of the given dtype, contiguous or in pages; sequences: their
-    number."""
+    """Returns the core's arguments for a view of keys, contiguous or in pages; None for None. Raises TypeError if its
+    dtype is not `dtype`. sequences: number of sequences."""
     if view is None:
         return None
     if not isinstance(view, PagedView):
@@ -77,7 +78,8 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """Returns arguments() for the operands `o`; more: further arguments by name."""
+    """Returns the operands of attention to selected keys in the order of the core's arguments; more: further arguments
+    by name, such as gradients."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),

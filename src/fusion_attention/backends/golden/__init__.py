@@ -52,7 +52,7 @@ def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = ""
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Returns the estimated bytes of the score matrices of the largest sequence."""
+    """Returns an estimate of the bytes of the float64 score matrices of the largest sequence."""
     if isinstance(problem, PoolingProblem):
         rows = int(extents.kv_len.max(initial=0))
         return 8 * problem.heads * problem.channels * rows * _BUFFERS[op_kind]

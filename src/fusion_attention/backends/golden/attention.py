@@ -71,8 +71,8 @@ def _visible(
 
 
 def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
-    """Returns how often each row's list selects each key of sequence b, [heads_q, q_len, keys]; [1, 1, 1] ones without
-    lists."""
+    """Returns [heads_q, q_len, keys]: the number of times that each row's list of selected keys contains each key of
+    sequence b; [1, 1, 1] with one 1 without lists."""
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None
@@ -92,7 +92,7 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
 
 
 def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
-    """Returns the bias [heads_q, q_len, kv_len] in float64."""
+    """Returns the bias [heads_q, q_len, kv_len] of sequence b in float64, from a matrix, a table or ALiBi slopes."""
     lengths = int(extents.q_len[b]), int(extents.kv_len[b])
     rows, keys = slice(0, lengths[0]), slice(0, lengths[1])
     if problem.bias in ("slopes", "slopes_sqrt"):
@@ -108,7 +108,8 @@ def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> tor
 def _keep(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """Returns (keep [heads_q, q_len, keys], keep_factor) of sequence b, as in _Sequence."""
+    """Returns (bool [heads_q, q_len, keys], false for weights that dropout removes; factor on the other weights, 1 /
+    keep_prob) of sequence b."""
     heads = problem.heads_q
     lengths = int(extents.q_len[b]), extents.all_keys(b)
     if problem.dropout == "none":
@@ -358,10 +359,8 @@ def _store_qk(
 def _store_shared(
     problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
 ) -> None:
-    """Sums a gradient [heads_q, keys, dim] of sequence b over the query heads of each key head and stores it.
-
-    The first of the views receives the first kv_len keys, the second one (or None) the compressed keys.
-    """
+    """Sums per_query_head, a gradient [heads_q, keys, dim] of sequence b, over the query heads of each key head, and
+    stores the sums in two views: the first kv_len keys in views[0], compressed keys in views[1] (or None)."""
     _, keys, dim = per_query_head.shape
     total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
     total.index_add_(0, _kv_heads(problem, total.device), per_query_head)

@@ -19,7 +19,8 @@ def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> t
 
 
 def added_up(values: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns [.., places], whose element j is the sum of `values` [.., entries] over the read entries that are j.
+    """Returns [..., places]: element j is the sum of the `values` [..., n] whose entry (a number in `entries`) is j and
+    is read (bool `read`).
 
     Entries from `places` on are ignored.
     """

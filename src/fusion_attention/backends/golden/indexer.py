@@ -17,9 +17,9 @@ _INF = float("inf")
 def dots_of(
     heads: int, extents: Extents, operands: IndexerOperands, b: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the operands of sequence b in float64, and the products q . k.
+    """Returns (q, k, weights, q . k) of the indexer for sequence b, in float64.
 
-    They are (q [heads, q_len, dim], k [1, kv_len, dim], weights [heads, q_len, 1], dots [heads, q_len, kv_len]).
+    Their shapes are [heads, q_len, dim], [1, kv_len, dim], [heads, q_len, 1] and [heads, q_len, kv_len].
     """
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     q = operands.q.sequence(b, heads, q_len).double()

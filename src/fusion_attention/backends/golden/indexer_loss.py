@@ -30,7 +30,8 @@ _LEAST = 1e-8  # lower bound of probabilities in the logarithms
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """The indexer's scores of one sequence."""
+    """The indexer's inputs for one sequence, the products q . k (dots), and the scores I = sum_h w_h * max(0, dots)
+    (total)."""
 
     q: torch.Tensor  # [heads, q_len, dim]
     k: torch.Tensor  # [1, kv_len, dim]
@@ -40,14 +41,14 @@ class _Scores:
 
 
 def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> _Scores:
-    """Returns the indexer's operands and scores of sequence b; heads: those of the indexer."""
+    """Returns the indexer's inputs, products and scores for sequence b; heads: number of the indexer's heads."""
     q, k, weights, dots = dots_of(heads, extents, operands, b)
     return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
 
 
 def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
-    """Returns a matrix [q_len, kv_len] float64 of sequence b: 1 for the keys in a row's band, else 0; ratio: tokens of
-    a key."""
+    """Returns float64 [q_len, kv_len] of sequence b: 1 for the keys that a row sees, else 0; ratio: tokens that a
+    (compressed) key represents."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
@@ -122,7 +123,8 @@ def _attended(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, dI [q_len, kv_len]) with the attention's distribution as target; y: the indexer's distribution."""
+    """Returns (loss, dI [q_len, kv_len]) of sequence b with the attention's distribution as target; y: the indexer's
+    distribution; times: how often each key counts (0: hidden); both [q_len, kv_len]."""
     seen = times > 0
     p = _target(problem, extents, operands, b, times).where(seen, 0)
     factor = p.clamp(min=_LEAST) if problem.select_count else p
@@ -133,8 +135,8 @@ def _attended(
 def _entries(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (key, read), both of the shape of `target`, of sequence b: each element's key, and True if the row's list
-    reads it."""
+    """Returns (key of each element, bool: true if the row's list reads the element), both in the shape of `target`
+    [q_len, entries], for sequence b."""
     if not problem.select_count:
         key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
         return key, key >= 0
@@ -152,10 +154,10 @@ def _given(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, dI [q_len, kv_len]) of sequence b with an operand as target; writes y of the target's elements if
-    requested.
+    """Returns (loss, dI [q_len, kv_len]) of sequence b for the target that the caller passes (operands.target).
 
-    y: the indexer's distribution [q_len, kv_len]. times: how often each key counts, [q_len, kv_len].
+    It also writes the indexer's probability of each element of the target, if operands.index.values is given. y: the
+    indexer's distribution [q_len, kv_len]. times: how often each key counts, [q_len, kv_len].
     """
     assert operands.target is not None
     q_len, kv_len = y.shape

@@ -9,7 +9,8 @@ Tensor = torch.Tensor
 
 
 def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: float) -> Tensor:
-    """Returns the rows of windows first to first + count - 1, [heads, windows, ratio or 2 ratio, dim].
+    """Returns the rows that windows first to first + count - 1 pool, [heads, windows, ratio or (with overlap) 2 ratio,
+    dim].
 
     rows: [heads, rows, channels] of a sequence. absent: the value of rows before the first window.
     """
@@ -23,8 +24,8 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns rows, and gates with the bias, of sequence b, each [heads, rows, channels] in float64; rows: their
-    number."""
+    """Returns (rows kv, gates z with the bias of each position) of sequence b, each [heads, rows, channels] in
+    float64."""
     kv, z = (view.sequence(b, p.heads, rows).double() for view in (o.kv, o.gate))
     if o.bias is not None:
         z = z + o.bias.double()[torch.arange(rows, device=z.device) % p.ratio]
@@ -32,7 +33,8 @@ def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[T
 
 
 def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> None:
-    """Writes windows from `first` on, in the form of _windows(), back to `rows` [heads, rows, channels]."""
+    """Writes gradients of windows, [heads, windows, ratio or 2 ratio, dim] from window `first` on, to the rows that
+    they pool, rows [heads, rows, channels]; the inverse of _windows()."""
     count, ratio = windows.shape[1], p.ratio
     rows[:, first * ratio : (first + count) * ratio, p.channels - p.dim :] = windows[:, :, -ratio:].flatten(1, 2)
     if p.overlap:
@@ -42,7 +44,8 @@ def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> Non
 
 @torch.no_grad()
 def pooling(p: PoolingProblem, extents: Extents, schedule: None, o: PoolingOperands) -> None:
-    """Writes out = sum_p softmax_p(z) kv of every window."""
+    """Writes out = sum_p softmax_p(z) kv of every window: p are the positions that it pools, z the gates with the bias,
+    kv the rows."""
     assert o.out is not None
     for b, (count, rows) in enumerate(zip(extents.q_len.tolist(), extents.kv_len.tolist(), strict=True)):
         if count:

@@ -75,7 +75,8 @@ def against_device(device: torch.device) -> list[str]:
 
 
 def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
-    """Returns the reasons why a problem's sizes are not supported: no tile shape fits them on the device."""
+    """Returns a sentence for each size of a problem that no tile shape of the operation's kernels supports on the
+    device; [] if all are supported."""
     p, reasons = problem, []
     if p.dim_rope > shapes.WIDEST_ROPE:
         reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
@@ -90,7 +91,8 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def against_cache(problem: Problem) -> list[str]:
-    """Returns the reasons why the decode kernels do not support a problem with a cache."""
+    """Returns a sentence for each property that the decode kernels do not support together with pages or an int8 cache;
+    [] if there is none, or no such cache."""
     p = problem
     if not p.page_size and not p.kv_dtype:
         return []
@@ -103,7 +105,8 @@ def against_cache(problem: Problem) -> list[str]:
 
 
 def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[str]:
-    """Returns a sentence for each row (what, given, accepted) whose given value is not accepted."""
+    """Returns a sentence for each row (name of a property, given value, accepted values) of a table whose given value
+    is not accepted."""
     return [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
@@ -112,7 +115,8 @@ def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[s
 
 
 def against_dense(problem: Problem) -> list[str]:
-    """Returns the reasons why the dense and decode kernels do not support a problem."""
+    """Returns a sentence for each property of a problem that the dense and decode kernels do not support; [] if there
+    is none."""
     p = problem
     unknown = refused(
         (
@@ -130,7 +134,7 @@ def against_dense(problem: Problem) -> list[str]:
 
 
 def against_selection(problem: Problem) -> list[str]:
-    """Returns the reasons why the kernels of selected keys do not support a problem."""
+    """Returns a sentence for each property that the kernels of selected keys do not support; [] if there is none."""
     p, what = problem, "select_count" if problem.select_count else "compressed_ratio"
     return refused(
         (
@@ -141,7 +145,8 @@ def against_selection(problem: Problem) -> list[str]:
 
 
 def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> list[str]:
-    """Returns the reasons why kernels of selected keys, of the indexer or its loss do not support a problem's sizes."""
+    """Returns [a sentence] if kernels of selected keys, of the indexer or its loss have no tile for a problem's sizes,
+    else []."""
     chip = shapes.chip_of(device)
     if problem.dtype not in DTYPES or chip is None:
         return []
@@ -180,7 +185,8 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
-    """Returns the module that launches the kernels of a schedule's operation, and the name of its function."""
+    """Returns (module, name of its function) that runs the schedule's operation for a problem, for example
+    (decode.launch, "run")."""
     op_kind = schedule.op_kind
     if isinstance(problem, PoolingProblem):
         from fusion_attention.backends.triton.windows import launch as launch_pooling
@@ -212,7 +218,8 @@ def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
-    """Updates a schedule to other key lengths of the same rows, also for CUDA graphs that were captured with it."""
+    """Updates `schedule` to other key lengths of the same rows, and returns it; CUDA graphs that were captured with it
+    then use these lengths."""
     schedule.update(extents)
     return schedule
 
@@ -225,7 +232,8 @@ prepare = keep = nothing
 
 
 def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grads: Any = None) -> None:
-    """Computes the schedule's operation, as backends.IndexerBackend describes it; bits are the same in every run.
+    """Runs the kernels of the schedule's operation: it reads `operands` and writes its results to the views in
+    `operands` or `grads`. Results have the same bits in every run.
 
     Only a dbias of a broadcast bias varies, whose sums have no fixed order.
     """

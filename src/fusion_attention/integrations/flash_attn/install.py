@@ -91,14 +91,16 @@ def uninstall() -> None:
 
 
 def _changed(version: str, changes: Changes) -> None:
-    """Applies the changes of a simulated release `version` of flash_attn."""
+    """Adds the modules of flash_attn `version` to sys.modules, and makes transformers accept them; `changes` records
+    what uninstall() reverts."""
     changes.play(modules_of(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Returns the modules of flash_attn by name, for a release `version`."""
+    """Returns full name -> module for every module of flash_attn that a program can import; version: the release that
+    the modules imitate."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
@@ -116,14 +118,15 @@ def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """Returns a new module with `names` as its content."""
+    """Returns a new module `name` with the attributes `names`; other attributes raise AttributeError."""
     module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(name))
     return module
 
 
 def _absent(module: str) -> Callable[[str], Any]:
-    """Returns a module's __getattr__, which raises AttributeError."""
+    """Returns a function that serves as the __getattr__ of the module named `module`: for every missing name it raises
+    AttributeError with a hint."""
 
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
@@ -137,7 +140,8 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _admit(changes: Changes, module: ModuleType) -> None:
-    """Makes transformers' check for flash-attn return True, also without CUDA."""
+    """Patches `module` (transformers' import_utils), so that its check for flash-attn returns True, also without
+    CUDA."""
     if hasattr(module, "is_flash_attn_2_available"):
         changes.set(module, "is_flash_attn_2_available", _always)
 

@@ -14,11 +14,13 @@ Tensor = torch.Tensor
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """flash_attn.layers.rotary.RotaryEmbedding: rotates qkv [B, S, 3, N, D], or q with kv [B, S, 2, N2, D].
+    """flash_attn.layers.rotary.RotaryEmbedding: rotates qkv [B, S, 3, N, D], or q with kv [B, S, 2, N2, D], by
+    position.
 
     Args:
         dim: the number of rotated elements of a row.
-        base: base of the frequencies. interleaved: elements 0 and 1 rotate together; else 0 and dim / 2.
+        base: pair i of elements rotates by position * base ** (-2 i / dim).
+        interleaved: True: pairs are adjacent elements (0, 1), ...; else (0, dim / 2), (1, dim / 2 + 1), ...
         scale_base: None; xPos scaling is not supported.
         device: device of the frequencies.
     """
@@ -38,7 +40,8 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0, max_seqlen: int | None = None
     ) -> Any:
-        """Returns qkv rotated, or (q, kv) rotated; values are unchanged."""
+        """Returns qkv with its queries and keys rotated, or (q, kv) with q and the keys of kv rotated; values are
+        unchanged."""
         last = seqlen_offset if isinstance(seqlen_offset, int) else int(seqlen_offset.max())
         angles = torch.outer(torch.arange(last + qkv.shape[1], device=qkv.device).float(), self.inv_freq)
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)

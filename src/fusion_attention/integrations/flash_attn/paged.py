@@ -191,14 +191,16 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Returns the number of cached tokens of each sequence before the call.
+    """Returns a list with each sequence's number of cached tokens before the call; raises ValueError for inconsistent
+    arguments.
 
     Args:
         q: padded rows [B, S1, N1, D].
         k_cache: the cache of keys, or a pool of pages with `table`.
         k, v: new tokens [B, new, N2, D], or None.
         lengths: cache_seqlens, a number or int32 [B]; None: the cache is full.
-        pads, table: cache_leftpad and block_table.
+        pads: number of invisible tokens at the start of each sequence, or None.
+        table: the page table, or None.
     """
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
@@ -219,7 +221,8 @@ def _before(
 
 
 def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
-    """Raises RuntimeError if the cache, or the pages of `table`, cannot hold `ends` tokens of each sequence."""
+    """Raises RuntimeError if a sequence of ends[b] tokens does not fit into its row of the cache, or into its pages in
+    `table`."""
     longest = max(ends, default=0)
     size = k_cache.shape[1]
     if table is not None and longest > table.shape[-1] * size:
@@ -263,7 +266,8 @@ def _append(
 ) -> None:
     """Stores new tokens `fresh` [B, new, N2, D] in a cache, after the `before` tokens of each sequence.
 
-    rows, table: as in _attend().
+    rows: each sequence's index on the cache's first axis; None: sequence b is at b. table: page table of a cache in
+    pages, or None.
     """
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)

@@ -67,8 +67,8 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb() with the same parameters, or its inverse if
-    conjugate is set."""
+    """flash_attn.ops.triton.rotary.apply_rotary: rotates x as apply_rotary_emb() does; with `conjugate`, by the
+    negative angles, which reverts the rotation."""
     sin = -sin if conjugate else sin
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -76,16 +76,18 @@ def apply_rotary(
 def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, advance: bool = True
 ) -> Tensor:
-    """Rotates x [B, S, N, D]: token s of sequence b by position starts[b] + s, or starts[b] if not `advance`.
+    """Returns x [B, S, N, D] with its first R elements rotated: token s of sequence b by position starts[b] + s, or by
+    starts[b] if not `advance`.
 
-    cos, sin: [positions, R / 2]. interleaved: pairs of adjacent elements rotate, instead of halves.
+    cos, sin: [positions, R / 2]. interleaved: True: elements (0, 1), ... rotate together; else (0, R / 2), ...
     """
     steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
     return _rotated_at(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
 
 
 def _rotated_at(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first elements of x [..., N, D] by positions [...]; cos, sin, interleaved: as in rotated()."""
+    """Returns x [..., N, D] with its first R elements rotated by int64 positions [...]; cos, sin: [table length, R /
+    2]; interleaved: True for pairs (0, 1), ..., else (0, R / 2), ..."""
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
         raise RuntimeError(
             f"flash_attn: cos, sin: expected rows for positions {int(positions.min())} to {int(positions.max())}, got "

@@ -21,7 +21,8 @@ _ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
-    """Returns the band of flash-attn's window (left, right); -1: no limit; causal: right is 0."""
+    """Returns the Band of visible keys for flash-attn's window (left, right), aligned to the last key; -1: no limit on
+    that side; causal: right counts as 0."""
     left, right = (n if type(n) is int else int(n) for n in window)
     if causal:
         right = 0
@@ -34,7 +35,7 @@ def band_of(causal: bool, window: Window) -> Band:
 
 
 def numbers(tensor: Tensor) -> list[int]:
-    """Returns the integers of a tensor; those of a tensor on a GPU are cached until it changes."""
+    """Returns the integers of a tensor as a list; for a tensor on a GPU the list is cached until the tensor changes."""
     if tensor.device.type == "cpu" or tensor.is_inference():
         return tensor.tolist()
     entry = _READ.get(id(tensor))

@@ -225,7 +225,8 @@ def _is_block_mask(mask: Any) -> bool:
 def _converted(
     score_mod: Callable[..., Any] | None, mask: Any, shape: Shape, dtype: torch.dtype
 ) -> tuple[Visible, Terms]:
-    """Returns the visible keys of a mask and the terms of a score_mod."""
+    """Returns (visible keys, terms added to the score): a mask (BlockMask or mask_mod) and a score_mod in the forms
+    that attention() computes. A mask that the score_mod contains (-inf) becomes part of the visible keys."""
     if not (shape.items and shape.heads and shape.rows and shape.keys):
         return _EVERY, Terms()
     visible = _EVERY
@@ -255,7 +256,8 @@ def _of_function(mod: mods.Mod, shape: Shape) -> Visible:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (out [B, N, S1, Dv], lse [B, N, S1]) of a converted call; lse is None if `stats` is false."""
+    """Calls attention() with the converted mask `visible` and score_mod `terms`; returns (out [B, N, S1, Dv], lse [B,
+    N, S1]), lse None if `stats` is False."""
     dtype = q.dtype
     if terms.by_row is not None:
         q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
@@ -277,7 +279,8 @@ def _attend(
 
 
 def _packs(visible: Visible, terms: Terms) -> bool:
-    """True if a call can run on packed sequences: without a bias, and with slopes only if distances do not change."""
+    """True if items can be computed as packed sequences of a band: there is no bias matrix, and slopes only if keys
+    keep their distance from rows."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
@@ -308,7 +311,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, 
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Returns (out, lse or None) of attention()."""
+    """Returns (out, lse) of attention(q, k, v, **words); lse is None unless words has return_lse=True."""
     result = attention(q, k, v, **words)
     return result if isinstance(result, tuple) else (result, None)
 
@@ -318,7 +321,7 @@ def _autocasts(q: Tensor) -> bool:
 
 
 def _tokens_outside(q: Tensor) -> bool:
-    """True if [B, N, S, D] is a view of [B, S, N, D]; results get the query's memory order, as torch's do."""
+    """True if q [B, N, S, D] is stored in the order [B, S, N, D]; results then get this order too, as torch's do."""
     return q.stride(1) < q.stride(2)
 
 
@@ -341,10 +344,11 @@ def _uncompiled(layer: Layer) -> Callable[..., Any]:
 
 
 class _Patched(Counted):
-    """Replaces torch's flex_attention in its module and in modules that imported it by name."""
+    """A context manager that replaces torch's flex_attention in its module and in modules that imported it by name."""
 
     def begin(self, changes: Changes) -> None:
-        """Replaces flex_attention; called at the first entry."""
+        """Replaces torch's flex_attention by this module's, and torch.compile for it; `changes` records the patches.
+        Called at the first entry."""
         import torch.nn.attention.flex_attention as theirs
 
         changes.wrap(torch, "compile", _uncompiled)

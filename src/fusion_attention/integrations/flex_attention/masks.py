@@ -23,7 +23,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all rows, as a band if one equals the mask, and as tiles if they were evaluated.
+    """The visible keys of all rows, as a band if some band equals the mask, and as tiles if the mask was evaluated.
 
     Attributes:
         band: equals the mask, together with q_len and kv_len; None if there is no such band.
@@ -31,7 +31,8 @@ class Visible:
         packed: True if items consist of several sequences; lengths list those of the first item first.
         aligned: True if every sequence's keys begin at the index of its rows, so that distances do not change.
         past: True if no row sees a key after itself.
-        tiles, bits: the same mask as `blocked_tiles` and `blocked_bits`; None if no tile was evaluated.
+        tiles, bits: the mask in tiles of 128 x 128: tile numbers, and the bits of mixed tiles (the arguments
+            blocked_tiles and blocked_bits of attention()); None if no tile was evaluated.
     """
 
     band: Band | None
@@ -44,7 +45,7 @@ class Visible:
     bits: Tensor | None = None
 
     def blocked(self, rows: int, keys: int) -> Tensor:
-        """Returns [B or 1, N or 1, rows, keys], true for an invisible key."""
+        """Returns the mask as bool [B or 1, N or 1, rows, keys], true for an invisible key, from the tiles."""
         assert self.tiles is not None
         assert self.bits is not None
         full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
@@ -77,7 +78,8 @@ def of_block_mask(mask: Any, shape: Shape) -> Visible:
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """Returns the visible keys of a function `mod` of (batch, head, row, key) that returns True for a visible key."""
+    """Returns the visible keys of a mask_mod, a function of (batch, head, row, key) that returns True for a visible
+    key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
@@ -86,8 +88,8 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns each block's state [B or 1, N or 1, R, C] (0: empty, 1: by the function, 2: full) and a block's (rows,
-    keys).
+    """Returns (state of every block [B or 1, N or 1, R, C], (rows, keys) of a block); states are 0 (no key visible), 1
+    (the mask function decides) and 2 (all visible).
 
     mask: torch's BlockMask. R, C: numbers of blocks of rows and of keys.
     """
@@ -145,10 +147,10 @@ class _Rows:
     """The tiles of a mask, and the visible keys of each row.
 
     Attributes:
-        tiles: int32 [B or 1, N or 1, tiles down, tiles across]: NONE, ALL, or an index of bits.
-        bits: uint8 [n, TILE, TILE // 8], bit 1 for hidden, of distinct tiles.
+        tiles: int32 [B or 1, N or 1, tiles down, tiles across]: NONE or ALL visible, or the tile's index in bits.
+        bits: uint8 [n, TILE, TILE // 8], bit 1 for hidden, of the distinct tiles with hidden and visible keys.
         first, end, count: int64 [B or 1, N or 1, rows]: a row's first visible key, the end after its last, their
-        number.
+            number.
     """
 
     tiles: np.ndarray
@@ -159,9 +161,10 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """Returns all tiles of a mask; the mask function `mod` runs only in tiles that overlap a partial block.
+    """Returns the tiles of a mask and each row's visible keys; the mask function `mod` runs only in tiles that overlap
+    a partial block.
 
-    grid, block: results of _grid().
+    grid, block: the blocks' states and a block's (rows, keys), from _grid().
     """
     grid = _expanded(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
@@ -192,7 +195,7 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
 
 def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
-    """Expands the grid of block states along batch and heads if the function `mod` depends on them."""
+    """Returns the grid of block states, expanded from size 1 to the batch and to the heads if `mod` depends on them."""
     if not (grid == 1).any():
         return grid
     sizes = list(grid.shape)
@@ -203,9 +206,10 @@ def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: the minimum or maximum (`fold`) of the states of each tile's blocks.
+    """Returns [B, N, tiles down, tiles across]: the minimum or maximum of the states of the blocks that overlap each
+    tile.
 
-    grid, block: results of _grid().
+    grid, block: the blocks' states and a block's (rows, keys), from _grid(). fold: np.minimum or np.maximum.
     """
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
@@ -217,7 +221,8 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
 
 
 def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
-    """Returns each row's first visible key, end and number of visible keys, counting full tiles alone.
+    """Returns (first visible key, end after the last one, number of visible keys) of each row, int64 [B, N, rows],
+    counting only keys in full tiles.
 
     is_full: bool [B, N, tiles down, tiles across].
     """
@@ -233,9 +238,11 @@ def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
 def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ([n, TILE, TILE] visible keys of n tiles, [n, TILE, TILE] entries within the mask).
+    """Returns two bool [n, TILE, TILE]: the visible keys of n tiles, and which entries are within the mask's rows and
+    keys.
 
-    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: results of _grid().
+    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: the blocks' states and a
+    block's (rows, keys), from _grid().
     """
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
@@ -255,8 +262,8 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates the first visible key, the end and the count of `rows` for tiles `at` [n, 4]; visible: bool [n, TILE,
-    TILE]."""
+    """Updates first, end and count of `rows`, in place, by n evaluated tiles: at: their (batch, head, tile down, tile
+    across) [n, 4]; visible: bool [n, TILE, TILE]."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -271,7 +278,8 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """Returns the visible keys of a mask, from those of its rows, as a band if possible."""
+    """Returns the Visible of a mask from its tiles and each row's visible keys: with a band, for padded items or packed
+    sequences, if one equals the mask."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -289,7 +297,8 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band of padded items, optionally with lengths; None if there is none.
+    """Returns fields of Visible, the band (and lengths) that equal a mask of padded items; None if there is no such
+    band.
 
     first, end: [B or 1, rows], each row's first visible key and the end after its last.
     """
@@ -309,16 +318,17 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """Returns the band of one item for all of a call's batch: its prefix is repeated for every item."""
+    """Returns a band that was derived from one item for all items of the batch: a prefix (one number per item) is
+    repeated."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
 
 
 def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band of the packed sequences that items consist of, with lengths; None if there is none.
+    """Returns fields of Visible, the band and lengths of packed sequences that equal a mask; None if there are none.
 
-    first, end: as in _padded().
+    first, end: [B or 1, rows], each row's first visible key and the end after its last.
     """
     sequences = [segment for item in zip(first, end, strict=True) for segment in _sequences_of(*item, shape.keys)]
     begin, q_len, start, kv_len = (np.array(column) for column in zip(*sequences, strict=True))
@@ -363,7 +373,8 @@ def _sequences_of(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[i
 
 
 class _Edges(NamedTuple):
-    """The visible keys first <= j < end of each row (0, 0: none), its sequence, and its index in the sequence."""
+    """For each row of all sequences: its visible keys first <= j < end (0, 0: none), the number of its sequence, and
+    its index in the sequence."""
 
     first: np.ndarray
     end: np.ndarray
@@ -372,7 +383,8 @@ class _Edges(NamedTuple):
 
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
-    """Returns the band with exactly the visible keys `edges` of each row, and none for rows after q_len; else None.
+    """Returns the Band in which every row sees exactly the keys of `edges`, and rows after q_len see none; None if no
+    band does.
 
     q_len, kv_len: int [sequences].
     """
@@ -385,8 +397,8 @@ def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
 
 
 def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
-    """Yields bands, aligned to "start" or "end", that may equal `edges`; their limits come from rows that do not see
-    the first or the last key."""
+    """Yields the bands that may equal the visible keys `edges`; their limits follow from rows that do not see the first
+    or the last key. align: "start" or "end", the corner where the bands' diagonals begin."""
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
@@ -420,7 +432,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """Returns the visible keys of a function `mod` that depends only on row - key, if they are a band; else None."""
+    """Returns the Visible of a mask function `mod` if it depends on row - key alone and equals a band; else None."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 
@@ -440,7 +452,8 @@ def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
 
 
 class _Unreadable(mods.Position):
-    """A batch or head index that a relative mask must not read."""
+    """Stands for the batch or head index when a mask function is tested for dependence on row - key alone: an operation
+    on it raises Absolute."""
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -20,7 +20,8 @@ Mod = Callable[..., Any]  # function of (b, h, q_idx, kv_idx)
 
 
 class _Indexed(TorchFunctionMode):
-    """Evaluates table[q_idx] as a gather: torch would convert a scalar index to a Python number."""
+    """Evaluates table[q_idx] as a gather: torch would convert the scalar tensor q_idx to a Python number, which vmap
+    cannot do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -44,13 +45,13 @@ def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tens
 
 
 def at_points(mod: Mod, *points: Tensor) -> Any:
-    """Evaluates mod at n points, given as tensors [n]."""
+    """Evaluates mod at n points: points are mod's arguments as tensors [n]; returns [n]."""
     with _Indexed():
         return torch.vmap(mod)(*points)
 
 
 def depends(mod: Mod, axis: int, device: torch.device) -> bool:
-    """True if mod depends on its index number `axis` (0: batch, 1: head, 2: row, 3: key)."""
+    """True if the value of mod(batch, head, row, key) depends on its argument number `axis` (0 to 3)."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     in_dims = tuple(0 if i == axis else None for i in range(4))
     points = [zero.expand(1) if i == axis else zero for i in range(4)]
@@ -130,9 +131,9 @@ def _number(value: Any) -> Any:
 
 
 def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
-    """Evaluates mod for n pairs b, h [n] and D values of row - key, `distances` [D]; returns [n, D].
+    """Returns [n, D]: mod for each pair b[i], h[i] (batch and head) at each of D values of row - key, `distances` [D].
 
-    None if mod reads absolute positions.
+    Returns None if mod reads absolute positions, and not only their difference.
     """
 
     def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
@@ -152,7 +153,7 @@ _ENTRIES = 4  # results for different shapes
 
 
 class _Cache(OrderedDict[Any, Any]):
-    """Results stored on an object; a copy of the object starts with an empty cache."""
+    """The results that remembered() stores on an object; a copied or pickled object gets an empty cache."""
 
     def __reduce__(self) -> Any:
         return _Cache, ()
@@ -170,14 +171,14 @@ def remembered(
     content: bool = True,
     keep: Callable[[T], bool] = lambda result: True,
 ) -> T:
-    """Returns compute(), or its earlier result while nothing in `captured` has changed; stored on the owner.
+    """Returns compute(), or, while nothing in `captured` has changed, the earlier result that `owner` stores for `key`.
 
     Args:
         owner: the object that stores results; nothing is stored on objects without attributes.
         key: hashable; everything else on which the result depends.
         captured: objects that compute() reads: functions with all that they capture, tensors with their content.
         compute: computes the result.
-        content: False if compute() does not read the content of tensors.
+        content: False if compute() does not read the content of tensors, so that changes of it do not count.
         keep: returns True for a result that may be reused.
     """
     try:
@@ -201,9 +202,10 @@ def remembered(
 
 
 def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
-    """Returns (comparable values, the objects whose ids they contain) of values and of all that functions capture.
+    """Returns (list of comparable values, list of the objects whose ids are among them) for `values` and all that they
+    capture. Equal lists mean that nothing has changed.
 
-    content: True to include the content of tensors.
+    content: True to include a version of each tensor's content.
     """
     owners: list[Any] = []
     atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
@@ -213,11 +215,11 @@ def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]
 
 
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values of an object, and of all that it contains or captures.
+    """Yields comparable values (numbers, texts, ids) of an object, and of all that it contains or captures.
 
     Args:
         value: the object.
-        names: attributes that the enclosing function reads.
+        names: attributes of `value` that the function which captures it reads.
         visited: ids of objects that were yielded; updated.
         owners: objects whose ids were yielded; updated.
     """
@@ -263,8 +265,8 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
 
 
 def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields the constants of a module or class `owner` that the enclosing function reads;
-    parameters: as in _atoms()."""
+    """Yields comparable values of the attributes `names` of a module or class `owner` that are tensors, numbers, texts
+    or containers. visited, owners: objects yielded so far; updated."""
     for name in sorted(names):
         result = inspect.getattr_static(owner, name, None)
         if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
@@ -272,9 +274,10 @@ def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: lis
 
 
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields the attributes of an object that its call, or the enclosing function, reads; parameters: as in _atoms().
+    """Yields comparable values of an object's attributes that its __call__ reads, or that `names` lists; visited,
+    owners: objects yielded so far; updated.
 
-    A property may compute anything, so its result is never cached.
+    For a property it yields a new object, so that no state with it equals another: a property may compute anything.
     """
     call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(value, torch.nn.Module):
@@ -309,7 +312,8 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Returns a value that changes when a tensor's content changes; inference tensors always count as changed."""
+    """Returns a tuple that changes when a tensor is written or moved; for inference tensors a new object, so they
+    always count as changed."""
     if tensor.is_inference():
         return object()
     return tensor._version, tensor.requires_grad, tensor.data_ptr() if tensor.layout is torch.strided else 0

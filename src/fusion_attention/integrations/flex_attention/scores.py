@@ -59,7 +59,8 @@ def refused(got: str, hint: str) -> BackendError:
 
 
 class _Form(NamedTuple):
-    """factor * s, or cap * tanh(factor * s); by_row: s has another factor, which varies between rows."""
+    """The form factor * s, or cap * tanh(factor * s), of a score s. by_row: True if s also has a factor that varies by
+    row."""
 
     factor: float
     cap: float | None
@@ -70,7 +71,8 @@ _IDENTITY = _Form(1.0, None)
 
 
 class _Score:
-    """A symbolic score: the factors and the cap of s, and the terms added to it."""
+    """A symbolic score, on which a score_mod runs: it records the factor and cap of the score s, and the added
+    terms."""
 
     device: torch.device
 
@@ -91,7 +93,7 @@ class _Score:
         return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
     def _scaled(self, other: Any) -> _Score:
-        """Multiplies by a number or, before a cap, by any tensor that does not depend on the score."""
+        """Returns this score times `other`, a number or, without a cap, a tensor; raises BackendError for others."""
         form = self._form
         if form.cap is not None:
             number = _number(other)
@@ -170,7 +172,8 @@ _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by ha
 
 
 def _number(value: Any) -> float:
-    """Returns a number that may multiply a capped score or replace a score; refuses other values."""
+    """Returns a value as a Python number; raises BackendError for a tensor that varies by position or needs a
+    gradient."""
     try:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return float(value)
@@ -180,7 +183,7 @@ def _number(value: Any) -> float:
 
 
 def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
-    """Evaluates torch.where(condition, chosen, other) of symbolic scores, or of one and -inf."""
+    """Returns torch.where(condition, chosen, other) of two symbolic scores, or of one and -inf, as a symbolic score."""
     scores = [value for value in (chosen, other) if isinstance(value, _Score)]
     if not scores or isinstance(condition, _Score):
         raise refused("a condition on the score", _COMPUTE)
@@ -239,11 +242,12 @@ class _Interpreted:
         return self._both(b, h, row, key)[0]
 
     def by_row(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
-        """Returns the factor of the score that varies between rows, at the indices (batch, head, row, key)."""
+        """Returns the tensor by which the score_mod multiplies the score at (batch, head, row, key); 1 if there is
+        none."""
         return self._both(b, h, row, key)[1]
 
     def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
-        """Returns (terms added to the score, factor of the score) at the indices (batch, head, row, key)."""
+        """Runs the score_mod on a symbolic score at (batch, head, row, key); returns (added term, tensor factor)."""
         like = torch.zeros((), dtype=self.dtype, device=b.device)
         score = self.score_mod(_Score(like), b, h, row, key)
         if not isinstance(score, _Score):
@@ -269,7 +273,7 @@ class _Structure(NamedTuple):
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
-    """Returns the terms of a score_mod.
+    """Converts a score_mod to a factor, a softcap, slopes, a bias or a mask, and returns them as Terms.
 
     Args:
         score_mod: torch's function of (score, batch, head, row, key).
@@ -290,7 +294,7 @@ def _reusable(score_terms: Terms) -> bool:
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
-    """Computes terms(); the parameters are the same."""
+    """Computes the Terms that terms() returns, with the same parameters, without a cache of them."""
     bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
@@ -319,13 +323,14 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
 
 
 def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts values to a dtype if that is exact; bfloat16, for example, has too few digits for large distances."""
+    """Returns values in a dtype if the conversion is exact, else unchanged; bfloat16 has too few digits for large
+    numbers."""
     rounded = values.to(dtype)
     return rounded if bool((rounded.detach() == values.detach()).all()) else values
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
-    """Returns the indices on which the terms `bias` and the factor of a score_mod depend, found by evaluating it."""
+    """Evaluates a score_mod (`bias`) to find the indices on which its added term and its factor depend."""
     with torch.no_grad():
         varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
@@ -341,9 +346,9 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """Returns the shape of a function's values, with size 1 for indices that it does not depend on.
+    """Returns `shape` with size 1 for the indices on which a function does not depend.
 
-    varies: for batch, head, row and key, whether it depends on it.
+    varies: for batch, head, row and key, True if the function depends on it.
     """
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
@@ -368,7 +373,7 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns a bias or a mask with the values of a score_mod, [B or 1, N or 1, S1 or 1, S2 or 1].
+    """Returns Terms for what a score_mod adds, `values` [B or 1, N or 1, S1 or 1, S2 or 1]: a mask if only 0 and -inf.
 
     bias: the interpreted score_mod. alone: True if there is no block_mask; only then may -inf become a mask.
     """
@@ -383,9 +388,11 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Makes terms from the bias at each distance row - key, [B, N, S2 + S1 - 1] for distances 1 - S2 to S1 - 1.
+    """Returns Terms from what a score_mod adds at each distance row - key, values [B, N, S2 + S1 - 1] for distances 1 -
+    S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
 
-    at: shape of the bias. bias: the function. alone, past: as in terms(). heads: query heads of the call.
+    at: shape of the bias. bias: the interpreted score_mod. alone: True if there is no block_mask; past: True if it
+    hides all keys after their row. heads: query heads of the call.
     """
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
@@ -406,7 +413,8 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
-    """Returns slopes [N] or [B, N] with -slope * |distance| equal to the values, except where `free`; else None."""
+    """Returns slopes [N] or [B, N] with -slope * |distance| equal to `values`, except where `free` is True; else
+    None."""
     if values.dtype != torch.float32:
         return None
     adjacent = (~free & (distance.abs() == 1)).expand_as(values)
@@ -438,7 +446,7 @@ def _visibility(bias: _Interpreted) -> mods.Mod:
 
 
 def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
-    """Compares the terms with score_mod at random pairs and scores; raises on a difference.
+    """Compares the terms with score_mod at random pairs and scores; raises BackendError if they differ.
 
     bias: the interpreted function, for its dtype. shape: the sizes of the call.
     """
@@ -476,7 +484,7 @@ def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interprete
 
 
 def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    """Returns the terms added to the score, bias or slopes, at index tensors [n]."""
+    """Returns [n]: the bias plus slopes of `score_terms` at n points, given as index tensors [n]."""
     if score_terms.slopes is not None:
         slopes = score_terms.slopes if score_terms.slopes.ndim == 2 else score_terms.slopes[None]
         items, heads = slopes.shape
@@ -485,6 +493,6 @@ def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -
 
 
 def _picked(values: Tensor, *indices: Tensor) -> Tensor:
-    """Returns the elements of a broadcasting tensor `values` at index tensors, one per axis."""
+    """Returns values[indices], [n], from one index tensor [n] per axis; an axis of size 1 broadcasts."""
     clipped = (place if size > 1 else 0 * place for place, size in zip(indices, values.shape, strict=True))
     return values.detach()[tuple(clipped)]

@@ -26,7 +26,8 @@ __all__ = [
 
 
 def _masked(args: Args) -> Args:
-    """Returns the arguments with the mask converted from format FRACTAL_NZ to rows."""
+    """Returns the arguments with the argument `mask` converted from the chip's format FRACTAL_NZ to a matrix of
+    rows."""
     return {**args, "mask": atb.in_rows(args["mask"])}
 
 

@@ -16,15 +16,15 @@ MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
 
 def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
-    """Checks a call with the arguments `given`, and returns the cumulative ends of its sequences' rows, int64
+    """Checks a call (`given`: arguments by name), and returns the cumulative sums of its lengths `seq_len`, int64
     [sequences]."""
     checked(op, given)
     return read(op, given["seq_len"]).cumsum()
 
 
 def read(op: Op, lengths: Any) -> np.ndarray:
-    """Returns lengths as an int64 array on the host; raises NotImplementedError, which names the operator `op`, in a
-    trace."""
+    """Returns lengths (a list or tensor) as an int64 array on the host; in a trace, where they have no values, raises
+    NotImplementedError with the name of the operator `op`."""
     result = to_array(lengths)
     if isinstance(result, np.ndarray):
         return result
@@ -34,13 +34,13 @@ def read(op: Op, lengths: Any) -> np.ndarray:
 
 
 def one_each(query: Tensor) -> np.ndarray:
-    """Returns the cumulative ends of sequences with one row each, for rows query [tokens, ...]."""
+    """Returns int [1, 2, ..., tokens]: the cumulative ends of sequences with one row each, for query [tokens, ...]."""
     return np.arange(1, len(query) + 1)
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """Returns the arguments for causal attention in which a sequence's last row sees its last key, on the query's
-    device."""
+    """Returns the mask arguments {atten_mask, sparse_mode} for causal attention aligned to the last key, with the mask
+    on the device of `query`."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 
@@ -53,10 +53,10 @@ def attend(
     kv: np.ndarray | Tensor,
     **mask_arguments: Any,
 ) -> None:
-    """Computes a checked call and writes the result to its argument `out`.
+    """Computes attention by npu_fused_infer_attention_score, and writes the result to the tensor given["out"].
 
     Args:
-        op, given: the operator definition, and the arguments by its names.
+        op, given: the operator definition, and its checked arguments by name.
         keys: (keys, values) as packed rows, or as pages.
         ends: cumulative ends of each sequence's query rows.
         kv: cumulative ends of each sequence's packed keys, or its number of keys in pages.

@@ -51,6 +51,6 @@ def _npu_rotary_embedding(
 
 
 def _slots(cache: Tensor, rows: Tensor) -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...] for `rows` to be stored; in format NZ, the fragments are
-    an axis of the rest."""
+    """Returns a view of a paged cache as [pages, slots, ...], into which `rows` can be stored; of a cache in format NZ
+    ([pages, fragments of a row, slots, elements]) the fragments come after the slots."""
     return cache if atb_rows.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -133,9 +133,9 @@ def _last(slot_indices: Tensor) -> Tensor:
 
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Returns the arguments (indices per axis, rows) of index_put() that writes updates [..., *rest] to target at
-    indices [..., axes]; of rows with equal indices, the last one counts.
+    indices [..., axes].
 
-    Only that row has a gradient.
+    If several rows have equal indices, all write the last of these rows, and only it has a gradient.
     """
     axes = indices.shape[-1]
     positions, rows = (
@@ -151,13 +151,14 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...], for `rows` to be stored; in format NZ (by the layout
-    `mode`), the fragments are an axis of the rest."""
+    """Returns a view of a paged cache as [pages, slots, ...], into which `rows` can be stored; mode: "Norm" or an NZ
+    format, of which the fragments of a row come after the slots."""
     return cache.transpose(1, 2) if caches.is_fragmented(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache as [pages or sequences, slots, ...], from its layout `mode`."""
+    """Returns a view of a cache as [pages or sequences, slots, elements, ...]; mode: the name of its layout ("Norm",
+    "PA", "PA_NZ", ...)."""
     if mode == "Norm":
         return cache[:, 0]
     if "NZ" not in mode:
@@ -189,8 +190,8 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
     """Returns the slot of every token of all sequences, concatenated: int [tokens], -1 for none.
 
-    index: the operator's argument. mode: its cache_mode, which says what index has: places in a sequence ("Norm"),
-    slots, or a slot per page ("BLK").
+    index: the operator's index argument. mode: its cache_mode, by which an element of index is a token's position in
+    its sequence ("Norm"), a token's slot, or, with "BLK" in the mode, a slot in the page of the next tokens.
     """
     if mode == "Norm":
         items = torch.arange(len(index), device=index.device)[:, None] * cache.shape[2]
@@ -205,8 +206,8 @@ def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Returns rows in a cache's dtype; with a scale, quantized to int8 (rows * scale + offset), rounded to nearest,
-    ties to even."""
+    """Returns rows in a cache's dtype; if there is a scale, as int8: rows * scale + offset, rounded to nearest, ties to
+    even."""
     if scale is None:
         return rows.to(dtype)
     return rounded(rows * scale if offset is None else rows * scale + offset, 127)

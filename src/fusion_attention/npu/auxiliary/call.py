@@ -22,14 +22,16 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Makes the public function of an auxiliary operator from its body; the public function checks each call.
+    """Returns a decorator: the function that it makes checks a call against the operator definition, then calls the
+    body.
 
-    The body's parameters are the canonical names of the arguments that it reads; an attribute given as None arrives as
-    its default.
+    The body's parameters are names of the definition; it gets these arguments, with defaults for attributes that are
+    None.
 
     Args:
-        op, host: as for from_record().
-        before: converts the arguments before they are checked.
+        op: the operator definition.
+        host: number of the last results that remain in host memory; None: the body calls torch's operators only.
+        before: converts the dictionary of arguments before the check.
     """
     attributes = frozenset(p.name for p in op.params if isinstance(p, Attr))
 
@@ -48,8 +50,8 @@ def computed(
 
 
 def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Mapping[str, Any]:
-    """Checks a call of `op` and returns its arguments, `args`, with defaults in place of None; with_tensors: tensors
-    included.
+    """Checks the arguments `args` of a call of `op`; returns them by name, with defaults in place of None.
+    with_tensors: False leaves the tensors out.
 
     Calls inside torch.compile are not checked; torch's operators report their errors. Other traces are checked, without
     the rules that read memory, if sizes are numbers and lengths are not tensors.
@@ -68,9 +70,8 @@ def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Ma
 
 @contextmanager
 def in_place_of(op: Op, **names: str) -> Iterator[None]:
-    """Context in which an auxiliary operator calls another function; errors name the operator.
-
-    The other function's limits are not checked.
+    """Context in which the operator `op` calls another function: ContractErrors name `op`, and limits of the chip for
+    the other function are not enforced.
 
     Args:
         op: the definition of the auxiliary operator.
@@ -86,7 +87,8 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
 
 
 def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Context that disables autocast on a tensor's device; torch_npu's autocast lists no auxiliary operator."""
+    """Returns a context without autocast on the tensor's device, so that an operator keeps the dtypes of its
+    arguments."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -30,9 +30,10 @@ def compressor(
 
 @crossing
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Returns pooled windows of padded rows kv and gates, as compress() computes them; golden computes float64.
+    """Returns windows of padded rows kv [B, S, ...], pooled by softmax weights from gate, as compress() does; float64
+    is computed by the reference back end.
 
-    bias: of the gates, or None. windows: their ratio, overlap and earlier tokens.
+    bias: added to the gates by position in a window, or None. windows: ratio, overlap and the earlier tokens.
     """
     args = {
         "kv": kv, "gate": gate, "ratio": windows.ratio, "position_bias": bias, "overlap": windows.overlap,

@@ -32,14 +32,15 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> Tensor:
-    """Returns the token of every (token, expert) choice: row i is token order[i] // choices.
+    """Returns [rows, elements], the tokens in the order of experts: row i is the token of choice order[i]. Each token
+    has `choices` choices of an expert.
 
     The gradient sums over the choices of a token in float32.
 
     Args:
         tokens: [T, elements].
         choices: experts per token.
-        order: the choice in each row; choice t * choices + c is the c-th of token t.
+        order: int [rows]; choice t * choices + c is the c-th of token t.
         positions: the inverse of order, which the gradient reads.
     """
     count = tokens.shape[0]
@@ -52,9 +53,9 @@ def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> T
 
 
 def _sum_of_choices(rows: Tensor, positions: Tensor, count: int, choices: int) -> Tensor:
-    """Returns the sum of each token's rows, computed in float32, [count, elements].
+    """Returns [count, elements] for `count` tokens: the sum of each token's rows, computed in float32.
 
-    rows: permuted rows. positions: int [count * choices], the row of each of a token's choices.
+    rows: [rows, elements], in the order of experts. positions: int [count * choices], the row of each token's choice.
     """
     return taken(rows, positions).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
@@ -82,7 +83,8 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
 
 
 def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
-    """Returns the sum of each token's rows, weighted by probs [T, K]; None: each token has one row.
+    """Returns [T, elements], the sum of each token's rows, weighted by probs [T, K]; probs None: each token has one
+    row.
 
     permuted: rows in the order of experts. positions: int [T * K], the row of each of a token's choices.
     """
@@ -108,8 +110,8 @@ def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tenso
 
 
 def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:
-    """Returns the gradient of the permuted rows, [count, elements]; dy: of the tokens; positions, probs: as in
-    _weighed()."""
+    """Returns the gradient of rows in the order of experts, [count, elements], from dy [T, elements]; positions: int [T
+    * K], the row of each token's choice; probs: weights [T, K], or None for one row per token."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
     there = (positions >= 0) & (positions < count)
     result = dy.new_zeros(count + 1, dy.shape[1])  # the last row collects rows out of range
@@ -118,7 +120,8 @@ def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int
 
 
 def _of_probs(dy: Tensor, positions: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
-    """Returns the gradient of the weights probs [T, K]; dy: of the tokens; permuted, positions: as in _weighed()."""
+    """Returns the gradient of the weights probs [T, K] from dy [T, elements]; permuted: rows in the order of experts;
+    positions: int [T * K], the row of each token's choice."""
     rows = taken(permuted, positions).reshape(*probs.shape, permuted.shape[1])
     return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 

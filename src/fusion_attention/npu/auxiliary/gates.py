@@ -119,13 +119,14 @@ def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x) rounded to the dtype of x; the backward saves only x, and computes gradient(dy, x)."""
+    """Returns function(x) in the dtype of x, computed in float32 by `function`; its backward saves only x, and calls
+    gradient(dy, x)."""
     (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
     return y
 
 
 def _halves(input: Tensor, dim: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Returns (linear half, activated half) of a GEGLU's input along axis `dim`, in float32; left: the first one is
-    activated."""
+    """Splits the input of a GEGLU along `dim`; returns (linear half, half for the activation) in float32. left: True if
+    the activated half comes first."""
     a, b = input.float().chunk(2, dim)
     return (b, a) if left else (a, b)

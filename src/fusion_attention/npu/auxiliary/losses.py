@@ -14,7 +14,8 @@ Tensor = torch.Tensor
 
 
 class _How(NamedTuple):
-    """The attributes of a cross entropy call."""
+    """The attributes of a cross entropy call: reduction ("none", "mean", "sum"), the class whose rows are ignored, and
+    the label smoothing."""
 
     reduction: str
     ignored: int
@@ -41,8 +42,8 @@ def npu_cross_entropy_loss(
 
 
 def _loss(log_prob: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    """Returns the loss by log_prob [rows, classes] and target [rows]: of each row, or reduced to [1]; weight: of each
-    class, or None."""
+    """Returns the cross entropy of target [rows] under log_prob [rows, classes]: [rows] for reduction "none", else [1].
+    weight: factor of each class, or None."""
     counted, of_label, norm = _rows(target, weight, log_prob, how)
     label = target.where(counted, 0).unsqueeze(1)
     smoothing = how.smoothing
@@ -69,9 +70,10 @@ def npu_cross_entropy_loss_backward(
 
 
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    """Returns the gradient of the logits in float32; dloss: that of the loss; p: the probabilities softmax(logits).
+    """Returns the gradient of the logits, float32 [rows, classes], from dloss, the gradient of the loss; p:
+    softmax(logits).
 
-    target, weight: as in _loss().
+    target: class of each row. weight: factor of each class, or None. how: the call's attributes.
     """
     counted, of_label, norm = _rows(target, weight, p, how)
     g, smoothing = (dloss.float() / norm).expand_as(target), how.smoothing
@@ -87,7 +89,8 @@ def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, h
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, how: _How) -> tuple[Tensor, Tensor, Any]:
-    """Returns (mask of the rows that are not ignored, weight of each row's class, divisor of the sum over rows)."""
+    """Returns (bool mask of the rows that are not ignored, weight of each row's class, divisor of the loss: the sum of
+    these weights for "mean", else 1)."""
     counted = target != how.ignored
     of_label = like.new_ones(target.shape) if weight is None else weight[target.where(counted, 0)]
     return counted, of_label, of_label.where(counted, 0.0).sum() if how.reduction == "mean" else 1

@@ -60,7 +60,8 @@ def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:
-    """Returns (dx, dgamma) of the RMS norm from dy, None for a gradient that is not `wanted`; rstd: of normalised()."""
+    """Returns (dx, dgamma) of the RMS norm from dy; wanted: (True if dx is needed, True if dgamma is), else None in its
+    place; rstd: 1 / rms, from the forward."""
     axes, rows = tuple(range(-gamma.dim(), 0)), tuple(range(x.dim() - gamma.dim()))
     scale, upstream = rstd.float(), dy.float()
     xhat, weighed = x.float() * scale, upstream * gamma

@@ -44,7 +44,7 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
 
 
 def _products(given: dict[str, Any]) -> list[Tensor]:
-    """Computes a checked call; given: the arguments by canonical name."""
+    """Returns the list of products of a checked grouped matrix product; given: the operator's arguments by name."""
     x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
     number = given["output_dtype"]
     product = _Product(given, x[0].dtype if number is None else DTYPES[number])
@@ -59,13 +59,13 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """Returns a list of tensors as it is, one tensor as a tuple, and None as None."""
+    """Returns a list or tuple of tensors as it is, one tensor as a tuple of one, and None as None."""
     return (given,) if isinstance(given, Tensor) else given
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Returns the weights, with int4 packed in int32 unpacked to int8 along the axis that the row length of x
-    determines."""
+    """Returns the weights; int4 weights packed in int32 are unpacked to int8, along the axis whose unpacked length fits
+    the rows of x."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
         return weight
@@ -78,10 +78,12 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """The product of rows with the matrix of their group, with the group's scales, bias and activation."""
+    """A grouped matrix product: it multiplies rows by the matrix of their group, and applies the group's scales, bias
+    and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
-        """given: arguments by canonical name; dtype: dtype of the results."""
+        """Stores the weights, scales and groups of a call; given: the operator's arguments by name; dtype: dtype of
+        results."""
 
         self.weights = products.matrices(_listed(given["weight"]) or ())
         listed = [_listed(given[name]) for name in products.ONE_EACH]
@@ -94,7 +96,8 @@ class _Product:
         self.lazy = is_traced(given.values()) or (isinstance(self.group_list, Tensor) and self.group_list.is_meta)
 
     def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
-        """Returns the product of rows x with the matrix of a group; start: index of x's first row among all rows."""
+        """Returns x [rows, K] @ weight of `group` [K, N], scaled, with bias and activation; start: index of x's first
+        row among the rows of all groups (for scales per row)."""
         weight = self.weights[group]
         bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors]
         if x.dtype == torch.int8:
@@ -124,7 +127,8 @@ class _Product:
         return self.act(y).to(self.dtype)
 
     def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
-        """Returns the products of groups of rows of one tensor x; one: concatenates them to one result."""
+        """Returns a list with the product of each group of rows of x; one: True for one tensor with the rows of all
+        groups, 0 for rows after the last group."""
         groups = len(self.weights)
         if self.lazy:
             if not one:
@@ -144,7 +148,8 @@ class _Product:
         return [torch.cat((*results, x.new_zeros(x.shape[0] - ends[-1], results[0].shape[1], dtype=self.dtype)))]
 
     def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Returns the product of each group of x's columns with the same rows of weight: [E, M, N]."""
+        """Returns [[E, M, N]]: for each of E groups of K, x [M, K] restricted to the group's columns @ weight [K, N]
+        restricted to the same rows."""
         if self.lazy:
             inside = self._inside(x.shape[1])
             results = [
@@ -156,12 +161,14 @@ class _Product:
         return [self.act(torch.stack(results)).to(self.dtype)]
 
     def _ends(self) -> list[int]:
-        """Returns the cumulative ends of the groups, on the host."""
+        """Returns the end of each group's rows among all rows, as a list of numbers; it reads group_list on the
+        host."""
         ends: list[int] = products.sizes_of(to_array(self.group_list), self.kind).cumsum().tolist()
         return ends
 
     def _inside(self, rows: int) -> Tensor:
-        """Returns the mask [E, rows] of the rows in each group."""
+        """Returns bool [E, rows], true for the rows that belong to each of E groups; computed on the device, as a trace
+        needs."""
         given = torch.as_tensor(self.group_list)
         ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))

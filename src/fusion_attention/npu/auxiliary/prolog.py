@@ -41,19 +41,21 @@ def npu_mla_prolog_v3(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Returns an empty float32 tensor on the device of `like`: the scale of a result that is not quantized."""
+    """Returns an empty float32 tensor on the device of `like`: the place of a scale that a call does not compute."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks and computes a call with the arguments `given`; returns (query, query_rope, cq) and writes the caches."""
+    """Checks and computes a call of `op` with the arguments `given`; returns (query, query_rope, cq: the normalised
+    latent query) and writes keys to the caches."""
     given = {**given, **checked(op, given)}
     with torch.no_grad(), as_given(given["token_x"]):
         return _computed(given)
 
 
 def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes a checked call; given: its arguments by canonical name."""
+    """Computes a checked call; given: the operator's arguments by name. Returns (query, query_rope, cq), and stores the
+    latent and the rotated keys in the caches."""
     shape, uk, caches = given["token_x"].shape[:-1], given["weight_uk"], (given["kv_cache"], given["kr_cache"])
     heads, dim, latent = uk.shape
     x = given["token_x"].flatten(0, -2)
@@ -64,7 +66,7 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         return normalised(rows, scale, given["rmsnorm_epsilon_" + name])[0]
 
     def turned(rows: Tensor) -> Tensor:
-        """Returns rows [T, heads, Dr], rotated by their positions."""
+        """Returns rows [T, heads, Dr] rotated by the angles of their tokens."""
         return npu_interleave_rope(rows.transpose(0, 1)[None], *angles)[0].transpose(0, 1)
 
     cq = norm(x @ given["weight_dq"], "cq", "qc_qr_scale")
@@ -79,7 +81,8 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache as [pages, slots, ...], from its layout `mode`."""
+    """Returns a view of a cache as [pages, slots, ...]; mode: the name of its layout, "PA_BSND" or one in fragments of
+    rows."""
     if mode == "PA_BSND":
         return cache[:, :, 0]
     pages, slots, _, width = cache.shape

@@ -20,7 +20,8 @@ Tensor = torch.Tensor
 
 
 def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
-    """Returns the scales that map the largest absolute value of x over some axes to `largest`, without these axes."""
+    """Returns max |x| / largest, with the maximum over `axes`, which the result lacks: the scales that quantize x to at
+    most `largest`."""
     return x.abs().amax(axes) / largest
 
 
@@ -30,7 +31,7 @@ def rounded(x: Tensor, largest: int) -> Tensor:
 
 
 def _numbered(name: str, args: Args) -> Args:
-    """Replaces the torch.dtype in the argument `name` by torch's number of the dtype."""
+    """Returns the arguments with torch's number of a dtype in place of the torch.dtype in the argument `name`."""
     return {**args, name: quantised.number_of(args[name])}
 
 
@@ -107,7 +108,8 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns (scale, offset) in float32 from a scale parameter; a floating-point parameter has no offset (None)."""
+    """Returns (scale, offset) in float32 from a scale argument: a float tensor is the scale (offset None); int64 has
+    the bits of a float32 scale and a 9-bit offset."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)
@@ -159,7 +161,8 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """Returns the product of integer matrices x1 and x2, whose rows are in blocks with factors [blocks, N]."""
+    """Returns x1 [M, K] @ x2 [K, N] of integers in float32, where each block of K has its own factors: factors [blocks,
+    N], or [N] for one block."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)

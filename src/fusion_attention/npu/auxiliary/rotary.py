@@ -80,7 +80,8 @@ def halves_of_pairs(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    """Returns x rotated by the angles with these cosines and sines, computed in float32; mode: as in _turned()."""
+    """Returns x rotated by angles with these cosines and sines: x * cos + turned(x) * sin in float32; mode: "half"
+    pairs element i with i + D / 2, others with the adjacent one."""
     x32 = x.float()
     return (x32 * cos + _turned(x32, mode) * sin).to(x.dtype)
 
@@ -97,9 +98,9 @@ def _turned(x: Tensor, mode: str) -> Tensor:
 
 
 def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Returns the kind of position that each of `angles` angles uses: 0 time, 1 height, 2 width.
+    """Returns a list with the kind of position that each of `angles` angles uses: 0 time, 1 height, 2 width.
 
-    sections: angles of each kind. cache_mode: "default", kinds one after the other; else interleaved.
+    sections: number of angles of each kind. cache_mode: "default": kinds one after the other; else interleaved.
     """
     if cache_mode == "default":
         return [kind for kind, count in enumerate(sections) for _ in range(count)]

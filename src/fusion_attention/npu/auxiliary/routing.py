@@ -64,7 +64,8 @@ def npu_moe_gating_top_k(
 
 
 def _normalised(args: Args) -> Args:
-    """Returns the arguments of npu_moe_init_routing_v2 with empty tensors as None and a one-number range as a pair."""
+    """Returns the arguments of npu_moe_init_routing_v2 with None for empty tensors, and a pair for an
+    active_expert_range of one number."""
     tensors = {name: args[name] for name in ("scale", "offset")}
     present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
     some = args["active_expert_range"]
@@ -104,13 +105,13 @@ def npu_moe_init_routing_v2(
 def _expanded(
     rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rows, quantized to int8 if the mode requires it, their scales); inactive rows are 0.
+    """Returns (rows, float32 scales [rows]); rows are quantized to int8 if `mode` requires it; inactive rows are 0.
 
     Args:
         rows: in the order of experts.
         there: bool [rows], true for active ones.
         scale, offset: the operator's arguments, or None.
-        mode: its quant_mode.
+        mode: its quant_mode: 0 static, 1 a scale per row, else unquantized.
         token, expert: of each row.
     """
     result = rows.masked_fill(~there.unsqueeze(1), 0)
@@ -127,9 +128,10 @@ def _expanded(
 
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], kind: int, experts: int) -> Tensor:
-    """Returns each active expert's number of rows, for expert_tokens_num_type (`kind`).
+    """Returns the numbers of rows of the active experts, in the form that expert_tokens_num_type (`kind`) requests.
 
-    kind 0: cumulative counts; 1: counts; else: pairs (expert, count) of experts with rows.
+    expert: int [rows]. bounds: first and end of the active experts. experts: number of all experts. kind 0: cumulative
+    counts; 1: counts; else: pairs (expert, count) of experts with rows, then zeros.
     """
     ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)

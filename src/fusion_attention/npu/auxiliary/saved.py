@@ -31,7 +31,8 @@ def keeping(
 
 
 class _Keeping(torch.autograd.Function):
-    """The function of autograd behind keeping(): results, and a gradient from saved tensors."""
+    """The autograd function of keeping(): its forward calls compute(), its backward gradient() with the saved
+    tensors."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, gradient: Any, *inputs: Any) -> tuple[Tensor, ...]:

@@ -32,13 +32,14 @@ def npu_scaled_masked_softmax_backward(
 
 
 def _gradient(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, triangle: bool) -> Tensor:
-    """Returns the gradient of the scores, in the dtype of y, from dy and the softmax y; triangle: as in _hidden()."""
+    """Returns the gradient of the scores, in the dtype of y, from dy and the softmax y; hidden scores, by `mask` or,
+    with `triangle`, those after the row's index, get 0."""
     dy, weights = dy.float(), y.float()
     dx = scale * weights * (dy - (dy * weights).sum(-1, keepdim=True))
     return dx.masked_fill(_hidden(y, mask, triangle), 0).to(y.dtype)
 
 
 def _hidden(scores: Tensor, mask: Tensor | None, triangle: bool) -> Any:
-    """Returns bool, true for hidden scores [..., rows, keys]: the mask, or, if `triangle`, all keys after the row's
-    index."""
+    """Returns bool, broadcasting to scores [..., rows, keys], true for hidden scores: `mask`, or, if `triangle`, keys
+    after the row's index."""
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1) if triangle else mask

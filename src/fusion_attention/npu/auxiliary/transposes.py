@@ -63,12 +63,13 @@ def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
 
 
 def _format_of(input: Tensor) -> int:
-    """Returns the default format of a tensor `input`, which depends on its rank."""
+    """Returns the number of the format that a tensor without a stored format has, by its number of axes."""
     return _BASE.get(input.dim(), _ND)
 
 
 def _wanted(op: Op, given: Args) -> int:
-    """Returns the number of the format that a call of `op` with the arguments `given` requests."""
+    """Returns the number of the format to which a call of `op` casts; given: its arguments, whose acl_format is a
+    number or a tensor of the format."""
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]

@@ -51,14 +51,14 @@ class _Devices(TorchFunctionMode):
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
-        """Returns a device string with "npu" replaced by the computing device; other values unchanged."""
+        """Returns a text "npu" or "npu:i" as the text of the computing device; other values unchanged."""
         if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
             device = self.device(value)
             return device.type if value == "npu" else str(device)
         return value
 
     def enter(self) -> None:
-        """Enters the mode in this thread, below the modes of other code."""
+        """Activates this TorchFunctionMode in this thread, below the modes of other code on torch's stack."""
         above = _lifted()
         try:
             # set_default_device() expects its mode at the bottom; `with torch.device(...)` pops the topmost.
@@ -70,13 +70,13 @@ class _Devices(TorchFunctionMode):
             _put_back(above)
 
     def leave(self) -> None:
-        """Removes the mode from this thread's stack, at any position."""
+        """Removes this TorchFunctionMode from this thread's stack, at any position."""
         above = _lifted()
         _put_back([mode for mode in above if mode is not self])
 
 
 def _lifted() -> list[Any]:
-    """Pops all modes of this thread; returns them, the topmost first."""
+    """Pops all TorchFunctionModes from this thread's stack; returns them, the topmost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
 
 
@@ -89,7 +89,8 @@ DEVICES = _Devices()  # one for all threads; without a base it does nothing
 
 
 def place(base: torch.device, device: Any) -> torch.device:
-    """Returns the computing device for "npu", "npu:i", an index, or None."""
+    """Returns the device that computes for "npu", "npu:i", an index, or None (the current one): `base`, on a GPU with
+    the given index."""
     if base.type == "cpu":
         device_module.number(device)
         return base
@@ -109,7 +110,8 @@ def enter(base: torch.device, changes: Changes) -> None:
 
 
 def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wraps layer.below: translates one of its arguments, given by position or by name, with `word`."""
+    """Wraps the patched function layer.below: its argument at `position`, or with the name `name`, is replaced by
+    word(argument)."""
 
     @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

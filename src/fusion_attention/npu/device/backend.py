@@ -87,7 +87,7 @@ def _start_engine() -> None:
 
 
 def enter(changes: Changes, module: ModuleType) -> None:
-    """Activates the device with the module torch.npu, until the patches are removed."""
+    """Activates the device "npu" with `module` as torch.npu, until the patches that `changes` records are removed."""
     changes.set(sys.modules, MODULE, module)
     changes.after(torch.ops.fusion_attention_npu.set_count, 0)
     torch.ops.fusion_attention_npu.set_count(module.device_count())
@@ -96,7 +96,7 @@ def enter(changes: Changes, module: ModuleType) -> None:
 
 
 def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps autograd's entry into its engine: backward runs in the calling thread.
+    """Wraps autograd's function that starts the engine, so that backward runs in the calling thread.
 
     The engine has no thread for "npu", because _start_engine() ran before the device was registered.
     """
@@ -110,7 +110,8 @@ def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent() -> ModuleType:
-    """Returns the module torch.npu of an inactive device: it has no devices, and using one raises RuntimeError."""
+    """Returns the module that is torch.npu while the device is inactive: it reports no device, and making a tensor
+    raises RuntimeError."""
 
     def refuse() -> None:
         raise RuntimeError(

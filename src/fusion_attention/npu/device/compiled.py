@@ -44,12 +44,13 @@ def _on_npu(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """True for an integer tensor on the CPU, which may be lengths or a seed; False for other values."""
+    """True for an integer tensor on the CPU, which an operator may read as lengths or as a seed, so that it stays
+    there."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
 def _results(model: Any) -> list[Any]:
-    """Returns the fake tensors that a traced graph `model` returns."""
+    """Returns the fake tensors (shapes without memory) that a traced graph `model` returns."""
     results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":
@@ -58,7 +59,8 @@ def _results(model: Any) -> list[Any]:
 
 
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
-    """Wraps torch's compile_fx(): a graph on "npu" is compiled for the computing device `base`."""
+    """Wraps torch's compile_fx(): a graph with tensors on "npu" is compiled for the computing device `base`; others
+    unchanged. A graph that mixes devices raises NotImplementedError."""
 
     @functools.wraps(layer.below)
     def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,9 +103,10 @@ def _rename(model: Any, base: str) -> None:
 
 
 def _elsewhere(fake: Any, value: Any, base: str) -> Any:
-    """Returns a fake input on the computing device `base`, with the sizes of the trace, which may be symbolic.
+    """Returns the compiler's input for the computing device: a fake tensor with the sizes and strides of `fake` on
+    `base`.
 
-    fake: the input in the trace. value: the compiler's input, returned as it is if the other is not on "npu".
+    fake: the input in the trace. value: the compiler's input, returned unchanged if `fake` is not on "npu".
     """
     if not _on_npu(fake):
         return value
@@ -113,7 +116,8 @@ def _elsewhere(fake: Any, value: Any, base: str) -> Any:
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
-    """Wraps a function that was compiled for the computing device: it accepts and returns tensors on "npu".
+    """Wraps a function compiled for the computing device, so that it accepts and returns tensors on "npu", without
+    copies.
 
     stay: indices of the results that remain on the host.
     """

@@ -65,7 +65,8 @@ def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> N
 
 
 def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
-    """Returns a process group of the computing device: Gloo or NCCL, for c10d's options of a new group."""
+    """Returns the process group that implements "hccl" on the device `base`: Gloo on a CPU, NCCL on a GPU; options:
+    c10d's for the new group. RuntimeError if torch lacks it."""
     kind = getattr(c10d, _CARRIERS[base.type], None)
     if kind is None:
         raise RuntimeError(

@@ -21,7 +21,8 @@ def enter(changes: Changes) -> None:
 
 
 def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
-    """Wraps a pickler's reduction of tensors: one on "npu" is sent as its memory, which both processes then share."""
+    """Wraps the pickler's function that reduces tensors: a tensor on "npu" is sent as shared memory, which both
+    processes then use; others as before."""
 
     @functools.wraps(layer.below)
     def reduce(tensor: Tensor) -> Any:
@@ -37,7 +38,8 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
 
 
 def _rebuilt(alias: Tensor, number: int, parameter: bool, requires_grad: bool) -> Tensor:
-    """Returns a received tensor on "npu:{number}" with the memory of `alias`; parameter: it is an nn.Parameter."""
+    """Returns the tensor that a process receives: on "npu:{number}", with the memory of `alias`. parameter: True for an
+    nn.Parameter."""
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
             'device "npu": expected fusion_attention.npu.install() in the process that receives the tensor, got none '

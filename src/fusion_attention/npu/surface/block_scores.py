@@ -51,9 +51,11 @@ def msa_index_score(
 
 
 def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> None:
-    """Writes the largest score of each block of keys, [heads, rows, blocks], of a sequence.
+    """Writes to out [heads, rows, blocks] the largest score q . k of each row in each block of keys of one sequence; a
+    block without visible keys gets NOT_SCORED.
 
-    Rows are computed in chunks that limit the memory.
+    query: [rows, heads, D]. keys: [keys, D]. causal: the last row sees the last key. Rows are computed in chunks, which
+    limits the memory.
     """
     count, length = len(query), len(keys)
     key = torch.arange(out.shape[-1] * BLOCK, device=keys.device)
@@ -68,7 +70,8 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
 
 
 def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
-    """Sets the scores of the first init_blocks blocks to FIRST, and of local_blocks blocks up to block `at` to LOCAL.
+    """Sets the scores of the first init_blocks blocks to FIRST, and of the last local_blocks blocks up to block number
+    `at` to LOCAL, for all rows of out [heads, rows, blocks].
 
     These numbers exceed all usual scores, so that the blocks are selected, visible or not.
     """

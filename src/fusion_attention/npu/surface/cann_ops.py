@@ -34,7 +34,8 @@ _SLICE_ADVICE = "slice the packed rows instead"
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
-    """Returns the functions that are also operators of torch, by name."""
+    """Returns name -> function, for the functions of cann_ops_transformer that are also operators of torch; modules:
+    the simulated modules by name."""
     functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
     return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
 
@@ -116,7 +117,8 @@ def inplace_partial_rotary_mul(
     rotary_mode: str = "interleave",
     partial_slice: Sequence[int] | None = None,
 ) -> None:
-    """Rotates the elements [start, end) of every row in place, differentiable in x; an empty slice rotates none."""
+    """Rotates elements [start, end) = partial_slice of every row of x in place by cosines r1 and sines r2; no elements
+    if it is None or empty. Differentiable in x."""
     start, end = partial_slice or (0, 0)
     if start != end:
         rotated_columns = x[..., start:end]
@@ -130,7 +132,8 @@ def moe_token_permute(
     padded_mode: bool = False,
     quant_mode: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns npu_moe_token_permute's results, and an empty scale."""
+    """Returns npu_moe_token_permute's two results (rows in the order of experts, the row of each choice), and an empty
+    scale."""
     if quant_mode != -1:
         raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
     return *npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)

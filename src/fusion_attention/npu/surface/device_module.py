@@ -114,7 +114,7 @@ class _Chosen(threading.local):
 
 
 class _Host:
-    """The functions of torch.npu on a host: those of torch.cuda that have a meaning without a GPU."""
+    """The functions of the module torch.npu on a host without a GPU, with the names that torch.cuda has."""
 
     def __init__(self, *, registers_device: bool) -> None:
         self.Stream, self.Event = Stream, Event
@@ -125,7 +125,7 @@ class _Host:
         return self.device_count() > 0
 
     def init(self) -> None:
-        """Fixes the number of devices; before the first use, environment variables may still change it."""
+        """Fixes the number of devices that later calls report; before, environment variables may still change it."""
         if not self._count:
             self._count = visible()
             if self._registers_device:
@@ -148,7 +148,7 @@ class _Host:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """Context in which another device is the current one."""
+        """Context in which this thread's current device is the given one; the previous one returns afterwards."""
         before = self.current_device()
         self.set_device(device)
         try:
@@ -157,11 +157,12 @@ class _Host:
             self.set_device(before)
 
     def device_of(self, tensor: Any) -> AbstractContextManager[None]:
-        """Context in which a tensor's device is the current one, if the tensor is on "npu"."""
+        """Returns a context in which the device of `tensor` is the current one; for a tensor that is not on "npu"
+        nothing changes."""
         return self.device(tensor.device if tensor.is_npu else None)
 
     def synchronize(self, device: Any = None) -> None:
-        """Checks the device; no work is pending."""
+        """Raises if `device` does not exist; else does nothing, since no work is pending."""
         number(device)
 
     def current_stream(self, device: Any = None) -> Stream:

@@ -21,14 +21,16 @@ _THREAD = threading.local()
 
 
 class Tasks:
-    """A replaceable group of operators in a graph; graph_task_group_end() returns it."""
+    """A group of operators in a graph, which a program can replace between replays; graph_task_group_end() returns
+    it."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
 
 
 class ExternalEvent(Event):
-    """An event that a captured graph waits for, and that a program records after it has updated the graph's tasks."""
+    """An event at which replays of a graph wait until the program records it, for example after it has replaced the
+    graph's tasks."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -55,7 +57,8 @@ class ExternalEvent(Event):
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode that runs and records every operator."""
+    """A TorchDispatchMode that runs every operator and records it as a step of the graph; operators that read tensors
+    into Python raise RuntimeError."""
 
     def __init__(self, tasks: Tasks | None = None) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _recorder() -> _Recorder | None:
-    """Returns this thread's recorder of a capture; None outside of captures."""
+    """Returns the _Recorder of the capture that is active in this thread; None if there is none."""
     return getattr(_THREAD, "recorder", None)
 
 
@@ -172,7 +175,8 @@ class NPUGraph:
 
 
 def _flat(steps: list[Any]) -> Iterator[Any]:
-    """Yields steps in order; a task group's steps are read when the group is reached, so that they may be replaced."""
+    """Yields the recorded steps in order, those of task groups included; a group is read when it is reached, so that it
+    may be replaced before."""
     for step in steps:
         if isinstance(step, Tasks):
             yield from _flat(step.steps)
@@ -181,7 +185,7 @@ def _flat(steps: list[Any]) -> Iterator[Any]:
 
 
 def _run(steps: Iterator[Any]) -> None:
-    """Runs recorded steps; at an event that is not recorded, leaves the others to the event."""
+    """Runs recorded steps again; at an event that is not recorded it stops, and the event's record() runs the rest."""
     with torch.no_grad():
         for step in steps:
             if isinstance(step, ExternalEvent):
@@ -197,7 +201,8 @@ def _run(steps: Iterator[Any]) -> None:
 
 
 def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
-    """Copies a replayed operator's result to the tensor of the capture; func: the operator, for the error."""
+    """Copies `new`, the result of a replayed operator, to `old`, its result in the capture; RuntimeError if shapes
+    differ; func: the operator, for the error."""
     if old.shape != new.shape:
         raise RuntimeError(
             f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when it was "
@@ -239,7 +244,8 @@ def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__:
 
 
 def _capturing(what: str) -> _Recorder:
-    """Returns this thread's recorder; raises RuntimeError outside of captures; what: the calling function's name."""
+    """Returns the _Recorder of this thread's capture; raises RuntimeError if there is none. what: the name of the
+    calling function, for the error."""
     recorder = _recorder()
     if recorder is None:
         raise RuntimeError(f"torch.npu.{what}: expected an active capture in this thread, got none")
@@ -247,7 +253,8 @@ def _capturing(what: str) -> _Recorder:
 
 
 def graph_task_group_begin(stream: Any = None) -> None:
-    """Starts a group of operators, in a capture, that can be replaced later."""
+    """Starts a group of operators within a capture, which graph_task_update_begin() can replace later; `stream` has no
+    effect."""
     recorder = _capturing("graph_task_group_begin")
     tasks = Tasks()
     recorder.tasks[-1].steps.append(tasks)
@@ -255,7 +262,7 @@ def graph_task_group_begin(stream: Any = None) -> None:
 
 
 def graph_task_group_end(stream: Any = None) -> Tasks:
-    """Ends the group of graph_task_group_begin(), and returns its tasks."""
+    """Ends the group that graph_task_group_begin() started, and returns it, for graph_task_update_begin()."""
     recorder = _capturing("graph_task_group_end")
     if len(recorder.tasks) == 1:
         raise RuntimeError("torch.npu.graph_task_group_end: expected graph_task_group_begin before it")
@@ -263,7 +270,8 @@ def graph_task_group_end(stream: Any = None) -> Tasks:
 
 
 def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
-    """Starts the replacement of the tasks `handle` by the following operators of this thread, which also run."""
+    """Starts to replace the operators of the group `handle`: operators that this thread calls until
+    graph_task_update_end() take their place, and also run."""
     if not isinstance(handle, Tasks):
         raise RuntimeError(
             f"torch.npu.graph_task_update_begin: expected a result of graph_task_group_end, got {handle!r}"

@@ -23,7 +23,8 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """Returns MindSpeed's definition `name` of torch_npu's operator, with `changed` parameters and without others."""
+    """Returns a variant of a torch_npu definition under MindSpeed's `name`: the parameters `changed` replace those of
+    their names, and the parameters listed in `without` are removed."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
@@ -43,13 +44,13 @@ _GRADIENT = _former(
 
 
 class _Builder:
-    """MindSpeed's builder of an operator; its load() returns the functions without compiling."""
+    """Stands for MindSpeed's builder of a compiled operator; load() returns the functions without compiling."""
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         vars(self).update(functions)
 
     def load(self, verbose: bool = True) -> "_Builder":
-        """Returns an object with the functions as attributes."""
+        """Returns this object, whose attributes are the functions; verbose has no effect."""
         return self
 
 
@@ -63,7 +64,8 @@ def npu_ring_attention_update(
     actual_seq_qlen: Tensor | None = None,
     layout: str = "SBH",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls torch_npu's function of this name, whose parameter for the layout is input_layout."""
+    """Merges two partial attention results (out, max, sum) by torch_npu's function of this name, which calls `layout`
+    input_layout."""
     previous, current = (prev_attn_out, prev_softmax_max, prev_softmax_sum), (cur_attn_out, cur_softmax_max)
     how = {"actual_seq_qlen": actual_seq_qlen, "input_layout": layout}
     return merging.npu_ring_attention_update(*previous, *current, cur_softmax_sum, **how)
@@ -86,29 +88,33 @@ def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int
 
 
 def _multiplied(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
-    """Calls npu_grouped_matmul for one tensor of all groups; kind: its group_list_type."""
+    """Returns the grouped matrix product of one tensor x by one tensor with the weights of all groups; kind: 0 if
+    group_list has cumulative ends, 1 if sizes."""
     how = {"group_list": group_list, "split_item": 3, "group_type": group_type, "group_list_type": kind}
     (result,) = products.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
     return result
 
 
 def npu_gmm(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Calls npu_grouped_matmul with the cumulative ends of groups."""
+    """Returns the grouped matrix product of x and weight by npu_grouped_matmul; group_list: cumulative ends of the
+    groups."""
     return _multiplied(x, weight, bias, group_list, group_type, 0)
 
 
 def npu_gmm_v2(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Calls npu_grouped_matmul with the sizes of groups."""
+    """Returns the grouped matrix product of x and weight by npu_grouped_matmul; group_list: sizes of the groups."""
     return _multiplied(x, weight, bias, group_list, group_type, 1)
 
 
 def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
-    """Adds a weight's gradient to `grad`, in float32."""
+    """Adds grad_output^T @ total_input, the gradient of a linear layer's weight, to `grad` in place, computed in
+    float32."""
     grad.add_((grad_output.float().mT @ total_input.float()).view_as(grad))
 
 
 def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, grouplist: Tensor, grad: Tensor) -> None:
-    """Adds the gradients of the groups' weights to `grad`, in float32; grouplist: cumulative ends of the groups."""
+    """Adds x^T @ dy of each group's rows, the gradient of its weight, to `grad` in place, in float32; grouplist:
+    cumulative ends of the groups."""
     ends = [int(end) for end in grouplist]
     into = grad.view(len(ends), x.shape[-1], dy.shape[-1])
     for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -119,7 +119,7 @@ def beside() -> dict[str, ModuleType]:
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Returns modules by name with their contents, submodules as attributes of their packages."""
+    """Returns full name -> new module, with the given attributes; submodules become attributes of their packages."""
     modules = {name: _module(name, names) for name, names in contents.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
@@ -129,14 +129,15 @@ def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """Returns a new module with `names` as its content."""
+    """Returns a new module `name` with the attributes `names`; other attributes raise AttributeError with advice."""
     module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(module))
     return module
 
 
 def _absent(module: ModuleType) -> Callable[[str], Any]:
-    """Returns the module's __getattr__, which raises AttributeError with advice or similar names."""
+    """Returns a function that serves as the module's __getattr__: it raises AttributeError with advice or similar
+    names."""
 
     @lru_cache(256)  # programs may test for names often
     def suggestion(name: str) -> str:

@@ -55,8 +55,8 @@ class _ExperimentalConfig(SimpleNamespace):
 
 
 def _activities(given: Iterable[Any] | None) -> list[Any] | None:
-    """Returns torch's activities for torch_npu's `given` ones: of the device, CUDA's if there is a
-    GPU, else the CPU's."""
+    """Returns torch's ProfilerActivity list for torch_npu's: CPU stays, NPU becomes CUDA if there is a GPU, else CPU;
+    None for None."""
     if given is None:
         return None
     cpu, cuda = torchs.ProfilerActivity.CPU, torchs.ProfilerActivity.CUDA
@@ -98,7 +98,8 @@ class profile(torchs.profile):
 def schedule(
     wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, **_: Any
 ) -> Callable[[int], Any]:
-    """torch.profiler.schedule with torch_npu's order of arguments: selects the profiled steps."""
+    """Returns torch.profiler.schedule(...), a function from step number to profiler action, from arguments in
+    torch_npu's order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about a warm-up of 0, torch_npu's default
         return torchs.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)

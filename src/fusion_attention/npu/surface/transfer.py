@@ -67,7 +67,8 @@ def _hccl(value: Any) -> Any:
 
 
 def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
-    """Wraps layer.below: its arguments are translated by `word`; numbers: integers are indices of devices."""
+    """Wraps the patched function layer.below: each argument is replaced by word(argument). numbers: True if an integer
+    is the index of a device, and becomes "npu:index"."""
 
     def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
@@ -127,7 +128,8 @@ def _transfer(changes: Changes) -> None:
 
 
 def _profile(layer: Layer) -> Callable[..., Any]:
-    """Wraps the constructor of torch's profiler, so that it does not query CUDA for times of operators."""
+    """Wraps the constructor of torch's profiler, so that a program that requests CUDA's times gets the host's if there
+    is no GPU."""
 
     @functools.wraps(layer.below)
     def wrapper(
@@ -142,7 +144,7 @@ def _profile(layer: Layer) -> Callable[..., Any]:
 
 
 def _scaler(layer: Layer) -> Callable[..., Any]:
-    """Wraps the constructor of GradScaler, whose default device is CUDA."""
+    """Wraps the constructor of GradScaler: the device "cuda", also by default, becomes "npu"."""
 
     @functools.wraps(layer.below)
     def wrapper(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:

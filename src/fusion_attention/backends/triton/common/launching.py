@@ -21,7 +21,7 @@ LAYOUTS = 32  # number of memory layouts for which a schedule caches launches
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel with its grid and the arguments that are equal in all runs."""
+    """A kernel with its grid and the arguments that are equal in all runs; start() launches it with the others."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -44,15 +44,15 @@ class Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
-    """Launches a kernel on a grid, with arguments in the kernel's order and Triton's options
-    (num_warps, num_stages)."""
+    """Launches a kernel on a grid; arguments: in the kernel's order; options: Triton's, such as num_warps and
+    num_stages."""
     kernel[grid](*arguments, **options)
 
 
 def launch_named(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel without descriptors once.
+    """Launches a kernel (one that uses no tensor descriptors) with arguments by name, without caching anything.
 
     arguments, constexprs: values of run-time and compile-time arguments, by name. tile: its warps and stages.
     """
@@ -64,14 +64,14 @@ def launch_named(
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel as launch_named() does, except that `given` may have arguments which the
-    kernel does not have."""
+    """Launches a kernel with those of the arguments `given` (by name) that it has; constexprs: compile-time arguments;
+    tile: its numbers of warps and stages."""
     arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
     launch_named(kernel, grid, arguments, constexprs, tile)
 
 
 class Family:
-    """A group of kernels whose arguments have the same names."""
+    """A group of kernels that use one name for one argument, so that one dictionary of arguments serves all of them."""
 
     def __init__(self, *kernels: Any) -> None:
         self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
@@ -102,7 +102,8 @@ class Family:
 
 
 class Scratch(NamedTuple):
-    """A tensor that a run allocates; cleared: filled with zeros."""
+    """Shape and dtype of a tensor that a run allocates for intermediate results; cleared: True if it is filled with
+    zeros."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -116,7 +117,8 @@ def bytes_of(scratch: dict[str, Scratch]) -> int:
 
 @dataclass(eq=False)
 class Ready:
-    """An operation on one memory layout, ready to run on tensors at other addresses.
+    """The launches of an operation for one memory layout (strides, lengths, devices); run() starts them on tensors at
+    any addresses.
 
     Attributes:
         launches: in order.
@@ -129,7 +131,8 @@ class Ready:
     scratch: dict[str, Scratch] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """Runs all launches; given: the arguments of this run, to which scratch is added."""
+        """Allocates scratch and starts all launches in order; given: this run's tensors and numbers by kernel argument
+        name, to which scratch is added."""
         for table in self.tables:
             table.read()
         for name, (shape, dtype, cleared) in self.scratch.items():
@@ -164,7 +167,8 @@ class Schedule:
     by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # results of once() by memory layout
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """Returns make(), cached by memory layout (layout_table.layout); the last LAYOUTS results are cached."""
+        """Returns make(), computed once per memory layout (`layout`, the result of layout_table.layout()); only the
+        layouts used last are cached."""
         result = self.by_layout.get(layout)
         if result is None:
             result = self.by_layout[layout] = make()
@@ -183,6 +187,6 @@ class Schedule:
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """Makes the schedule of an operation; tiles are planned by the first run on a device. decodes: decode kernels
-    compute it."""
+    """Returns the schedule of an operation for given lengths, still without tables: the first run on a device makes
+    these. decodes: True if the decode kernels compute it."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

@@ -44,14 +44,15 @@ _LOAD_BYTES = 16  # bytes of the widest load
 
 
 def tensor_of(view: View) -> torch.Tensor:
-    """Returns the tensor of a view; the view's addresses count from its first element."""
+    """Returns the tensor (or page pool) whose memory a view addresses."""
     if isinstance(view, PagedView):
         return view.pool
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
 
 
 def _columns(view: View) -> tuple[np.ndarray | int, ...]:
-    """Returns the four rows of a view in the layout table: numbers, or arrays [sequences]."""
+    """Returns a view's four entries in the layout table, (first element, stride of a head, stride of a token or row,
+    stride of a key or page), each a number or an array [sequences]."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -67,7 +68,8 @@ def _columns(view: View) -> tuple[np.ndarray | int, ...]:
 
 
 def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
-    """Returns the layout table of `count` sequences; rows of absent views are 0.
+    """Returns the layout table, int64 [4 * number of views, sequences], of `count` sequences: addresses and strides of
+    the views by name, 0 for absent views.
 
     drawn: of drawn dropout, (stream of head 0, first row, first key) of each sequence. They are stored in the rows of
     the view of dropout bits, in place of (address, stride of a row, stride of a key); the stride of a head is 1.
@@ -86,8 +88,8 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """Returns the alignment of all rows of all views, in elements of q, at most 16 bytes; table: the views' layout
-    table."""
+    """Returns the largest power of two, in elements of q and at most 16 bytes, that divides all addresses and strides
+    of the views' rows; table: the layout table of the views."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
@@ -103,7 +105,8 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-    """Returns the key of a memory layout: that of a call's views and tensors, by name.
+    """Returns a hashable key of a call's memory layout: devices, dtypes, strides and alignments of its views and
+    tensors.
 
     Two calls with equal keys, problems and lengths differ only in addresses, so they use the same tables, tiles and
     constants.
@@ -126,7 +129,8 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
-    """Returns the key of a paged view; k: the view of keys, whose page table it should have."""
+    """Returns the part of layout()'s key for a paged view; k: the view of keys (the key tells whether both share one
+    page table)."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
     memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
@@ -154,7 +158,8 @@ def apart(views: Mapping[str, View | None]) -> bool:
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
-    """Returns True if heads do not overlap, in the views of which a descriptor reads several heads."""
+    """Returns True if the heads of q, q_rope and dout do not overlap in memory, as tensor descriptors of several heads
+    require."""
     result = (views.get(name) for name in ("q", "q_rope", "dout"))
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
@@ -227,7 +232,8 @@ class Copied:
 
 @dataclass(eq=False)
 class DeviceTables:
-    """The tables of a schedule on devices: lengths and lists of tiles, each copied once to each device."""
+    """The tables of a schedule (lengths, lists of tiles), each copied once to each device that uses it; update()
+    rewrites them for other lengths."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # the planned lengths, which determine the sizes of lists
@@ -237,7 +243,7 @@ class DeviceTables:
         self.capacity = self.extents
 
     def on(self, device: torch.device, name: str, make: Maker) -> Copied:
-        """Returns the table make(extents) on a device; name: key of the cache."""
+        """Returns the table make(extents) on a device; it is made at the first use of `name` on the device."""
         key = device, name
         if key not in self._lists:
             results = self._lists[key] = make, Copied.of(make(self.capacity), device)
@@ -246,15 +252,16 @@ class DeviceTables:
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
-        """Rewrites all tables for `extents`, with other key lengths of the same rows, in the memory that captured CUDA
-        graphs read."""
+        """Rewrites all tables for `extents`, with other key lengths of the same rows, in place, so that captured CUDA
+        graphs read the new content."""
         self.extents = extents
         for make, table in self._lists.values():
             with on(table.tensor.device):
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Rewrites a table by make(extents); unused entries are zeros, which are tiles without rows and keys."""
+        """Overwrites `table` with make(self.extents), padded with zeros to its size; entries of zeros are tiles without
+        rows and keys."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
@@ -290,7 +297,7 @@ class CallMemory:
         self.fixed = {"strides": self.strides.tensor, "lengths": self.lengths.tensor, "count": count}
 
     def on(self, name: str, make: Maker) -> Copied:
-        """Returns the table make(extents) on the call's device; name: key of the cache."""
+        """Returns the table make(extents) on the call's device; it is made at the first use of `name` there."""
         return self._tables.on(self.device, name, make)
 
 

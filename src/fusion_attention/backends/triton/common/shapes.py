@@ -18,7 +18,8 @@ TMA = True  # value of Tile.TMA
 
 
 class Tile(NamedTuple):
-    """A tile of BM query rows and BN keys, with Triton's numbers of warps and stages."""
+    """The tile of query rows (BM) and keys (BN) that one program computes at a time, and Triton's numbers of warps and
+    pipeline stages."""
 
     BM: int
     BN: int
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
 
 
 def power(n: int) -> int:
-    """Returns the smallest power of two that is at least n and NARROWEST."""
+    """Returns the smallest power of two that is at least n, and at least 16, the smallest size of a matrix operand."""
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
@@ -52,7 +53,7 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Returns the numbers of columns of a problem's query row, rope included, and of a value row, padded to column
+    """Returns (columns of a query row with its rope part, columns of a value row), padded to the widths of column
     blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
@@ -229,7 +230,8 @@ def shared_memory(index: int) -> int:
 
 
 def chip_of(device: torch.device) -> int | None:
-    """Returns the chip in CHIPS whose tiles a device uses; None for too little memory; without a GPU, the first."""
+    """Returns the key of CHIPS (90, 80 or 86) whose tile shapes suit a device; None if it has too little shared memory;
+    without a GPU, the first key."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
     major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
@@ -242,7 +244,7 @@ def index_of(device: torch.device) -> int:
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """Returns the tile shape of a kernel, by name, that recomputes rows which are not finite."""
+    """Returns the tile shape of the kernel named `kernel`, which computes rows with infinite or NaN results again."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
@@ -252,7 +254,8 @@ def heavy(problem: Problem) -> bool:
 
 
 def crowded(problem: Problem) -> bool:
-    """Returns True if several values are read for every (row, key) pair."""
+    """Returns True if at least two of bias matrix, blocked matrix and dropout bits are read for every (row, key)
+    pair."""
     return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
 
 
@@ -262,8 +265,8 @@ def has_no_modifiers(problem: Problem) -> bool:
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """Returns (tile, tile of a heavy problem, KB of shared memory) of a kernel, by name, on a chip of CHIPS; None for
-    unsupported sizes."""
+    """Returns (tile, tile for problems with a bias, blocked matrix or dropout, KB of shared memory) of the kernel named
+    `kernel` on a chip of CHIPS; None if no tile fits the problem's sizes."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -273,20 +276,21 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
 
 
 def widest(problem: AnyProblem) -> int:
-    """Returns the number of elements that the widest load instruction reads (16 bytes)."""
+    """Returns the number of elements of the problem's dtype in 16 bytes, which the widest load instruction reads."""
     return 4 if problem.dtype == "float32" else 8
 
 
 def halved(tile: Tile) -> Tile:
-    """Returns a tile with half the rows; below 64 rows it uses mma.sync, which is faster with pointers than TMA."""
+    """Returns a tile with half the rows (BM); below 64 rows without TMA, because such products (mma.sync) are faster
+    with pointers."""
     return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """Returns the tile shape of a kernel, by name, on a chip of CHIPS; align: alignment of rows in elements. None for
-    unsupported sizes.
+    """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; None if no tile fits the problem's sizes.
+    align: alignment of rows, in elements.
 
-    Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
+    Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a bias or dropout.
     """
     row = row_of(kernel, problem, chip)
     if row is None:

@@ -31,8 +31,8 @@ FACTORS = CACHES[3:]  # scales and offsets of int8 caches
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
-    """Returns True if the decode kernels compute a forward: KV caches in pages or int8 require them, and they are
-    faster for few rows with many keys."""
+    """Returns True if the decode kernels compute a forward on these lengths: a KV cache in pages or int8 requires them,
+    and they are faster for few query rows with many keys."""
     p = problem
     if p.page_size or p.kv_dtype:
         return True
@@ -43,7 +43,8 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """Returns the names of the tables with tiles for a number of rows per key head, in order of preference."""
+    """Returns the names of the tables of tile shapes to search, in this order; rows: number of query rows that share a
+    key head."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -52,9 +53,9 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of decode() for the chip of `device`: of the first table with an entry for the problem.
+    """Returns the tile shape of the kernel decode() on a device, from the first table with an entry for the problem.
 
-    BM is reduced to the rows of a key head. align: alignment of rows, in elements of q.
+    BM is reduced to the number of rows that share a key head. align: alignment of rows, in elements of q.
     """
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
@@ -66,9 +67,10 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """Returns the compile-time arguments of decode and join.
+    """Returns the compile-time arguments of the kernels decode and join, two dictionaries by name.
 
-    tile: tile shape of decode. align: alignment of rows, in elements of q. within: the result of within().
+    tile: tile shape of decode. align: alignment of rows, in elements of q. within: True if each tile of keys is within
+    one page.
     """
     p = problem
     constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
@@ -81,12 +83,14 @@ def decode_constants(
 
 
 def buffer(problem: Problem) -> int:
-    """Returns the float32 numbers per row of a partial result: values, maximum and sum, padded to 16 bytes."""
+    """Returns the number of float32 elements that a row's partial result occupies: dim_v values, maximum and sum,
+    padded to 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
 
 def paired(problem: Problem) -> bool:
-    """Returns True if int8 values are loaded in pairs, because tiles are transposed in units of 16 bits."""
+    """Returns True if the kernel loads two int8 values at a time, because it transposes tiles of values in units of 16
+    bits."""
     first, second, _ = shapes.parts(problem.dim_v)
     return (
         problem.kv_dtype == "int8"
@@ -105,12 +109,14 @@ def processors(device: torch.device) -> int:
 
 
 def shares_wanted(problem: Problem, device: torch.device) -> int:
-    """Returns the number of ranges into which all keys of a call should be split, per key head."""
+    """Returns the number of ranges into which the keys of all sequences should be split for each key head, so that the
+    programs fill the GPU."""
     return max(1, WAVES * processors(device) // problem.heads_kv)
 
 
 def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns int [tiles] arrays (sequence, first row, end) of the tiles of at most BM rows."""
+    """Returns the tiles of at most BM rows as three int arrays [tiles]: sequence, first row and end. A row is a pair
+    (query row, query head of a key head)."""
     most = extents.q_len * problem.group
     tiles = -(-most // tile.BM)
     seq = np.repeat(np.arange(len(extents)), tiles)
@@ -125,7 +131,7 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
     columns of entry n have the first entry and the number of ranges of the n-th tile with several ranges. Entries whose
     results are merged are first, then the longest. Ranges have about equal numbers of keys, so only long sequences are
     split. Unused entries have no rows; they are used by other key lengths of the same rows. tile: BM rows and BN keys;
-    wanted: the result of shares_wanted().
+    wanted: the desired number of ranges of all sequences.
     """
     e, size = extents, tile.BN
     seq, row0, row1 = rows_of(problem, e, tile)
@@ -150,9 +156,10 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """Returns (most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range.
+    """Returns (most tiles of rows whose keys are split into ranges, most ranges of these tiles), the size of the memory
+    of partial results.
 
-    wanted: the number of ranges that work() gets.
+    wanted: the desired number of ranges of all sequences.
     """
     tiles = len(rows_of(problem, extents, tile)[0])
     split_tiles = min(wanted, tiles)
@@ -160,8 +167,8 @@ def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wan
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
-    """Returns True if each tile of keys is within one page, with offsets below 2^31 elements; views: by name, of the KV
-    cache."""
+    """Returns True if the page size is a multiple of BN, so that each tile of keys is in one page, and a tile's offsets
+    are below 2^31 elements; views: of the KV cache, by name."""
     token_strides = [
         abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
     ]
@@ -169,8 +176,8 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """Returns the number of the last page that is completely in the memory of a view's pool, or -1; LAST_PAGE if the
-    pool is expanded (all pages are one).
+    """Returns the number of the last page that is completely in the memory of a view's page pool, -1 for none;
+    LAST_PAGE if the pool is an expanded tensor, in which all pages are one.
 
     heads: key heads in a page.
     """
@@ -183,8 +190,8 @@ def pool_of(view: PagedView, heads: int) -> int:
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page that all pools have, -1: none) of the KV caches among `views`; (None, 0) without
-    pages.
+    """Returns (page table, last page that is completely in all pools, -1: none) of the KV caches among `views`; (None,
+    0) without pages.
 
     Raises:
         BackendError: caches with different tables, with pages that contradict the problem, or with fragmented rows.
@@ -215,7 +222,8 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Writes out and the statistics: decode, join, and the kernel that recomputes rows which are not finite."""
+    """Writes out and the statistics (max, sum) of all rows: the kernels decode and join, then the one that recomputes
+    rows which are not finite."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
@@ -232,7 +240,8 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 
 def ready(p: Problem, e: Extents, rows_of_all: int, m: CallMemory) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory of a call; rows_of_all: query rows of all sequences."""
+    """Returns the launches that run() starts, for the memory layout of a call; rows_of_all: query rows of all
+    sequences."""
     table, last = pages(p, m.views)
     if not rows_of_all:
         return launching.Ready([], ())
@@ -259,7 +268,7 @@ def ready(p: Problem, e: Extents, rows_of_all: int, m: CallMemory) -> launching.
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch, on a chip with MOST_PROCESSORS and with the highest tile."""
+    """Returns an upper limit of the bytes of scratch, for the largest GPU and for every tile shape."""
     p, extents = problem, schedule.device_tables.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)

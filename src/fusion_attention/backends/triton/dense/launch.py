@@ -53,8 +53,8 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of all dense kernels, for a kernel's tile shape; align: alignment of rows in
-    elements.
+    """Returns the compile-time arguments that all dense kernels have, for a kernel's tile shape; align: alignment of
+    rows, in elements of q.
 
     MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel.
     """
@@ -73,12 +73,14 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """Returns True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
+    """Returns True if kernels compute the softmax from unscaled products q . k: no bias or cap, and a positive
+    scale."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the forward kernel, for its tile shape."""
+    """Returns the compile-time arguments of the forward kernel; tile: its shape; align: alignment of rows, in elements
+    of q."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
@@ -128,8 +130,8 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
 
 
 def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
-    """Returns the entries of query_tiles() and key_tiles(), sorted; begin, end: range of the other axis that each tile
-    reads, in tiles of `size`."""
+    """Returns int32 [tiles, 8] entries of query_tiles() and key_tiles(), the longest first; tile n reads begin[n] to
+    end[n] of the other axis, in tiles of `size`; means: see key_tiles()."""
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")
@@ -137,7 +139,8 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """Returns True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
+    """Returns True if some row of a sequence with keys may have no visible key, because of the band or of a blocked
+    matrix."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -145,7 +148,8 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of a kernel, by its name in shapes.TABLES, for the chip of `device`."""
+    """Returns the tile shape of a kernel (its name in shapes.TABLES) on a device; align: alignment of rows, in elements
+    of q."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
     assert tile is not None  # reasons_against() ensures it
@@ -153,7 +157,8 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that a backward allocates besides operands, results and the tables of a schedule; else 0."""
+    """Returns the bytes that a backward allocates besides operands, results and the tables of a schedule; 0 for a
+    forward."""
     if schedule.op_kind == "attention_forward":
         return 0
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
@@ -162,7 +167,8 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def noted(extents: Extents) -> np.ndarray:
-    """Returns the rows of each sequence in prepare()'s arrays, padded so that every sequence is aligned to 16 bytes."""
+    """Returns int [sequences]: the number of rows that each sequence occupies in prepare()'s arrays (lse and D), padded
+    so that every sequence begins at a multiple of 16 bytes."""
     return -(-extents.q_len // _NOTES) * _NOTES
 
 
@@ -178,7 +184,8 @@ def bytes_of(view: Any) -> torch.Tensor | None:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns the operands' views that the problem uses, by name in the layout table."""
+    """Returns name in the layout table -> view, for q, k, v, out and statistics, and for modifiers (rope, bias, ...)
+    that the problem has; None for others."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -191,7 +198,8 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """Returns (stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
+    """Returns (random stream of head 0, first row, first key) of each sequence, int [sequences], for dropout drawn from
+    a seed; None for other dropout."""
     if problem.dropout != "philox":
         return None
     if (origin := extents.part) is not None:
@@ -201,7 +209,8 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the tensors of a run by kernel argument name, without those that the problem lacks."""
+    """Returns the tensors that a run passes, by kernel argument name; views: the operands' views by name, None for
+    absent ones."""
     p = problem
     given: dict[str, Any] = {
         ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
@@ -225,12 +234,12 @@ def draws(o: Operands) -> dict[str, int]:
 
 
 def float32(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a contiguous float32 copy if needed; None for None."""
+    """Returns values as a contiguous float32 tensor, copied only if they are not; None for None."""
     return None if values is None else values.to(torch.float32).contiguous()
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """Returns the scale and other numbers of a problem, by kernel argument."""
+    """Returns kernel argument name -> number, such as the scale, that a problem determines."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -245,7 +254,8 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of a kernel that recomputes rows which are not finite; kernel: its name."""
+    """Returns the compile-time arguments of the kernel named `kernel`, which recomputes rows with infinite or NaN
+    results."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
@@ -263,7 +273,8 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_out, whose keys may be in a KV cache."""
+    """Returns the compile-time arguments of recompute_out, which recomputes rows of out and may read keys in a KV
+    cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -271,14 +282,16 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
     constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """Returns [the launch of a kernel that recomputes query rows (or keys)], a program per block; [] without rows.
+    """Returns a list with the launch of a kernel that recomputes query rows (or keys) which are not finite; [] if there
+    are no rows.
 
     Args:
         kernel: recompute_out, recompute_query or recompute_key.
         p: the problem.
         lengths: rows (or keys) of each sequence.
         heads: heads of the rows (or keys).
-        fixed, given, constexprs: as in launching.Family.launch().
+        fixed, constexprs: run-time and compile-time arguments that are equal in all runs, by name.
+        given: names of the arguments that each run passes.
     """
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
@@ -287,7 +300,8 @@ def launch_recompute(
 
 
 def keep_rest(problem: Problem) -> float:
-    """Returns the factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
+    """Returns the factor by which results must still be multiplied, because kernels use LEAST_KEEP in place of a
+    smaller keep_prob; 1 for others."""
     return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
 
 
@@ -300,8 +314,8 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """Multiplies the rows of a view in memory by a factor, as enlarge(); lengths: rows of each
-    sequence. None: nothing."""
+    """Multiplies the rows of a view by a factor of at least 1, in place; None: nothing happens. lengths: rows of each
+    sequence."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
@@ -315,7 +329,8 @@ def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowVie
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Writes out and the statistics: the forward kernel, then the kernel that recomputes rows which are not finite."""
+    """Writes out and the statistics (max, sum): the forward kernel, then the kernel that recomputes rows which are not
+    finite."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
@@ -330,12 +345,13 @@ def memory_of(
     problem: Problem, extents: Extents, schedule: Schedule, views: dict[str, Any], given: dict[str, Any],
     more: dict[str, Any] | None = None,
 ) -> CallMemory:  # fmt: skip
-    """Returns the memory of a call, with the positions of drawn dropout; the parameters are those of CallMemory."""
+    """Returns the CallMemory of a call (views, tensors, tables on the device) with the random streams of drawn dropout;
+    given: tensors by kernel argument name; more: views of which only strides are used."""
     return CallMemory(views, given, schedule.device_tables, more, drawn(problem, extents))
 
 
 def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
-    """Returns the kernel launches of run_forward() for the memory of a call."""
+    """Returns the launches that run_forward() starts, for the memory layout of a call."""
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
     tile = tile_on("forward", p, device, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, forward_constants(p, tile, align), {}
@@ -355,8 +371,8 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of prepare, backward_query and backward_key, with the tile shape of one of
-    them."""
+    """Returns the compile-time arguments of prepare, backward_query and backward_key, three dictionaries by name; tile:
+    the tile shape of one of the kernels."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -397,7 +413,8 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the kernels of run_backward(), without its correction for a tiny keep_prob."""
+    """Writes the gradients `g`, for a keep_prob below LEAST_KEEP divided by keep_rest(); run_backward() multiplies
+    them."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -419,7 +436,7 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
 def ready_backward(
     p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
-    """Returns the kernel launches of launch_backward() for the memory layout of `views` and the tensors `given`."""
+    """Returns the launches that launch_backward() starts, for the memory layout of `views` and the tensors `given`."""
     rows, count = noted(e), len(e)
     buffer = int(rows.sum())
     # Only the strides of this view are used.

@@ -26,21 +26,22 @@ def kernel() -> Any:
 
 
 def has_nothing_but_a_band(problem: Problem) -> bool:
-    """Returns True if rows have DIM elements, and a band is the only mask or addition to scores."""
+    """Returns True if rows have the one size that the Gluon kernel supports, and nothing but a band masks or changes
+    scores."""
     p = problem
     is_unmodified = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
     return is_unmodified and p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
 
 
 def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
-    """Returns True if the Gluon kernel can replace the Triton kernel with this tile."""
+    """Returns True if the Gluon kernel can compute the forward in place of the Triton kernel with this tile shape."""
     if not tile.TMA or device.type != "cuda" or not has_nothing_but_a_band(problem):
         return False
     return torch.cuda.get_device_capability(device) == _CAPABILITY and kernel() is not None
 
 
 def constants(problem: Problem, align: int) -> dict[str, Any]:
-    """Returns the compile-time arguments of the kernel; align: alignment of rows in elements."""
+    """Returns the compile-time arguments of the Gluon kernel; align: alignment of rows, in elements of q."""
     p = problem
     return {
         "GROUP": p.group, "SINK": p.has_sink, "MEAN": p.empty_rows != "zero", "DIM": DIM, "ALIGN": align, "BN": TILE.BN,

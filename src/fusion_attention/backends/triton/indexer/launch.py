@@ -53,8 +53,8 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """Returns the capacity, in keys, of a query row's buffer of candidates; when it is full, all but the top_k largest
-    are removed.
+    """Returns the number of keys that a query row's buffer of candidates holds; when it is full, only the top_k largest
+    remain.
 
     block: number of keys that index_choice scans per iteration (BN of its tile).
     """
@@ -62,8 +62,8 @@ def candidates(top_k: int, block: int) -> int:
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], a tile being at most SCORED query rows of one sequence: columns 0 to 2 are the
-    sequence, the first row and the end; the others are 0."""
+    """Returns int32 [tiles, 8], tiles of query rows, each of one sequence: columns 0 to 2 are the sequence, the first
+    row and the end; the others are 0."""
     size = shapes_sparse.SCORED
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
@@ -74,16 +74,18 @@ def row_tiles(extents: Extents) -> np.ndarray:
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """Returns int [tiles]: the end of the keys that any query row of a tile sees.
+    """Returns int [tiles]: the end of the keys that rows of each tile see; no row of the tile sees this key or a later
+    one.
 
-    tiles: the result of row_tiles(). ratio: IndexerProblem.ratio, tokens per key.
+    tiles: the result of row_tiles(). ratio: tokens that a (compressed) key represents.
     """
     e, seq = extents, tiles[:, 0]
     return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the number of tiles of query rows per chunk, for CHUNK bytes of scores and candidates.
+    """Returns the number of tiles of query rows whose scores and candidates fit the memory limit of a chunk; at least
+    1.
 
     pitch: float32 elements that a row's scores occupy, the most visible keys rounded up to tiles.
     """
@@ -92,7 +94,8 @@ def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of index_scores, index_choice and index_write; tile: that of index_scores."""
+    """Returns the compile-time arguments of index_scores, index_choice and index_write, three dictionaries by name;
+    tile: the tile shape of index_scores."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -112,7 +115,8 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Sorting:
-    """A launch of index_write after torch.sort(), for lists with more entries (top_k) than a program can sort."""
+    """Sorts candidates by torch.sort(), then launches index_write; for lists with more entries (top_k) than a program
+    can sort."""
 
     written: launching.Launch
     top_k: int
@@ -144,7 +148,8 @@ def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.devic
 
 
 def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page of the pool) of the view `k`, or (None, 0) if its keys are not in pages."""
+    """Returns (page table, last page that is completely in the pool's memory) of the keys' view `k`; (None, 0) if they
+    are not in pages. Raises BackendError for rows in fragments."""
     if not isinstance(k, PagedView):
         return None, 0
     if k.fragment:
@@ -164,7 +169,7 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
 
 
 def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
-    """Returns the kernel launches of run_topk() for the memory of a call."""
+    """Returns the launches that run_topk() starts, for the memory layout of a call."""
     table, last = pages_of(m.views["k"])
     device, align, capacity = m.device, m.align, m.capacity
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
@@ -219,9 +224,9 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(sizes: Sizes) -> torch.dtype:
-    """Returns the dtype of the gradient rows of dk, one per selected key of a token: bfloat16 for bfloat16 operands
-    whose heads all fit into one launch; else float32, because float16 might overflow or several launches add to a row.
-    """
+    """Returns the dtype of gradient rows, what one (token, selected key) pair adds to dk: bfloat16 for bfloat16
+    operands whose heads all fit into one launch; else float32, as float16 might overflow or several launches add to a
+    row."""
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
@@ -236,14 +241,14 @@ def bytes_of_token(sizes: Sizes) -> int:
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """Returns the number of tokens per chunk of the gradient, for CHUNK bytes; tokens: those of all sequences, the
-    upper limit."""
+    """Returns the number of tokens whose gradients fit the memory limit of a chunk, at most `tokens`, the number of all
+    tokens."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
-    """Returns the scratch of a chunk of `tokens` tokens, by kernel argument."""
+    """Returns kernel argument name -> shape and dtype of the scratch tensors for a chunk of `tokens` tokens."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: Scratch((count,), torch.int32) for name, count in lists.items()} | {
@@ -252,13 +257,15 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """Returns the compile-time arguments of read_lists for lists of `slots` keys; ratio: IndexerProblem.ratio."""
+    """Returns the compile-time arguments of read_lists for lists of `slots` keys; ratio: tokens that a (compressed) key
+    represents."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of index_gradient, of which `tile` is the tile shape."""
+    """Returns the compile-time arguments of index_gradient; tile: its tile shape; align: alignment of rows, in elements
+    of q."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -269,8 +276,8 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_gradient, those of index_gradient that it
-    has, for its own tile."""
+    """Returns the compile-time arguments of recompute_gradient, which computes flagged tokens again; align: alignment
+    of rows, in elements of q."""
     constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
     return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
@@ -325,8 +332,7 @@ class Gradient(launching.Ready):
     dim: int = 0
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, and adds the gradient rows of each to the sums of their keys; writes the sums to
-        dk.
+        """Launches chunk after chunk, sums the gradient rows of all chunks per key, and writes the sums to dk.
 
         given: the tensors of this run by kernel argument name, to which scratch is added.
         """
@@ -361,8 +367,8 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """Returns the kernel launches of run_backward() for the memory layout of `views` (by their names in the layout
-    table)."""
+    """Returns the launches that run_backward() starts, for the memory layout of `views` (by their names in the layout
+    table) and the tensors `given`."""
     capacity = schedule.device_tables.capacity
     m = CallMemory(views, given, schedule.device_tables, {"ids": numbered(given["q"], capacity.kv_len, 1)})
     # dk is written by KeySum, whose rows need no alignment.

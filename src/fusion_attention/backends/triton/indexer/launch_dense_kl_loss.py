@@ -40,7 +40,7 @@ FAMILY = Family(
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """Returns the tile shapes of the kernels over all keys, for the chip of `device`; align: of
+    """Returns the tile shapes of the kernels of a loss or statistics over all keys, on a device; align: alignment of
     rows, in elements of q."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
@@ -49,14 +49,14 @@ def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device,
 
 
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the tensors of the views that are not None, by the kernels' argument names."""
+    """Returns kernel argument name -> tensor, for the views that are not None."""
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """Returns (tiles of query rows, first key that each reads, number of tiles of keys that each reads).
+    """Returns (tiles of query rows, first key that each tile reads, number of tiles of keys that it reads).
 
-    tile: BM rows and BN keys. ratio: IndexerProblem.ratio, tokens per key.
+    tile: BM rows and BN keys. ratio: tokens that a (compressed) key represents.
     """
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
@@ -64,7 +64,8 @@ def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """Returns int [tiles]: the most tiles of keys that each tile of query rows can need after any Schedule.update().
+    """Returns int [tiles]: the most tiles of keys that each tile of query rows reads, for any key lengths to which the
+    schedule may be updated.
 
     Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
@@ -88,7 +89,8 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """Returns the compile-time arguments of warm_lse and join_lse, with the tile shape of the first."""
+    """Returns the compile-time arguments of warm_lse and join_lse, two dictionaries by name; tile: the tile shape of
+    warm_lse."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
     constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
@@ -114,12 +116,13 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
 
 
 def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """Returns int [tiles]: the most ranges of keys per tile of query rows after any Schedule.update()."""
+    """Returns int [tiles]: the most ranges of keys into which the keys of each tile of query rows are split, for any
+    key lengths to which the schedule may be updated."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
 def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
-    """Returns the kernel launches of run_lse() for the memory of a call."""
+    """Returns the launches that run_lse() starts, for the memory layout of a call."""
     e, device, align = m.capacity, m.device, m.align
     tile = tiles_on(p, device, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
@@ -148,8 +151,8 @@ def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, Scratch]:
-    """Returns the scratch of indexer_lse, the statistics of every range of a query row's keys, for warm_lse's tile
-    shape."""
+    """Returns the scratch of indexer_lse: two statistics for every range of keys of every query row; tile: the shape of
+    warm_lse."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": Scratch((2 * int(capacity.q_len.sum()) * most,))}
 
@@ -158,7 +161,8 @@ def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict
 
 
 class Chunk(NamedTuple):
-    """Tiles of rows whose differences are in scratch at the same time."""
+    """Adjacent tiles of query rows whose differences (indexer's minus attention's probabilities, one block per pair of
+    tiles of rows and keys) are in scratch at the same time."""
 
     first_tile: int
     tiles: int
@@ -168,7 +172,8 @@ class Chunk(NamedTuple):
 
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks of each tile."""
+    """Divides tiles of rows, in order, into chunks with at most `most` blocks, or of one tile; turns: number of blocks
+    (tiles of keys) of each tile."""
     results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
@@ -183,7 +188,8 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """The work list of a loss without selection: chunks for the planned capacity, and tables for current lengths."""
+    """The work list of a loss over all keys: chunks of row tiles for the largest lengths of a schedule, and tables for
+    current lengths."""
 
     tile: shapes.Tile
     ratio: int
@@ -195,7 +201,8 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """Returns the work list for a planned capacity."""
+        """Returns the work list for the largest lengths to which the schedule may be updated; ratio: tokens of a
+        key."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -256,7 +263,7 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
 
 
 def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
-    """Returns the launches of launch_loss.run_loss() without selection, for the memory of a call."""
+    """Returns the launches of a loss over all keys of a band (without selection), for the memory layout of a call."""
     e, device, align, given = m.capacity, m.device, m.align, m.given
     t = tiles_on(p, device, align)
     work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
@@ -299,7 +306,8 @@ def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> dict[str, Scratch]:
-    """Returns the scratch buffers of a loss without selection."""
+    """Returns kernel argument name -> scratch tensor of a loss without selection; tile: BM rows and BN keys of a block;
+    width: padded elements of an indexer's key; rows: query rows of all sequences."""
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
@@ -315,7 +323,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
-    """Returns the bytes of scratch of indexer_lse for the planned lengths `e`."""
+    """Returns the bytes of scratch of the operation indexer_lse; e: the largest lengths of its schedule."""
     return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
 
 

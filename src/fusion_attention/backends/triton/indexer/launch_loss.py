@@ -101,12 +101,13 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """Returns the number of query rows per chunk of a loss over selected keys: BUFFER elements of gradient rows."""
+    """Returns the number of query rows whose gradient rows (one per selected key) fit the memory limit of a chunk of a
+    loss over selected keys."""
     return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8] for note(), a tile being at most ROWS query rows of one sequence.
+    """Returns int32 [tiles, 8], tiles of query rows, each of one sequence, for the kernel note().
 
     Columns: sequence, first row, end, four zeros, and the first row's number among the rows of all sequences.
     """
@@ -137,7 +138,8 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
-    """Returns the scratch of a loss over selected keys, by kernel argument; KeySum's is not included."""
+    """Returns kernel argument name -> scratch tensor of a loss over selected keys; the sums per key (KeySum) are not
+    included."""
     rows = int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -150,7 +152,8 @@ def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
 
 
 def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
-    """Returns the kernel launches of run_loss() over selected keys for the memory of a call, with the view "ids"."""
+    """Returns the launches of a loss over selected keys, for the memory layout of a call whose layout table has the
+    view "ids", the ids of keys in sums."""
     e, device, given, align, t = m.capacity, m.device, m.given, m.align, tiles_on(p, m.device)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     listed, of_rows, to_write = (

@@ -10,7 +10,8 @@ from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 
 class Warm(NamedTuple):
-    """Tiles of the kernels over all keys; differences are stored in blocks with the size of `target`."""
+    """Tile shapes of the kernels of a loss over all keys, by kernel; `columns` is a width of column blocks. Differences
+    are stored in blocks of `target`'s BM x BN."""
 
     lse: Tile
     target: Tile
@@ -68,7 +69,8 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """Returns the tile shapes of the kernels over all keys for a problem; None if the table has no entry of this size.
+    """Returns the tile shapes of the kernels over all keys on a chip of CHIPS; None if there are none for the problem's
+    sizes.
 
     Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
     """
@@ -108,7 +110,8 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """Returns the tile shapes of the loss over selected keys; None if the table has no entry of the problem's size."""
+    """Returns the tile shapes of the loss over selected keys on a chip of CHIPS; None if there are none for the
+    problem's sizes."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
@@ -116,5 +119,6 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
 
 
 def holds_lse(problem: IndexerProblem, chip: int) -> bool:
-    """Returns True if WARM has tiles for the statistics of this problem."""
+    """Returns True if there are tile shapes for the indexer's statistics over all keys, for this problem on a chip of
+    CHIPS."""
     return warm_tiles(problem, chip) is not None

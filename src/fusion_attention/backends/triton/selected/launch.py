@@ -36,15 +36,16 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
-    """Returns int32 [tokens, 2]: (sequence, query row in it) of every token of all sequences."""
+    """Returns int32 [tokens, 2]: (sequence, query row within it) of each token, for the tokens of all sequences in
+    order."""
     seq = np.repeat(np.arange(len(extents)), extents.q_len)
     row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
     return np.stack((seq, row), 1).astype(np.int32)
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """Returns (most keys of the band, most keys of the list or of compressed keys) that a query row reads; the first is
-    0 without a second source of keys."""
+    """Returns (most keys of the band, most keys of the list or compressed keys) that one query row reads; the first is
+    0 if there are no compressed keys, as a list then selects keys of the sequence itself."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -54,8 +55,8 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """Returns True if int32 can hold the offsets, in elements, of keys from their sequence's first row or from the
-    first page."""
+    """Returns True if kernels can compute addresses of keys with int32: offsets, in elements, from a sequence's first
+    row or from the first page are small enough."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -84,7 +85,8 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """Returns the compile-time arguments that all kernels with lists have in common, for a kernel's tile shape."""
+    """Returns the compile-time arguments that all kernels with lists have; tile: the kernel's shape; align: alignment
+    of rows, in elements of q."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -101,10 +103,11 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
 ) -> launching.Constants:
-    """Returns the compile-time arguments of the forward kernel, for its tile shape.
+    """Returns the compile-time arguments of the forward kernel; tile: its shape; align: alignment of rows, in elements
+    of q.
 
-    is_near: the result of near(). split: several programs compute a token. page_compressed: tokens of a page of
-    compressed keys, 0 without pages.
+    is_near: int32 holds the offsets of keys. split: several programs compute a token. page_compressed: tokens of a page
+    of compressed keys, 0 without pages.
     """
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
@@ -121,14 +124,16 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """Returns the compile-time arguments of recompute_lists(); the parameters are those of forward_constants()."""
+    """Returns the compile-time arguments of recompute_lists(); is_near: int32 holds the offsets of keys;
+    page_compressed: tokens of a page of compressed keys, 0 without pages."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
-    """Returns the number of programs for the heads of a token, each with at most BM query heads of one key head."""
+    """Returns the number of programs that share the query heads of a token: at most BM heads each, all of one key
+    head."""
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
@@ -145,7 +150,7 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
 
 
 def programs_per_token(most: int, keys_per_split: int) -> int:
-    """Returns the number of programs for a token with `most` slots, with `keys_per_split` slots per program."""
+    """Returns the number of programs for a token with `most` keys, if each program computes keys_per_split of them."""
     return -(-most // keys_per_split)
 
 
@@ -164,8 +169,8 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch (partial results), for the tile with the most ranges per token and the largest
-    GPU."""
+    """Returns an upper limit of the bytes of scratch (partial results of tokens that several programs compute), for
+    every tile shape and the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
     shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
@@ -173,7 +178,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Writes out and the statistics of attention to selected keys."""
+    """Writes out and the statistics (max, sum) of attention to selected keys, for all rows."""
     views = views_of(problem, o)
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
@@ -211,12 +216,12 @@ class Pages:
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
 
     def arguments(self, suffix: str = "") -> dict[str, int]:
-        """Returns the arguments by the kernels' names, which end in `suffix`."""
+        """Returns the kernel arguments "width", "step" and "last", their names followed by `suffix`."""
         return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[Pages, Pages]:
-    """Returns the arguments for the page tables of keys and of compressed keys."""
+    """Returns the Pages (arguments about page tables) of the keys, and those of the compressed keys."""
     p, second = problem, views["k_compressed"]
     first = Pages.of(p.page_size, *launch_decode.pages(p, views))
     if not isinstance(second, PagedView):
@@ -227,7 +232,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def ready(p: Problem, m: CallMemory) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory of a call."""
+    """Returns the launches that run() starts, for the memory layout of a call."""
     first, second = pages(p, m.views)
     device, align, listed = m.device, m.align, m.on("tokens", tokens)
     if not len(listed.tensor):
@@ -262,7 +267,7 @@ def ready(p: Problem, m: CallMemory) -> launching.Ready:
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of the forward kernel for the chip of `device`."""
+    """Returns the tile shape of the forward kernel on a device; align: alignment of rows, in elements of q."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
     assert tile is not None  # reasons_against() ensures it

@@ -44,7 +44,8 @@ ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multipl
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Returns (gradient's name -> its first column in a gradient row, number of columns of a gradient row)."""
+    """Returns ({gradient: its first column}, number of columns) of a gradient row: dk, dk_rope and dv that a token adds
+    to one key, side by side."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -55,8 +56,8 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """Returns (slots for keys of the band, all slots) per token, rounded up to the largest BN of `tiles` (by kernel
-    name).
+    """Returns (places for keys of the band, places for all keys) that each token has in the backward, rounded up to the
+    largest BN of `tiles` (by kernel name).
 
     Both numbers are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few
     kernels are compiled.
@@ -71,15 +72,17 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
-    """Returns the dtype of gradient rows, bfloat16 or float32; float16 overflows with a scaled loss.
+    """Returns the dtype in which a token's contributions to gradients of keys are stored: bfloat16 or float32 (float16
+    would overflow with a scaled loss).
 
-    float32_rows: the gradients of keys are float32, as their rows then must be.
+    float32_rows: True if the gradients of keys are float32; the contributions then are too.
     """
     return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """Returns the bytes of scratch per query token: `slots` list entries, each with a key's gradient of dtype `row`."""
+    """Returns the bytes of scratch per query token with `slots` keys; row: dtype of its contributions to gradients of
+    keys."""
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
@@ -87,13 +90,14 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
-    """Returns the number of tokens per chunk, at most `tokens` (all tokens); slots, row: as in bytes_of_token()."""
+    """Returns the number of tokens whose scratch fits the memory limit of a chunk, at most `tokens` (all tokens);
+    slots: keys of a token; row: dtype of its contributions to gradients of keys."""
     most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
     return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes of scratch of the backward, without the tables of a schedule."""
+    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -119,7 +123,8 @@ def keys_of(extents: Extents) -> int:
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
-    """Returns the views that the kernels read and write, by their names in the layout table."""
+    """Returns the views of operands and gradients that the backward's kernels use, by their names in the layout
+    table."""
     p = problem
     results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -176,8 +181,8 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """Returns the tables, tile shapes and constants of run() for the memory layout of `views` and their tensors
-    `given`."""
+    """Returns the tables, tile shapes and compile-time values of run() for one memory layout: that of `views` and of
+    their tensors `given`, both by name."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -208,7 +213,8 @@ def prepare_layout(
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g` of attention to selected keys, from the saved statistics and out in `o`."""
+    """Writes the gradients of attention to selected keys to the views in `g`, from the saved out and statistics in
+    `o`."""
     p, result = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(
@@ -332,7 +338,8 @@ def launches(
 ) -> list[Step]:
     """Returns the launches of a chunk, in order.
 
-    tiles: tile shape by kernel name. slots: the result of slots_of(). atomic: as ATOMIC.
+    tiles: tile shape by kernel name. slots: (places for keys of the band, all places) of a token. atomic: True if
+    contributions to gradients of keys are added atomically, without a memory for rows.
     """
     p, (band, slots_of_token) = problem, slots
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
@@ -364,8 +371,8 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """Returns the launches that recompute the results of `steps` for flagged tokens, one launch per result; atomic: as
-    ATOMIC."""
+    """Returns the launches that recompute results of `steps` for tokens flagged as not finite, one per result; atomic:
+    True if gradients of keys are added atomically, which are then not recomputed."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
@@ -377,10 +384,10 @@ def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
-    """Returns the launches that write gradient rows of slots: dk, dk_rope, dv; if values are keys, dk is the sum of
-    both.
+    """Returns the launches that write what each place of a token adds to gradients of keys: dk, dk_rope, dv; if values
+    are stored in keys, dk is the sum of both.
 
-    shared: compile-time arguments of all kernels. slots: slots per token. atomic: as ATOMIC.
+    shared: compile-time arguments of all kernels. slots: places per token. atomic: True to add atomically to the sums.
     """
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
@@ -405,12 +412,12 @@ def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, ato
 
 
 def known_of(tile: SlotTile) -> Constants:
-    """Returns the compile-time values of a tile."""
+    """Returns the compile-time arguments that describe a tile: BH (heads), BN (slots) and BC (columns)."""
     return {"BH": tile.BH, "BN": tile.BN, "BC": tile.BC}
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of prepare()."""
+    """Returns the compile-time arguments of the kernel prepare(); align: alignment of rows, in elements of q."""
     constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
     return constexprs | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM

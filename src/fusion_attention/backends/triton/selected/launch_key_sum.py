@@ -59,13 +59,14 @@ def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0
 
 
 def compressed_tiles(extents: Extents) -> np.ndarray:
-    """Returns key_tiles() of the compressed keys of all sequences."""
+    """Returns int32 [tiles, 8], as key_tiles() does, but for the compressed keys of all sequences."""
     assert extents.compressed is not None
     return key_tiles(replace(extents, kv_len=extents.compressed.kv_len))
 
 
 def key_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8]: columns 0 to 2 are the sequence, the first key and the end of each tile of keys."""
+    """Returns int32 [tiles, 8], tiles of the keys of all sequences: columns 0 to 2 are the sequence, the first key and
+    the end, the others 0."""
     turns = -(-extents.kv_len // WRITE.BN)
     seq = np.repeat(np.arange(len(extents)), turns)
     key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
@@ -75,44 +76,47 @@ def key_tiles(extents: Extents) -> np.ndarray:
 
 
 def block_of(of_token: int) -> int:
-    """Returns the number of tokens per block; of_token: entries per token."""
+    """Returns the number of tokens whose rows are summed one after the other as one block; of_token: entries (rows) per
+    token."""
     return max(1, BLOCK // of_token)
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Returns the number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block.
+    """Returns the largest number of tokens that is at most `tokens` and a multiple of a block of tokens; at least one
+    block.
 
-    of_token: entries per token.
+    of_token: entries (rows to sum) per token.
     """
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """Returns (the most keys that can have more than HOT of `entries` entries, number of blocks of these entries)."""
+    """Returns (an upper limit of the number of keys whose sums several programs compute, number of blocks of entries),
+    for `entries` entries with `of_token` per token."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """Returns the bytes of a KeySum, without the rows and lists of entries (BYTES_OF_ENTRY).
+    """Returns the bytes that a KeySum allocates, without the rows and lists of entries that its caller passes.
 
-    keys, columns: as in KeySum. entries: entries of a chunk. of_token: entries per token.
+    keys: number of keys. columns: elements of a row. entries: entries of a chunk. of_token: entries per token.
     """
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
 
 def panel_of(columns: int) -> int:
-    """Returns the number of columns per program, for rows of `columns` elements."""
+    """Returns the number of columns that one program sums, for rows of `columns` elements."""
     return min(PANEL, shapes.power(columns))
 
 
 class KeySum:
-    """The sums of `keys` keys in float32, initially zero.
+    """Sums of gradient rows per key, float32 [keys, columns], initially zero: add() adds rows, write() stores the sums.
 
     Args:
         like: a tensor on the device.
-        keys: number of ids.
+        keys: number of keys, which have the ids 0 to keys - 1.
         columns: elements of a row.
     """
 

@@ -61,7 +61,8 @@ LEAST = Tile(16, 16, 8, 1)
 
 
 def shared(problem: Problem) -> bool:
-    """Returns True if the column blocks of values are the first ones of keys, so that a tile of keys is loaded once."""
+    """Returns True if values are stored in the keys' first columns and divided into the same column blocks, so that a
+    tile of keys is loaded once for both."""
     if not problem.shares_kv:
         return False
     d, v = parts(problem.dim_qk), parts(problem.dim_v)
@@ -69,7 +70,8 @@ def shared(problem: Problem) -> bool:
 
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
-    """Returns the tile shape of the forward, BM heads of a token and BN slots; None if the table has no entry for it.
+    """Returns the tile shape of the forward over selected keys, BM heads of a token and BN keys; None if the table has
+    no entry for the problem's sizes.
 
     align: alignment of rows in elements; 0: 16 bytes.
     """
@@ -138,12 +140,13 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """Returns the number of heads of a token per launch of the scores; more heads need several launches."""
+    """Returns the number of heads of a token that one launch computes, at most `columns`; more heads need several
+    launches."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
 def sorts(top_k: int) -> bool:
-    """Returns True if one program can sort a row's list."""
+    """Returns True if one program can sort a row's list of top_k keys; else torch.sort() does it."""
     return top_k <= MOST_SORTED
 
 
@@ -153,9 +156,10 @@ def write_tile(problem: IndexerProblem) -> Tile:
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """Returns the tile shape of scores: BM columns (token, head) and BN keys, at most 64 each for unaligned rows.
+    """Returns the tile shape of the indexer's scores, BM columns (token, head) and BN keys; None if no entry fits the
+    dim.
 
-    align: alignment of rows in elements; less than 16 bytes is unaligned.
+    align: alignment of rows in elements; for less than 16 bytes BM and BN are at most 64.
     """
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
@@ -175,7 +179,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
-    """Returns the Sizes of a problem."""
+    """Returns the sizes that determine the kernels of the gradient of an indexer's scores, for a selection or a
+    loss."""
     p = problem
     if isinstance(p, IndexerProblem):
         return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
@@ -183,7 +188,8 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
-    """Returns the tile shape of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
+    """Returns the tile shape of the indexer's gradient, BM heads and BN selected keys; None if no entry fits the dim.
+    More heads than BM need several launches."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -194,7 +200,7 @@ def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align
 
 
 def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
-    """Returns True if there are tiles for a loss."""
+    """Returns True if the kernels of the indexer's loss have tile shapes for the problem's sizes on a chip of CHIPS."""
     if not problem.select_count:
         return shapes_loss.warm_tiles(problem, chip) is not None
     return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
@@ -214,7 +220,8 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
 
 
 def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
-    """Returns the operation kinds that compute a problem."""
+    """Returns the names of the operations that a problem of this type has, such as "attention_forward" and
+    "attention_backward"."""
     if isinstance(problem, Problem):
         return "attention_forward", "attention_backward"
     return ("indexer_loss",) if isinstance(problem, IndexerLossProblem) else (
@@ -234,9 +241,9 @@ def sizes_of(problem: AnyProblem) -> str:
 
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
-    """Reasons against a problem: a list with one text if no kernel has a tile for its sizes, else an empty list.
+    """Returns [a sentence with the sizes] if some operation's kernels have no tile for a problem's sizes, else [].
 
-    op_kind "": all operation kinds that compute the problem.
+    op_kind: the operation's name; "": all operations of the problem. chip: a key of CHIPS.
     """
     op_kinds = (op_kind,) if op_kind else op_kinds_of(problem)
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):

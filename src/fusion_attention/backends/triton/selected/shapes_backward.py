@@ -11,7 +11,8 @@ from fusion_attention.ir.problem import Problem
 
 
 class SlotTile(NamedTuple):
-    """A tile of BH heads and BN slots, with BC columns at a time."""
+    """The tile of a program: BH query heads and BN keys of a token, with BC columns at a time; and Triton's launch
+    options."""
 
     BH: int
     BN: int
@@ -77,7 +78,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """Returns the tile shape of a kernel; align: alignment of rows in elements."""
+    """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; align: alignment of rows, in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
@@ -90,7 +91,8 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
 
 
 def panels(dim: int, most: int) -> list[tuple[int, int, int]]:
-    """Returns (first column, columns, number) of panels of `dim` columns; 576 with at most 256: 2 of 256, 1 of 64."""
+    """Divides `dim` columns into panels of at most `most` columns; returns (first column, columns of a panel, number of
+    such panels). Example: 576 with at most 256 are 2 panels of 256, then 1 of 64."""
     full, rest = dim // most, dim % most
     result = [(0, most, full)] if full else []
     first = full * most

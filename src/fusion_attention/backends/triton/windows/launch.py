@@ -18,7 +18,8 @@ RANGES = 64  # ranges of results; different programs add up their gradients of t
 
 
 def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
-    """Returns kernel name -> compile-time arguments; align: alignment of rows, in elements."""
+    """Returns {kernel name: its compile-time arguments} for the three kernels of pooling; align: alignment of rows, in
+    elements."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
@@ -26,7 +27,7 @@ def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
 
 
 def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, Scratch]:
-    """Returns the scratch of a backward with a bias, by kernel argument."""
+    """Returns kernel argument name -> scratch tensor of a backward with a bias gradient."""
     results = int(e.q_len.sum())
     return {"notes": Scratch((3, results, p.heads, p.dim)), "added": Scratch((RANGES, p.ratio, p.channels))}
 
@@ -61,8 +62,8 @@ def _ready(
     more: dict[str, Any],
     kernels: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Runs kernels, by name, on `views`, by their names in the layout table; returns all arguments by name, with
-    scratch.
+    """Runs the kernels named `kernels` on `views` (by their names in the layout table); returns all arguments of the
+    run by name, scratch included.
 
     more: further arguments by kernel argument name.
     """
@@ -74,7 +75,7 @@ def _ready(
 
 
 def _launches(p: PoolingProblem, m: CallMemory, kernels: tuple[str, ...]) -> Ready:
-    """Returns the launches of the named kernels for the memory of a call."""
+    """Returns the launches of the kernels named `kernels`, for the memory layout of a call."""
     e, constexprs, of_results = m.capacity, constants_of(p, m.align), m.on("tokens", tokens)
     results = int(e.q_len.sum())
     fixed = m.fixed | {
