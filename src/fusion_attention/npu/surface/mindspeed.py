@@ -107,8 +107,13 @@ def npu_gmm_v2(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any =
 
 
 def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
-    """Adds grad_output^T @ total_input, the gradient of a linear layer's weight, to `grad` in place, computed in
-    float32."""
+    """Adds grad_output^T @ total_input, the gradient of a linear layer's weight, to `grad` in place, in float32.
+
+    >>> grad = torch.ones(2, 3)
+    >>> npu_matmul_add_fp32(torch.ones(4, 3), torch.ones(4, 2), grad)
+    >>> grad.tolist()
+    [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
+    """
     grad.add_((grad_output.float().mT @ total_input.float()).view_as(grad))
 
 
