@@ -254,7 +254,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
     """Returns the two distributions that the loss of the call x compares, the indexer's and its target, for rows of
     sequence b.
 
-    dtype: of the computation; low: the dtype to which dI, the gradient of the scores, is rounded if it is bfloat16.
+    dtype: of the computation. low: bfloat16 if the call rounds dI, the gradient of the scores, also a result.
     """
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)

@@ -363,7 +363,7 @@ class Noise:
         self.numbers = torch.empty(0, dtype=torch.float64)
 
     def __call__(self, count: int) -> Tensor:
-        """Returns float64 [count], a view of the drawn numbers."""
+        """Returns `count` random errors, uniform in [-1, 1]: a view of a pool of numbers, from a random position on."""
         if 2 * count > len(self.numbers):
             self.numbers.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
         start = int(torch.randint(len(self.numbers) - count + 1, (), generator=self.generator))

@@ -78,8 +78,10 @@ def of_block_mask(mask: Any, shape: Shape) -> Visible:
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """Returns the visible keys of a mask_mod, a function of (batch, head, row, key) that returns True for a visible
-    key."""
+    """Returns the keys that a mask_mod shows to each row, as a band or as tiles of the mask (Visible).
+
+    mod: a function of (batch, head, row, key) that returns True for a visible key.
+    """
     relative = _relative(mod, shape)
     if relative is not None:
         return relative

@@ -114,7 +114,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
 
 def beside() -> dict[str, ModuleType]:
-    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules."""
+    """Returns full name -> module that stands for mindspeed, cann_ops_transformer, torchair or a module of them."""
     return _modules(mindspeed.contents() | cann_ops.contents() | torchair.contents())
 
 

@@ -93,7 +93,7 @@ class Sparse(TensorCall):
         return grouped(stats, self.problem.heads_kv, self.layout)
 
     def complete(self) -> Sparse:
-        """The same call, with statistics among its results."""
+        """The same call, whose results also have the softmax's row maximum and sum."""
         return replace(self, stats=True)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:

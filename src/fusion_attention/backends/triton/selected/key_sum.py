@@ -91,8 +91,11 @@ def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.con
 @triton.jit(do_not_specialize=["count", "per"])
 def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32, COLUMNS: tl.constexpr,
                W: tl.constexpr):  # fmt: skip
-    """Writes W columns of the sum of one block for a key with many rows; grid (most such keys, blocks, panels of
-    columns)."""
+    """Writes W columns of the sum of one block of rows of a key with many rows to parts [keys, count, COLUMNS].
+
+    rows: the addends; marked, starts: as in add_rows(). hot: the number of keys with many rows, then these keys.
+    count: blocks per key; per: rows per block. Grid: (largest number of such keys, blocks, panels of W columns).
+    """
     place, block = tl.program_id(0), tl.program_id(1)
     if place < tl.load(hot):
         key = tl.load(hot + 1 + place)
