@@ -190,7 +190,7 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
     """Returns the tile shape of the indexer's gradient, BM heads and BN selected keys; None if no tile fits the dim.
 
-    More heads than BM need several launches. chip: 90, 80 or 86, a key of CHIPS; align: elements that divide all strides.
+    More heads than BM need several launches. chip: a key of CHIPS; align: number of elements that divides all strides.
     """
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
