@@ -54,15 +54,6 @@ inline float float_of(std::uint16_t brain) {
     return out;
 }
 
-inline float dot(const float *x, const float *y, std::size_t n) {
-    Floats sum = {};
-    std::size_t i = 0;
-    for (; i + lanes <= n; i += lanes) sum += load<Floats>(x + i) * load<Floats>(y + i);
-    float total = sum_of(sum);
-    for (; i < n; ++i) total += x[i] * y[i];
-    return total;
-}
-
 float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
     float total = 0.0f;
     std::size_t i = 0;
@@ -79,6 +70,15 @@ float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
 constexpr DenseVariant variant = {lanes,   {},        kernels<Pair>(), {},      gradient_kernels<Pair>(),
                                   nullptr, pair_work, nullptr,         dot_bf16};
 #else
+inline float dot(const float *x, const float *y, std::size_t n) {
+    Floats sum = {};
+    std::size_t i = 0;
+    for (; i + lanes <= n; i += lanes) sum += load<Floats>(x + i) * load<Floats>(y + i);
+    float total = sum_of(sum);
+    for (; i < n; ++i) total += x[i] * y[i];
+    return total;
+}
+
 constexpr DenseVariant variant = {lanes, kernels<Single>(), {}, gradient_kernels<Single>(), {}, float_work, nullptr,
                                   dot,   dot_bf16};
 #endif
