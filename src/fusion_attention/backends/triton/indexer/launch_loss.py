@@ -12,7 +12,15 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule, Scratch, bytes_of
+from fusion_attention.backends.triton.common.launching import (
+    Constants,
+    Family,
+    Launch,
+    Ready,
+    Schedule,
+    Scratch,
+    bytes_of,
+)
 from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
@@ -76,10 +84,12 @@ def run_loss(
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make, tables = ready_selected if p.select_count else ready_warm, schedule.device_tables
-    more = {"ids": launch_key_sum.numbered(given["q"], tables.capacity.kv_len, 1)} if p.select_count else {}
-    layout = layout_table.layout(views, given)
-    ready = schedule.once(layout, lambda: make(p, CallMemory(views, given, tables, more)))
-    ready.run(given)
+
+    def once() -> Ready:
+        more = {"ids": launch_key_sum.numbered(given["q"], tables.capacity.kv_len, 1)} if p.select_count else {}
+        return make(p, CallMemory(views, given, tables, more))
+
+    schedule.once(layout_table.layout(views, given), once).run(given)
     # The order of this sum does not depend on the chunks.
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
 
