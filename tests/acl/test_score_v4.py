@@ -1,18 +1,19 @@
-"""FlashAttentionScoreV4 and its gradient: drawn dropout, and rope parts in every layout."""
+"""FlashAttentionScoreV4 and its gradient: drawn dropout, rope parts in every layout, and forms that are refused."""
 
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.two_phase import done
+from support.two_phase import call, done, failed, outputs_of
 
 from fusion_attention import npu
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.training.score_v4 import GRAD_V4, SCORE_V4
+from fusion_attention.ops.training.score_v4 import GRAD_V4, SCALES, SCORE_V4
 
 Tensor = torch.Tensor
 ROPE = {"query_rope": True, "key_rope": True, "D": 128, "Dv": 128, "Dr": 64}
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
@@ -94,3 +95,27 @@ def test_switched_off_tails() -> None:
     args = sample(SCORE_V4, input_layout="TND")
     longer = {name: [*args[name], 0, 0] for name in ("actual_seq_qlen", "actual_seq_kvlen")}
     same_bits(done(SCORE_V4, {**args, **longer}), done(SCORE_V4, args))
+
+
+@pytest.mark.parametrize("p", SCALES, ids=lambda p: p.name)
+def test_scales_of_fp8_are_refused(p: Any) -> None:
+    """By name, and nothing is written."""
+    for op in (SCORE_V4, GRAD_V4):
+        if p.name in op.by_name:
+            args = sample(op, **{p.name: "1"})
+            outputs = outputs_of(op, args)
+            written = {name: (t, t.clone()) for name, t in outputs.items() if t is not None}
+            failed(call(op, args, outputs)[0], 161001, p.name, "950 only")
+            for t, before in written.values():
+                same_bits(t.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_limits() -> None:
+    """Other dims beside rope, and float32 beside a sink: computed where calls are not strict."""
+    narrow = sample(SCORE_V4, query_rope=True, key_rope=True)
+    failed(call(SCORE_V4, narrow, outputs_of(SCORE_V4, narrow))[0], 161002, "query_rope", "128")
+    done(SCORE_V4, narrow, strict=False)
+    floats = sample(SCORE_V4, sink=True, **{n: (f"B S{i} N{i} D", "float32") for n, i in (("query", 1), ("key", 2))},
+                  value=("B S2 N2 D", "float32"))  # fmt: skip
+    failed(call(SCORE_V4, floats, outputs_of(SCORE_V4, floats))[0], 561002, "sink", "float32")
+    done(SCORE_V4, floats, strict=False)

@@ -1,6 +1,7 @@
 """Legal calls that probably mean something else: what they warn of, once, and that they are errors when strict."""
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,58 @@ def refused(call: Callable[[], Any]) -> str:
 
 def ends(count: int = 150) -> dict[str, Any]:
     return {"actual_seq_qlen": [50, 100, count], "actual_seq_kvlen": [50, 100, 300]}
+
+
+def indexed(interface: Callable[..., Any], **options: Any) -> Any:
+    return interface(ROWS, ROWS[:, :1], ROWS[..., 0], **options)
+
+
+LISTS = torch.zeros(300, 1, 4, dtype=torch.int32)
+# Calls over 300 rows whose last sequence ends before them; each names the parameter.
+SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
+    "dense": ("actual_seq_qlen", lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends())),
+    "tensors": (
+        "actual_seq_qlen",
+        lambda: npu.npu_fusion_attention_v3(
+            ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **{name: torch.tensor(n) for name, n in ends().items()}
+        ),
+    ),
+    "pythonic": ("q_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=LENGTHS, kv_len=[100, 200])),
+    "keys": ("kv_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200], kv_len=LENGTHS)),
+    "indexer": (
+        "actual_seq_lengths_query",
+        lambda: indexed(
+            npu.npu_lightning_indexer,
+            sparse_count=4,
+            layout_query="TND",
+            layout_key="TND",
+            actual_seq_lengths_query=ENDS,
+            actual_seq_lengths_key=[50, 100, 300],
+        ),
+    ),
+    "own indexer": (
+        "q_len",
+        lambda: indexed(fa.lightning_indexer, top_k=4, layout="TND", q_len=LENGTHS, kv_len=[100, 200]),
+    ),
+    "selection": (
+        "q_len",
+        lambda: fa.sparse_attention(
+            ROWS, ROWS[:, :1], None, LISTS, layout="TND", q_len=LENGTHS, kv_len=[100, 200], causal=False
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sequences_that_end_before_their_tensor(name: str) -> None:
+    param, call = SHORT[name]
+    axis = "T2" if param == "kv_len" else "T1"
+    fate = "not read" if axis == "T2" else "zeros"
+    text = rf"\w+: {param}: expected sequences that take up all {axis} rows of the tensor \(the rows behind .* {fate}"
+    (result,) = warned(call)
+    assert re.match(text, result), result
+    error = refused(call) if name != "indexer" else ""  # its other sizes are not the chip's either
+    assert name == "indexer" or re.search(rf"got {axis}=300, (q|kv)_len=\[", error), error
 
 
 def test_ends_are_asked_whether_they_are_lengths() -> None:
@@ -92,9 +145,36 @@ def test_the_two_phase_interface_is_strict_unless_told() -> None:
 # ---------------------------------------------------------------------------------------------------- dropped gradients
 
 Q = torch.randn(1, 6, 2, 16)
+WANTING = Q.clone().requires_grad_()
 SLOPES = torch.rand(2, requires_grad=True)
+CACHE = torch.randn(1, 9, 2, 16)
 FLAT = torch.randn(1, 1, 64, dtype=HALF, requires_grad=True)
 SLOTS = torch.randn(1, 6, 64, dtype=HALF)
+DROPPED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "slopes": ("alibi_slopes: .*pass the distances as bias", lambda: fa.attention(Q, Q, Q, alibi_slopes=SLOPES)),
+    "pse": (
+        "pse: .*slopes have none: pass the biases themselves",
+        lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=SLOPES, pse_type=2, scale=0.25),
+    ),
+    "decode": ("q: .*train with attention", lambda: fa.decode_attention(WANTING[:, :1], (CACHE, CACHE))),
+    "keys": ("k: ", lambda: fa.decode_attention(Q[:, :1], ([WANTING], [CACHE[:, :6]]))),
+    "incre": (
+        "query: .*train with npu_fusion_attention",
+        lambda: npu.npu_incre_flash_attention(FLAT, SLOTS, SLOTS, scale_value=0.125),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
+    text, call = DROPPED[name]
+    for _ in range(2):  # a signature that is known, too
+        (result,) = warned(call)
+        assert re.search(text, result), result
+    assert re.search(text, refused(call))
+    with torch.no_grad(), fa.strict():
+        assert warned(call) == []
+    assert len(warned(call)) == 1
 
 
 def test_a_tensor_that_wants_a_gradient_is_told_from_its_like() -> None:
@@ -254,6 +334,17 @@ def test_what_is_wrong_alike_is_said_once() -> None:
     (line,) = str(caught.value).splitlines()
     assert "actual_seq_qlen: expected ends that never fall" in line
     assert line.endswith("; actual_seq_kvlen likewise")
+
+
+def test_lists_far_longer_than_the_keys() -> None:
+    q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
+    calls = {
+        count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (2048, 8193)
+    }
+    assert warned(calls[2048]) == []
+    (result,) = warned(calls[8193])
+    assert "top_k: expected at most max(S2, 8192)" in result
+    assert "top_k=8193, S2=3" in refused(calls[8193])
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,49 @@ def test_padding_is_read_when_phase_2_runs() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
+PAGED = DecodeCase(store="pages")
+INT8 = DecodeCase(integers="channel")
+FAR = torch.tensor([[0, 1], [4, 9]], dtype=torch.int32)
+BAD: dict[str, tuple[DecodeCase, Args, str, str]] = {
+    "page": (PAGED, {"block_table": FAR, "actual_seq_lengths": [21, 17]}, "block_table", r"9 at \[1, 1\]"),
+    "negative page": (PAGED, {"block_table": -FAR}, "block_table", r"-1 at \[0, 1\]"),
+    "length beyond cache": (DecodeCase(), {"actual_seq_lengths": [3, 25]}, "actual_seq_lengths", "25 for sequence 1"),
+    "negative length": (DecodeCase(), {"actual_seq_lengths": [-1, 25]}, "actual_seq_lengths", "-1 for sequence 0"),
+    "narrow table": (PAGED, {"actual_seq_lengths": [33, 5]}, "block_table", "33 tokens of sequence 0"),
+    "scales": (INT8, {"antiquant_scale": torch.ones(2, 3).half()}, "antiquant_scale", r"\[2, 3\]"),
+    "no scales": (INT8, {"antiquant_scale": None}, "antiquant_scale", "antiquant_scale=None"),
+    "offsets alone": (DecodeCase(), {"antiquant_offset": torch.ones(2).half()}, "antiquant_offset", "without a scale"),
+    "output offset alone": (DecodeCase(), {"quant_offset2": torch.ones(1)}, "quant_offset2", "without a scale"),
+    "mask": (DecodeCase(), {"atten_mask": torch.zeros(3, 24, dtype=torch.bool)}, "atten_mask", r"\[3, 24\]"),
+    "short mask": (DecodeCase(), {"atten_mask": torch.zeros(2, 20, dtype=torch.bool)}, "atten_mask", "21 columns"),
+    "bias": (DecodeCase(), {"pse_shift": torch.zeros(3, 4, 1, 24).half()}, "pse_shift", r"\[3, 4, 1, 24\]"),
+}
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_on_every_interface(name: str) -> None:
+    case, changes, param, words = BAD[name]
+    args = {**arguments(case), **changes}
+    if name == "offsets alone":
+        args["antiquant_scale"] = None
+    given = {key: value for key, value in args.items() if value is not None}
+    with pytest.raises(fa.ContractError, match=rf"^npu_incre_flash_attention: {param}: expected .*{words}"):
+        npu.npu_incre_flash_attention(**given)
+    out = torch.full_like(args["query"], 77)
+    first, second = two_phase("aclnnIncreFlashAttentionV4", args, out)
+    assert first or second
+    assert str(inference.V4.failure(param, "", "")) in acl.get_recent_err_msg()
+    assert (out == 77).all()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_int8_output_needs_its_scale() -> None:
+    args, out = arguments(DecodeCase()), torch.full((2, 1, 64), 77, dtype=torch.int8)
+    assert two_phase("aclnnIncreFlashAttentionV4", args, out) == (561002, 0)
+    assert "quant_scale2 (quantScale2): expected a scale exactly for int8 output" in acl.get_recent_err_msg()
+    assert (out == 77).all()
+
 
 def test_scales_of_64_bits_are_hardware_words() -> None:
     case = DecodeCase(out="tensor")

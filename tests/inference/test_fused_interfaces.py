@@ -26,9 +26,11 @@ Tensor = torch.Tensor
 FIA, FIA_V2 = npu.npu_fused_infer_attention_score, npu.npu_fused_infer_attention_score_v2
 TORCH = (fused.TORCH_PFA, fused.TORCH_V1, fused.TORCH_V2)
 PACKED: Args = {"input_layout": "TND"}
+SQUARE: Args = {"atten_mask": "2048 2048", "sparse_mode": 3}
 PAGES: Args = {
     "block_table": "B 2", "block_size": 16, "actual_seq_lengths_kv": [20, 32], "key": "8 16 N2*D", "value": "8 16 N2*D"
 }  # fmt: skip
+ONE_TOKEN: Args = {"S1": 1}
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
@@ -411,3 +413,10 @@ def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
 
 def is_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
+
+
+@pytest.mark.parametrize("name", ["query_padding_size", "kv_padding_size"])
+def test_padding_without_a_number_is_refused(name: str) -> None:
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(ContractError, match=f"{name}: expected one number"):
+        npu.npu_fused_infer_attention_score(q, q, q, num_heads=2, input_layout="BNSD", **{name: []})

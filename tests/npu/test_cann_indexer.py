@@ -13,6 +13,7 @@ import torch
 from support.bits import same_bits
 
 import fusion_attention as fa
+from fusion_attention import npu
 from fusion_attention.npu.surface.from_definitions import lightning_indexer
 
 Tensor = torch.Tensor
@@ -247,3 +248,36 @@ def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
     with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as rows, got 21 tokens"):
         lightning_indexer(q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([1]))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "cmp_residual_k: expected one number per sequence if cmp_ratio": {"mask_mode": 3, "cmp_ratio": 4},
+    "cmp_residual_k: expected None": {"cmp_residual_k": [0, 0]},
+    "cmp_residual_k: expected numbers from 0 to cmp_ratio - 1": {
+        "mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [4, 0]
+    },
+    "cmp_residual_k: expected one number per sequence": {"mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [0]},
+    "cmp_ratio": {"cmp_ratio": 0},
+    "topk": {"topk": 0},
+    "cu_seqlens_q: expected None": {"cu_seqlens_q": [0, 4, 8]},
+    "seqused_q: expected numbers between 0 and the tokens": {"seqused_q": [4, 5]},
+    "seqused_k: expected one number per sequence": {"seqused_k": [4]},
+    "output_idx_offset": {"output_idx_offset": torch.zeros(3, dtype=torch.int32)},
+    "output_idx_offset: ": {"output_idx_offset": torch.zeros(2, dtype=torch.int64)},
+    "w: expected": {"w": torch.rand(2, 4, 2, dtype=torch.float16)},
+    "layout_k": {"layout_k": "TND"},
+    "block_table": {"layout_k": "PA_BBND"},
+    "return_value": {"return_value": 2},
+    "mask_mode": {"mask_mode": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_calls_say_so(message: str) -> None:
+    given = {"q": torch.randn(2, 4, 2, 8), "k": torch.randn(2, 4, 1, 8), "w": torch.rand(2, 4, 2), "topk": 2}
+    with pytest.raises(fa.ContractError, match=message):
+        lightning_indexer(**given | WRONG[message])
+
+
+def test_its_name_is_here() -> None:
+    assert "lightning_indexer" not in dir(npu)  # torch_npu has no function of this name

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.bits import same_bits
 
 from fusion_attention import npu
+from fusion_attention.contract import ContractError
 from fusion_attention.testing.drawn import compare_with
 
 X = torch.randn(6, 7, generator=torch.Generator().manual_seed(5))
@@ -61,3 +62,22 @@ def test_rows_that_all_are_ignored() -> None:
     assert not x.grad.any()
     empty = npu.npu_cross_entropy_loss(X[:0], nothing[:0], reduction="none")
     assert [t.shape for t in empty[:2]] == [(0,), (0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"target": Y.where(Y != 6, 7)},
+            r"target: expected labels below the number of columns of input, got 7, outside \[0, 7\)",
+        ),
+        ({"target": Y.int()}, "target: expected int64"),
+        ({"input": X.double()}, "input: expected float16 or bfloat16 or float32, got float64"),
+        ({"weight": WEIGHT[:3]}, "weight: expected"),
+        ({"return_zloss": True}, "return_zloss: expected not return_zloss"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= label_smoothing < 1"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ContractError, match=text):
+        npu.npu_cross_entropy_loss(**{"input": X, "target": Y, **change})

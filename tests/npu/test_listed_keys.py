@@ -1,4 +1,4 @@
-"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages."""
+"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages, what is refused."""
 
 from importlib import import_module
 from typing import Any
@@ -59,3 +59,18 @@ def test_lists_without_counts_end_at_their_first_hole(cann: Any) -> None:
     lists = args["ori_sparse_indices"].masked_fill(slot >= args["ori_topk_length"][..., None], -1)
     without = {**args, "ori_sparse_indices": lists.long(), "ori_topk_length": None}
     same_bits(cann.sparse_flash_mla(**without)[0], cann.sparse_flash_mla(**args)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ori_mask_mode": 3}, r"ori_mask_mode: expected 0 beside ori_sparse_indices"),
+        ({"ori_topk_length": torch.ones(7, 2).int()}, r"ori_topk_length: expected axis 1 to be N2=1"),
+        ({"ori_sparse_indices": torch.full((7, 1, 6), 7).int()}, r"got 7 at batch 0, row 0, slot 0, outside \[-1, 7\)"),
+        ({"cmp_topk_length": torch.ones(7, 1).int()}, r"cmp_topk_length: expected None, .*950 only"),
+        ({"cmp_mask_mode": 3}, r"cmp_mask_mode: expected 0 without cmp_kv"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+    with pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(**{**packed(), **change})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.bits import same_bits
 
+import fusion_attention as fa
 from fusion_attention.npu.surface.block_scores import msa_index_score
 
 Tensor = torch.Tensor
@@ -101,3 +102,17 @@ def test_it_is_an_operator_of_torch_on_device_npu(torch_npu: Any) -> None:
     result = import_module("cann_ops_transformer").msa_index_score(q, k, blocks, **given)
     assert result.device.type == "npu"
     same_bits(result.cpu(), msa_index_score(q.cpu(), k.cpu(), blocks.cpu(), **given))
+
+
+def test_what_is_wrong_is_said() -> None:
+    q, k, blocks = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
+    given: dict[str, Any] = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
+    for change, message in (
+        ({"actual_seq_klen": [0, 201]}, "actual_seq_klen: expected cumulative ends"),
+        ({"actual_seq_qlen": None}, "actual_seq_qlen: expected the ends"),
+        ({"layout_key": "BSND"}, "layout_key"),
+        ({"scale": torch.ones(200, 1)}, "scale: expected a scale if keys are int8"),
+        ({"init_blocks": -1}, "init_blocks"),
+    ):
+        with pytest.raises(fa.ContractError, match=message):
+            msa_index_score(q, k, blocks, **given | change)

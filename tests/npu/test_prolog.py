@@ -1,5 +1,6 @@
 """npu_mla_prolog and its versions beside loops over tokens and heads in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.contract import ContractWarning
+from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.testing.drawn import compare_with
 
 T, H, CQ, N, D, CKV, DR = 6, 24, 12, 3, 8, 16, 4
@@ -148,3 +149,44 @@ def test_weights_that_wait_for_a_gradient_are_a_doubt() -> None:
     with pytest.warns(ContractWarning, match=r"weight_dq: .*no_grad"):
         query, *_ = npu.npu_mla_prolog_v3(**args_of(weight_dq=DQ.clone().requires_grad_()))
     assert not query.requires_grad
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize("interface", [npu.npu_mla_prolog, npu.npu_mla_prolog_v2, npu.npu_mla_prolog_v3])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"token_x": X.to(torch.int8)}, "token_x: expected float16 or bfloat16 or float32, got int8"),
+        ({"dequant_scale_w_uq_qr": ONE}, "dequant_scale_w_uq_qr: expected None, .*quantised forms are not computed"),
+        ({"quant_scale_ckv": ONE}, "quant_scale_ckv: expected None, .*quantised forms are not computed"),
+        ({"weight_uq_qr": UQ[:, 1:]}, r"weight_uq_qr: expected \[Cq, N1 \* \(D \+ Dr\)\]"),
+        ({"rope_cos": ANGLES[:5]}, r"rope_cos: expected \[T, Dr\]"),
+        ({"kr_cache": caches()[1][:, :4]}, "kr_cache: expected as many slots as kv_cache has"),
+        ({"cache_index": INDEX + 1}, "cache_index: expected slots of the caches, got 20"),
+        ({"cache_mode": "PA_NZ"}, "kr_cache: expected .*multiple of 16"),
+        ({"cache_mode": "BSND"}, "cache_mode"),
+        ({"kv_cache": caches()[0].requires_grad_()}, "kv_cache: .*written in place"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(interface: Callable[..., Any], changes: Any, text: str) -> None:
+    args = args_of(**changes)
+    with pytest.raises(ContractError, match=f"{interface.__name__}: {text}"):
+        interface(**args)
+    assert all((args[name] == 7).all() for name in ("kv_cache", "kr_cache"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cache_index": None}, r"cache_index: expected int64 \[T\] or \[B, S\]"),
+        ({"weight_quant_mode": 1}, "weight_quant_mode"),
+        ({"kv_cache_quant_mode": 3}, "kv_cache_quant_mode"),
+        ({"actual_seq_len": INDEX}, "actual_seq_len: expected None"),
+        ({"kv_cache_dtype": 1}, "kv_cache_dtype"),
+    ],
+)
+def test_forms_of_the_third_version_that_are_not_computed(changes: Any, text: str) -> None:
+    with pytest.raises(ContractError, match=f"npu_mla_prolog_v3: {text}"):
+        npu.npu_mla_prolog_v3(**args_of(**changes))

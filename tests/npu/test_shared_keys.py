@@ -167,6 +167,38 @@ def test_rows_without_keys(sunk: bool, cann: Any) -> None:
     assert not dq[:, :5].any()
 
 
+def test_a_layer_on_device_npu_trains(cann: Any) -> None:
+    """A program written for the chip, forward and backward, beside torch's operators."""
+    tokens, heads, dim = 18, 2, 8
+    hidden = torch.randn(1, tokens, 12)
+    weights = [torch.randn(12, n) * 0.3 for n in (heads * dim, dim, dim)]
+    sinks = torch.randn(heads)
+
+    def compressed(kv: torch.Tensor) -> torch.Tensor:
+        return kv[:, : tokens // RATIO * RATIO].unflatten(1, (-1, RATIO)).mean(2)
+
+    def layer(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (*weights, sinks)]
+        x = hidden.to(device, dtype)
+        q, k, c = (x @ leaves[0]).unflatten(-1, (heads, dim)), x @ leaves[1], compressed(x @ leaves[2])
+        if device == "npu":
+            words = {**BOTH, "cmp_residual_kv": residual(tokens, 1).npu(), "softmax_scale": dim**-0.5}
+            out, _ = cann.ops.sparse_flash_mla(q, k[:, :, None], c[:, :, None], sinks=leaves[3], **words)
+        else:
+            row, key, entry = torch.arange(tokens)[:, None], torch.arange(tokens), torch.arange(tokens // RATIO)
+            visible = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
+            every = torch.cat((k, c), 1)
+            scores = torch.einsum("bshd,bkd->bhsk", q, every) * dim**-0.5
+            scores = scores.masked_fill(~visible, -torch.inf)
+            scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(1, heads, tokens, 1)), -1)
+            out = torch.einsum("bhsk,bkd->bshd", scores.softmax(-1)[..., :-1], every)
+        return (out, *torch.autograd.grad(out.square().sum(), leaves))
+
+    compare_with(
+        "layer", tuple(t.cpu().detach() for t in layer("npu", torch.float32)), lambda: layer("cpu", torch.float64)
+    )
+
+
 @pytest.mark.parametrize("tokens", [21, 24])
 def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> None:
     q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)
@@ -176,6 +208,67 @@ def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> N
     same_bits(indices, want)
     same_bits(values, scores.float())
     assert cann.lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ori_kv": None}, r"ori_kv: expected rows of keys"),
+    ({"ori_sparse_indices": torch.zeros(2, 8, 1, 2).int()}, r"ori_sparse_indices: expected None beside cmp_kv"),
+    ({"ori_topk_length": torch.ones(2, 8, 1).int()}, r"ori_topk_length: expected None without ori_sparse_indices"),
+    ({"cmp_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"cmp_topk_length: expected None, .*950 only"),
+    ({"cmp_kv": None, "cmp_residual_kv": None}, r"cmp_mask_mode: expected 0 without cmp_kv"),
+    ({"cu_seqlens_q": torch.tensor([0, 8, 16])}, r"cu_seqlens_q: expected None, as rows are not packed"),
+    (
+        {"seqused_ori_kv": torch.tensor([9, 8])},
+        r"seqused_ori_kv: expected one length .*9 of sequence 0, outside \[0, 8\]",
+    ),
+    ({"layout_q": "BNSD"}, r"layout_q: expected"),
+    ({"cmp_mask_mode": 0}, r"cmp_mask_mode: expected 3 with cmp_kv, .*0: this form \(950 only\) is not"),
+    ({"ori_mask_mode": 1}, r"ori_mask_mode: expected ori_mask_mode in \(0, 3, 4\), got 1"),
+    ({"ori_mask_mode": 3}, r"ori_win_left: expected -1, and ori_win_right -1, except in ori_mask_mode 4"),
+    ({"cmp_ratio": 0}, r"cmp_ratio: expected cmp_ratio >= 1, got 0"),
+    ({"cmp_residual_kv": torch.tensor([4, 0])}, r"cmp_residual_kv: expected numbers from 0 to cmp_ratio - 1"),
+    ({"layout_kv": "TND"}, r"layout_kv: expected layout_q, or PA_BBND"),
+    ({"layout_kv": "PA_BBND"}, r"seqused_ori_kv: expected the lengths of keys in pages"),
+    ({"cmp_kv": None, "cmp_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)}, r"lists only with cmp_kv"),
+    ({"cmp_sparse_indices": torch.full((2, 8, 1, 2), 2, dtype=torch.int32)}, r"got 2 at batch 0, row 0, slot 0"),
+    ({"topk_value_mode": 0}, r"topk_value_mode: expected topk_value_mode == 1"),
+    ({"sinks": torch.ones(3)}, r"sinks: expected axis 0 to be N1=4 as in q, got 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), REFUSED, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(REFUSED)]
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+    q, k, c, sinks = rows(8)
+    given = {"q": q, "ori_kv": k, "cmp_kv": c, "sinks": sinks, "cmp_residual_kv": residual(8), **BOTH}
+    with pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(**{**given, **change})
+
+
+def test_packed_rows_say_where_they_end(cann: Any) -> None:
+    q, k, c, sinks = (t.flatten(0, 1) if t.dim() > 1 else t for t in rows(8))
+    ends = {f"cu_seqlens_{side}": torch.tensor([0, 8, 16]) for side in ("q", "ori_kv")} | {
+        "cu_seqlens_cmp_kv": torch.tensor([0, 2, 4])
+    }
+    words = {**BOTH, **ends, "layout_q": "TND", "layout_kv": "TND", "sinks": sinks, "cmp_residual_kv": torch.zeros(2)}
+    words["cmp_residual_kv"] = torch.zeros(2, dtype=torch.int32)
+    for name, wrong, message in (
+        ("cu_seqlens_q", None, "cu_seqlens_q: expected the ends of packed sequences"),
+        ("cu_seqlens_q", torch.tensor([8, 16]), "cu_seqlens_q: expected cumulative .* no leading 0"),
+        ("cu_seqlens_ori_kv", torch.tensor([0, 9, 8]), "cu_seqlens_ori_kv: expected .* a negative length"),
+        (
+            "cu_seqlens_cmp_kv",
+            torch.tensor([0, 2, 5]),
+            "cu_seqlens_cmp_kv: expected .* 5 tokens in all, 4 in the tensor",
+        ),
+        ("seqused_q", torch.tensor([9, 8]), r"seqused_q: expected .* 9 of sequence 0, outside \[0, 8\]"),
+        ("seqused_cmp_kv", torch.tensor([2]), "seqused_cmp_kv: expected .* 1 lengths for 2 sequences"),
+        ("cu_seqlens_cmp_kv", None, "cu_seqlens_cmp_kv: expected the ends of packed sequences"),
+        ("layout_kv", "BSND", "layout_kv: expected layout_q, or PA_BBND"),
+    ):
+        with pytest.raises(fa.ContractError, match=message):
+            cann.sparse_flash_mla(q, k, c, **{**words, name: wrong})
 
 
 # ------------------------------------------------------------------------------------------ the formula, row by row
@@ -348,6 +441,30 @@ def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "message"),
+    [
+        (9, {"cmp_residual_kv": torch.tensor([1, 2])}, "cmp_residual_kv: expected as many tokens in compressed keys"),
+        (9, {"cmp_residual_kv": None}, "cmp_residual_kv: expected as many tokens in compressed keys"),
+        (9, {"cmp_ratio": 3}, "cmp_residual_kv: expected as many tokens in compressed keys"),
+        (
+            8,
+            {"cmp_sparse_indices": torch.tensor([0, -1, 1], dtype=torch.int32).expand(2, 8, 1, 3)},
+            "cmp_sparse_indices: expected no entry behind a -1",
+        ),
+    ],
+)
+def test_what_is_legal_and_doubtful_warns(tokens: int, change: dict[str, Any], message: str, cann: Any) -> None:
+    """A residual that contradicts the lengths, a wrong ratio, a list with a hole; strict calls refuse them."""
+    q, k, c, sinks = rows(tokens)
+    given = {**BOTH, "cmp_residual_kv": residual(tokens), "sinks": sinks, **change}
+    with pytest.warns(fa.ContractWarning, match=message):
+        cann.sparse_flash_mla(q, k, c, **given)
+    half = [t.bfloat16() for t in (q, k, c)]
+    with fa.npu.strict(), pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(*half, **given)
 
 
 def test_entries_past_the_bound_are_counted(cann: Any) -> None:

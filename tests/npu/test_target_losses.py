@@ -155,6 +155,29 @@ def test_the_scalar_loss_descends_along_the_gradient() -> None:
     assert losses_along[1] < losses_along[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_softmax_l1_norm": torch.rand(1, 6, 1, 5)}, "attn_softmax_l1_norm"),
+        ({"w": torch.rand(1, 6, 2).half()}, "float32"),
+        ({"cmp_ratio": 2}, "cmp_residual_k"),
+        ({"cmp_ratio": 2, "cmp_residual_k": [2]}, "cmp_residual_k"),
+        ({"mask_mode": 4}, "mask_mode"),
+        ({"layout_k": "TND"}, "layout_k"),
+        ({"cu_seqlens_q": [0, 6]}, "cu_seqlens_q"),
+        ({"seqused_k": [7]}, "seqused_k"),
+        ({"sparse_indices": torch.full((1, 6, 1, 4), 6)}, "sparse_indices"),
+    ],
+)
+def test_bad_calls_are_named(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "q": torch.randn(1, 6, 2, 8), "k": torch.randn(1, 6, 1, 8), "w": torch.rand(1, 6, 2),
+        "sparse_indices": torch.zeros(1, 6, 1, 4, dtype=torch.int32), "attn_softmax_l1_norm": torch.rand(1, 6, 1, 4),
+    }  # fmt: skip
+    with pytest.raises(ContractError, match=words):
+        LISTED(**{**given, **PADDED, **change})
+
+
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_every_interface_has_the_same_bits(device: str, torch_npu: Any) -> None:
     q, k, w = (t.to(device) for t in (torch.randn(6, 2, 8), torch.randn(6, 1, 8), torch.rand(6, 2)))

@@ -187,6 +187,40 @@ def test_keys_that_no_row_sees_may_be_anything() -> None:
     same_bits(compute(case, lowered(args), args["dy"], "cpu"), want)
 
 
+BAD = [
+    ({"ratio": 0}, r"ratio: expected ratio >= 1, got 0"),
+    ({"band": fa.Band.prefix_causal([1])}, r"band: expected a band with integer edges, and no prefix or one per"),
+    ({"residual": [0, 2]}, r"residual: expected numbers from 0 to ratio - 1"),
+    ({"residual": [0]}, r"residual: expected one number per sequence"),
+    ({"k_compressed": torch.ones(2, 4, 1, 9)}, r"k_compressed: expected axis 3 to be D=8 as in q, got 9"),
+    ({"k_compressed": torch.ones(2, 4, 1, 8).half()}, r"k_compressed: expected float32"),
+    ({"v": torch.ones(2, 9, 1, 8)}, r"v_compressed: expected compressed values if v is a tensor, otherwise None"),
+    ({"compressed_len": [4, 5]}, r"compressed_len: expected the lengths of the sequences in the tensor"),
+    ({"indices": torch.full((2, 5, 1, 2), 4)}, r"indices: expected .* got 4 at batch 0, row 0, slot 0"),
+    ({"indices": torch.full((2, 5, 1, 2), -2)}, r"indices: expected .* got -2 at batch 0"),
+    ({"sink": torch.ones(3)}, r"sink: expected axis 0 to be N1=2 as in q, got 3"),
+    ({"layout": "TND"}, r"compressed_attention: "),
+    (
+        {"compressed_page_table": torch.zeros(2, 1, dtype=torch.int32)},
+        r"compressed_len: expected the lengths of packed",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), BAD, ids=[str(sorted(change)) + str(n) for n, (change, _) in enumerate(BAD)]
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, object], message: str) -> None:
+    given = {
+        "q": torch.ones(2, 5, 2, 8),
+        "k": torch.ones(2, 9, 1, 8),
+        "k_compressed": torch.ones(2, 4, 1, 8),
+        "ratio": 2,
+    }
+    with pytest.raises(fa.ContractError, match=message):
+        fa.compressed_attention(**{**given, **change})
+
+
 def test_more_compressed_keys_than_tokens_close_are_doubted() -> None:
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 9, 1, 8)
     with pytest.warns(fa.ContractWarning, match="expected the tokens of the keys // ratio"):

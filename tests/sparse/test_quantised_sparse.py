@@ -122,6 +122,31 @@ def test_attention_over_packed_bytes(sinks: torch.Tensor | None, layout: str, dt
         npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"query": QUERY.float()}, r"query: expected int8, got float32 \(float8 forms"),
+        ({"key_dequant_scale": PAGE_SCALES[:3]}, "key_dequant_scale: expected axis 0 to be P=12 as in key"),
+        ({"query_quant_mode": 1}, "query_quant_mode: expected query_quant_mode == 0"),
+        ({"key_dtype": 290}, "key_dtype"),
+        ({"layout_query": "TND"}, "query: expected"),
+        ({"actual_seq_lengths_key": torch.tensor([20, 33])}, "npu_quant_lightning_indexer: actual_seq_lengths_key"),
+        ({"block_table": TABLE + 8}, "npu_quant_lightning_indexer: block_table"),
+        ({"sparse_count": 0}, "sparse_count"),
+    ],
+)
+def test_what_is_wrong_is_said_under_the_name_that_was_called(change: dict[str, Any], text: str) -> None:
+    args = {
+        "query": QUERY, "key": PAGES, "weights": WEIGHTS, "query_dequant_scale": QUERY_SCALE,
+        "key_dequant_scale": PAGE_SCALES, "query_quant_mode": 0, "key_quant_mode": 0, "block_table": TABLE,
+        "actual_seq_lengths_key": torch.tensor(KEYS), "layout_key": "PA_BSND", "sparse_count": 4,
+    }  # fmt: skip
+    npu.npu_quant_lightning_indexer(**args)
+    with pytest.raises(ContractError, match=text) as caught:
+        npu.npu_quant_lightning_indexer(**{**args, **change})
+    assert caught.value.op == "npu_quant_lightning_indexer"
+
+
 @pytest.mark.usefixtures("fresh")
 def test_both_compile_as_one_graph() -> None:
     numbers: dict[str, Any] = {"query_quant_mode": 0, "key_quant_mode": 0, "sparse_count": 24}

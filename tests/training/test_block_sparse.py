@@ -357,3 +357,39 @@ def test_compiled(layout: str) -> None:
     out, lse = compiled(q, k, v, args["block_mask"])
     gradients = torch.autograd.grad(out, leaves, args["dy"])
     same_bits({"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}, want)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"block_sparse_mask": torch.ones(3, 4, 2, 3, dtype=torch.int8)}, "block_sparse_mask: expected shape"),
+        ({"block_shape": [128]}, "block_shape: expected two positive numbers"),
+        ({"block_shape": [-1, 128]}, "block_shape: expected two positive numbers"),
+        ({"kv_input_layout": "BNSD"}, "kv_input_layout: expected as q_input_layout"),
+        ({"actual_seq_lengths": [130, 0, 264]}, "actual_seq_lengths: expected lengths of the sequences"),
+        ({"actual_seq_lengths": [130, 0, 2**62]}, "actual_seq_lengths: expected lengths of the sequences"),
+        ({"actual_seq_lengths": None}, "actual_seq_lengths: expected the lengths of packed sequences"),
+        ({"actual_seq_lengths_kv": None}, "actual_seq_lengths_kv: expected lengths if actual_seq_lengths has some"),
+        ({"num_key_value_heads": 1}, "key: expected axis 1 to be N2=1"),
+        ({"softmax_lse_flag": 2}, "softmax_lse_flag: expected"),
+        ({"scale_value": float("nan")}, "scale_value: expected a finite scale"),
+    ],
+)  # fmt: skip
+def test_invalid_calls(changed: dict[str, Any], error: str) -> None:
+    case = BlockCase(rest=0)
+    args = given(case)
+    names = {"block_sparse_mask" if n == "block_mask" else n: t for n, t in args.items() if n != "dy"}
+    with pytest.raises(fa.ContractError, match=error):
+        npu.npu_block_sparse_attention(**{**names, "block_shape": [128, 128], **words(case), **changed})
+
+
+@pytest.mark.parametrize("name", ["q_dequant_scale", "k_dequant_scale", "v_dequant_scale"])
+def test_forms_of_950_are_refused(name: str, torch_npu: Any) -> None:
+    cann = import_module("cann_ops_transformer")
+    case = BlockCase(rest=0)
+    args = given(case)
+    inputs: Any = [args[n] for n in ("query", "key", "value", "block_mask")]
+    with pytest.raises(fa.ContractError, match=f"{name}: expected None, got .*950 only"):
+        cann.block_sparse_attention(*inputs, [128, 128], **words(case), **{name: torch.ones(3, 4, 2, 1)})
+    with pytest.raises(fa.ContractError, match=r"quant_mode: expected quant_mode == 0, got 1 .*950 only"):
+        cann.block_sparse_attention(*inputs, [128, 128], **words(case), quant_mode=1)
