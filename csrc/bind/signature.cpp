@@ -281,9 +281,24 @@ private:
     }
 };
 
+template <class T> bool all_within(const T *values, std::int64_t count, std::int64_t low, std::int64_t high) {
+    bool outside = false;
+    for (std::int64_t i = 0; i < count; ++i) outside |= values[i] < low || values[i] > high;
+    return !outside;
+}
+
+// True if `count` integers of `size` bytes in contiguous memory are in [low, high].
+bool within(std::uintptr_t first, std::int64_t count, int size, std::int64_t low, std::int64_t high) {
+    if (size == 4) return all_within(reinterpret_cast<const std::int32_t *>(first), count, low, high);
+    if (size != 8) refuse("size: expected 4 or 8, got " + std::to_string(size));
+    return all_within(reinterpret_cast<const std::int64_t *>(first), count, low, high);
+}
+
 }  // namespace
 
 void bind_signature(nb::module_ &m) {
+    m.def("within", &within, "first"_a, "count"_a, "size"_a, "low"_a, "high"_a,
+          "True if all integers of an array of 4 or 8 bytes per element are in [low, high].");
     nb::class_<Signature>(m, "Signature", "What the arguments of an operator's calls are compared by.")
         .def(nb::init<nb::tuple, const std::string &, const nb::tuple &, nb::tuple, nb::tuple>(), "names"_a, "kinds"_a,
              "watched"_a, "types"_a, "integers"_a)

@@ -199,36 +199,47 @@ void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &
 
 // Visits the pointers of operands and results of a forward.
 constexpr auto each_selected = [](fusion::SparseOperands &o, auto visit) {
-    const auto keys = [&](const char *name, fusion::Keys &k) {
+    const auto keys = [&](const char *name, const char *compressed, fusion::Keys &k) {
         visit(name, k.rows.base);
         visit("table", k.table);
+        visit(compressed, k.compressed.rows.base);
+        visit("compressed_table", k.compressed.table);
     };
     visit("q", o.q.base), visit("q_rope", o.q_rope.base), visit("indices", o.indices.base);
-    keys("k", o.k), keys("k_rope", o.k_rope), keys("v", o.v);
+    keys("k", "k_compressed", o.k), keys("k_rope", "k_rope", o.k_rope), keys("v", "v_compressed", o.v);
     visit("out", o.out.base), visit("max", o.max.base), visit("sum", o.sum.base), visit("sink", o.sink);
     visit("weights", o.weights.base), visit("values", o.values.base);
 };
 
-// A plan of the indexer with the memory layout of its operands; a call passes only their addresses.
-struct PreparedIndexer {
+// A plan of a forward with the memory layout of its operands; a call passes only their addresses.
+template <class Plan> struct Prepared {
     nb::object plan;
     SparseArgument given;
     Places places;
 
-    PreparedIndexer(nb::object plan_, const fusion::IndexerPlan &of, const nb::tuple &operands, const nb::tuple &names)
+    Prepared(nb::object plan_, const Plan &of, const nb::tuple &operands, const nb::tuple &names)
         : plan(std::move(plan_)), given(operands, of.problem(), SparseArgument::Of::forward, of.sequences()),
           places(given.operands, names, each_selected) {}
 };
 
-std::unique_ptr<PreparedIndexer> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
-    const auto &plan = nb::cast<const fusion::IndexerPlan &>(self);
-    return std::make_unique<PreparedIndexer>(std::move(self), plan, operands, names);
+template <class Plan>
+std::unique_ptr<Prepared<Plan>> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
+    const auto &plan = nb::cast<const Plan &>(self);
+    return std::make_unique<Prepared<Plan>>(std::move(self), plan, operands, names);
+}
+
+std::unique_ptr<Prepared<fusion::SparsePlan>> prepare_sparse(nb::object self, const nb::tuple &operands,
+                                                             const nb::tuple &names) {
+    const auto &plan = nb::cast<const fusion::SparsePlan &>(self);
+    if (plan.attention() || plan.backward()) refuse("only a forward can be prepared");
+    return prepare<fusion::SparsePlan>(std::move(self), operands, names);
 }
 
 // Runs a prepared call on tensors in the order of the names; every row is written.
-std::int64_t run_prepared(const PreparedIndexer &self, int threads, const nb::args &tensors) {
+template <class Plan>
+std::int64_t run_prepared(const Prepared<Plan> &self, int threads, const nb::args &tensors) {
     require_threads(threads);
-    const auto &plan = nb::cast<const fusion::IndexerPlan &>(self.plan);
+    const auto &plan = nb::cast<const Plan &>(self.plan);
     fusion::SparseOperands operands = self.given.operands;
     self.places.set(operands, tensors, each_selected);
     const nb::gil_scoped_release released;
@@ -243,6 +254,7 @@ void bind_sparse(nb::module_ &m) {
                                    "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
         .def("__init__", &construct_sparse, "problem"_a, "extents"_a, "backward"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::SparsePlan::workspace_bytes, "threads"_a)
+        .def("prepare", &prepare_sparse, "operands"_a, "names"_a)
         .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "unit_target"_a = false,
              "variant"_a = nb::none())
         .def("run", &run_sparse, "threads"_a, "operands"_a)
@@ -250,8 +262,10 @@ void bind_sparse(nb::module_ &m) {
     nb::class_<fusion::IndexerPlan>(m, "IndexerPlan", "The lightning indexer's forward on given lengths.")
         .def("__init__", &construct_indexer, "problem"_a, "extents"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::IndexerPlan::workspace_bytes, "threads"_a)
-        .def("prepare", &prepare, "operands"_a, "names"_a)
+        .def("prepare", &prepare<fusion::IndexerPlan>, "operands"_a, "names"_a)
         .def("run", &run_indexer, "threads"_a, "operands"_a);
-    nb::class_<PreparedIndexer>(m, "PreparedIndexer", "A plan with the views of its operands.")
-        .def("run", &run_prepared, "threads"_a, "tensors"_a);
+    nb::class_<Prepared<fusion::SparsePlan>>(m, "PreparedSparse", "A plan with the views of its operands.")
+        .def("run", &run_prepared<fusion::SparsePlan>, "threads"_a, "tensors"_a);
+    nb::class_<Prepared<fusion::IndexerPlan>>(m, "PreparedIndexer", "A plan with the views of its operands.")
+        .def("run", &run_prepared<fusion::IndexerPlan>, "threads"_a, "tensors"_a);
 }

@@ -195,7 +195,7 @@ FUSION_RARE void recompute(const SparseWork<Format> &w, std::int64_t i, std::int
     }
 }
 
-// Divides by sums and writes out and statistics.
+// Divides by sums and writes out and, if they have memory, statistics.
 template <class Format, class T> void store_heads(const SparseWork<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
@@ -217,6 +217,7 @@ template <class Format, class T> void store_heads(const SparseWork<Format> &w, s
             const Floats found = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
             store_floats(out + d, none ? Floats{} : found, w.p.dim_v - d);
         }
+        if (!w.o.max.base) continue;
         *row_of<float>(w.o.max, w.item.seq, head, w.item.row) = peak;
         *row_of<float>(w.o.sum, w.item.seq, head, w.item.row) = none ? 0.0f : sum;
     }

@@ -6,7 +6,7 @@ runs over addresses alone.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,11 @@ import torch
 from support.bits import same, same_bits
 from support.decode_cases import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.contract.sampling import sample
-from fusion_attention.contract.signatures import python_reader, reader
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.cases import Named
 from fusion_attention.testing.decode import arguments
@@ -157,6 +154,42 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return rows(*shape, seed=seed + 50)
 
 
+def lists_of(seed: int, *shape: int, keys: int) -> torch.Tensor:
+    """Lists of different keys, of which each has between no entry and all."""
+    order = drawn(seed, *shape[:-1], keys).argsort()[..., : shape[-1]].int()
+    length = (drawn(seed, *shape[:-1], 1).abs() * shape[-1]).int()
+    return order.masked_fill(torch.arange(shape[-1]) >= length, -1)
+
+
+def selected(seed: int, **more: Any) -> Any:
+    q, k, v = rows(2, 6, 4, 16, seed=seed), rows(2, 9, 2, 16, seed=seed + 1), rows(2, 9, 2, 8, seed=seed + 2)
+    return fa.sparse_attention(q, k, v, for_lengths(lists_of(seed, 2, 6, 2, 5, keys=9), **more), **more)
+
+
+def for_lengths(lists: torch.Tensor, kv_len: Sequence[int] = (), **_: Any) -> torch.Tensor:
+    """The lists, empty for sequences without keys."""
+    for b, count in enumerate(kv_len):
+        lists[b].masked_fill_(torch.tensor(count == 0), -1)
+    return lists
+
+
+def two_sources(seed: int, **more: Any) -> Any:
+    """Keys and compressed keys in pages of different sizes."""
+    tables = {"page_table": torch.tensor([[2, 0], [1, 3]]), "compressed_page_table": torch.tensor([[1], [0]])}
+    q, k, compressed = rows(2, 3, 4, 16, seed=seed), rows(4, 8, 1, 16, seed=seed), rows(2, 4, 1, 16, seed=seed)
+    lengths = {"kv_len": [13, 9], "compressed_len": [3, 2], "residual": [1, 0]}
+    given = {"ratio": 4, "band": fa.Band.window(3), "sink": drawn(seed, 4), **lengths}
+    given |= {name: table.int() for name, table in tables.items()}
+    return fa.compressed_attention(q, k, compressed, lists_of(seed, 2, 3, 1, 2, keys=2), **given, **more)
+
+
+def chosen_keys(seed: int) -> Any:
+    kv = rows(2, 9, 1, 16, seed=seed + 1)
+    given = {"attention_mode": 2, "return_softmax_lse": True}
+    lists = lists_of(seed, 2, 6, 1, 5, keys=9)
+    return npu.npu_sparse_flash_attention(rows(2, 6, 4, 16, seed=seed), kv, kv, lists, 0.25, **given)
+
+
 OTHERS: dict[str, Callable[[int], Any]] = {
     "mask": lambda seed: dense(seed, blocked=drawn(seed, 2, 1, 7, 7) > 0.5),
     "mask and lse": lambda seed: dense(seed, blocked=drawn(seed, 2, 1, 7, 7) > 0.5, return_lse=True),
@@ -182,10 +215,21 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "indexer": lambda seed: fa.lightning_indexer(
         rows(1, 6, 4, 16, seed=seed), rows(1, 9, 1, 16), drawn(seed, 1, 6, 4), 3
     ),
+    "lists": selected,
+    "lists, lse, and a sequence without keys": lambda seed: selected(
+        seed, sink=drawn(seed, 4).bfloat16(), kv_len=[9, 0], return_lse=True
+    ),
+    "two sources": two_sources,
+    "two sources and lse": lambda seed: two_sources(seed, return_lse=True),
+    "of npu, lists": chosen_keys,
+    "wide lists": lambda seed: fa.sparse_attention(
+        rows(1, 6, 4, 16, seed=seed), rows(1, 9, 1, 16), None, lists_of(seed, 1, 6, 1, 5, keys=9).long()
+    ),
 }  # fmt: skip
-UNPREPARED = {"bias of columns", "expanded values"}  # an operand is a copy
+UNPREPARED = {"bias of columns", "expanded values", "wide lists"}  # an operand is a copy
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_tensors_of_a_prepared_signature(name: str, prepared: list[Any]) -> None:
     """A prepared call reads all of its tensors where they are now."""
@@ -281,6 +325,25 @@ def test_gradients_after_calls_without() -> None:
     with torch.no_grad():
         assert not fa.attention(trained, q, q).requires_grad
     assert same(torch.func.grad(lambda x: fa.attention(x, q, q).sum())(q), trained.grad)
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_len": [9, 0], "return_lse": True}], ids=["all", "no keys"])
+def test_gradients_of_selected_keys_after_calls_without(given: dict[str, Any], prepared: list[Any]) -> None:
+    leaves = rows(2, 6, 4, 16), rows(2, 9, 2, 16, seed=1), drawn(0, 4)
+    lists = for_lengths(lists_of(0, 2, 6, 2, 5, keys=9), **given)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        q, k, sink = (leaf.clone().requires_grad_() for leaf in leaves)
+        out = fa.sparse_attention(q, k, None, lists, sink=sink, **given)
+        results = (out,) if isinstance(out, torch.Tensor) else out
+        total = sum(result.nan_to_num(neginf=0).square().sum() for result in results)
+        return torch.autograd.grad(total, (q, k, sink))  # type: ignore[arg-type]
+
+    expected = forgotten(gradients)
+    assert all(gradient.any() for gradient in expected)
+    same_bits_of(lambda: fa.sparse_attention(leaves[0], leaves[1], None, lists, sink=leaves[2], **given))
+    assert prepared
+    same_bits(same_bits_of(gradients), expected)
 
 
 def test_autocast_after_calls_without() -> None:
@@ -392,65 +455,3 @@ def test_threads_share_what_is_known() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-# ----------------------------------------------------------------------------------------------------- what is compared
-
-CHANGES: list[Callable[[Any], Any]] = [
-    lambda t: t.clone(),
-    lambda t: t.contiguous().transpose(0, -1).contiguous().transpose(0, -1),
-    lambda t: t[..., :0],
-    lambda t: t.to("meta"),
-    lambda t: t.as_subclass(Subclass),
-    lambda t: torch.nn.Parameter(t, requires_grad=False) if t.is_floating_point() else t,
-    lambda t: t.double(),
-    lambda t: t.unsqueeze(0),
-    lambda t: torch._neg_view(t) if t.is_floating_point() else t,
-    lambda t: t.clone().requires_grad_() if t.is_floating_point() else t,
-    lambda _: None,
-    lambda _: "a string",
-]
-NUMBERS = [0, 1, True, 1.0, -1, 1 << 62, 1 << 70, 0.5, float("nan"), "BSND", "", None, np.float64(1.0), [1]]
-
-
-@pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("grad", [False, True])
-def test_python_and_the_core_tell_the_same_calls_apart(name: str, grad: bool) -> None:
-    op = RECORDS[name]
-    args = sample(op)
-    variants: list[dict[str, Any]] = [args, dict(args)]
-    for p in op.params:
-        value = args.get(p.name)
-        if isinstance(value, torch.Tensor):
-            variants += [{**args, p.name: change(value)} for change in CHANGES if value.dim()]
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-            variants += [{**args, p.name: other} for other in ([*value, 1], tuple(value), torch.tensor(value), [0.5])]
-            variants += [{**args, p.name: torch.tensor(value).repeat_interleave(2)[::2]}]
-        elif value is None or isinstance(value, (int, float, str)):
-            variants += [{**args, p.name: number} for number in NUMBERS]
-    native, python = ([read(given, False, grad) for given in variants] for read in (reader(op), python_reader(op)))
-    for i, (one, other) in enumerate(zip(native, python, strict=True)):
-        assert (one[0] is None) == (other[0] is None), variants[i]
-        assert one[2] == other[2]
-        if None not in (one[1], other[1]):
-            assert one[1] == other[1]
-    for i in range(len(variants)):
-        for j in range(i):
-            if native[i][0] is not None and native[j][0] is not None:
-                assert (native[i][0] == native[j][0]) == (python[i][0] == python[j][0]), (variants[i], variants[j])
-
-
-def test_symbols_of_a_trace_are_not_asked_for_their_values() -> None:
-    shapes = ShapeEnv()
-    q = FakeTensorMode(shape_env=shapes).from_tensor(rows(3, 5, 4, 16))
-    assert not isinstance(q.shape[0], int)
-    op = RECORDS["attention"]
-    for read in (reader(op), python_reader(op)):
-        assert read({**sample(op), "q": q}, False, False) == (None, None, True)
-    assert shapes.guards == []
-
-
-def test_strictness_is_part_of_a_signature() -> None:
-    op = RECORDS["attention"]
-    for read in (reader(op), python_reader(op)):
-        assert read(sample(op), True, False)[0] != read(sample(op), False, False)[0]

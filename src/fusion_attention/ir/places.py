@@ -15,19 +15,19 @@ View = RowView | PagedView | MatrixView | torch.Tensor
 # Operands whose names are those of their fields.
 _FIELDS: tuple[str, ...] = ("q", "k", "v", "out", "q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
 _FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits")
-_FIELDS += ("weights", "indices", "values")
+_FIELDS += ("weights", "indices", "values", "k_compressed", "v_compressed")
 
 
 def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
-    """The tensors of operands by name: names of fields, "max", "sum", "k_scale", "k_offset", "v_scale", "v_offset" and
-    "table" (of pages).
+    """The tensors of operands by name: names of fields, "max", "sum", "k_scale", "k_offset", "v_scale", "v_offset",
+    "table" (of pages) and "compressed_table" (of the pages of compressed keys).
 
     Raises:
-        ValueError: rows in several tensors, two page tables, or a weight_scale, which has no name.
+        ValueError: rows in several tensors, two page tables of one source, or a weight_scale, which has no name.
     """
     result: dict[str, torch.Tensor] = {}
     for name, view in _views(operands):
-        if isinstance(view, PagedView) and result.setdefault("table", view.table) is not view.table:
+        if isinstance(view, PagedView) and result.setdefault(_table_of(name), view.table) is not view.table:
             raise ValueError("pages of two tables")
         if isinstance(view, RowView) and len(view.keep) != 1:
             raise ValueError("rows of several tensors")
@@ -37,7 +37,9 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
     """A copy of the operands with views of other tensors; `tensors` has one for every name of places()."""
-    new: dict[str, Any] = {name: _over(view, tensors[name], tensors.get("table")) for name, view in _views(operands)}
+    new: dict[str, Any] = {
+        name: _over(view, tensors[name], tensors.get(_table_of(name))) for name, view in _views(operands)
+    }
     if "max" in new:
         new["stats"] = Stats(new.pop("max"), new.pop("sum"))
     for side in "kv":
@@ -61,6 +63,11 @@ def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
             yield f"{side}_scale", dequant.scale
             if dequant.offset is not None:
                 yield f"{side}_offset", dequant.offset
+
+
+def _table_of(name: str) -> str:
+    """The name of the page table of the operand `name`."""
+    return "compressed_table" if name.endswith("_compressed") else "table"
 
 
 def _tensor_of(view: View) -> torch.Tensor:

@@ -12,6 +12,7 @@ from fusion_attention._native import (
     PreparedDecode,
     PreparedForward,
     PreparedIndexer,
+    PreparedSparse,
     SparsePlan,
 )
 from fusion_attention.backends.cpu import decode, full_int8
@@ -26,7 +27,7 @@ from fusion_attention.backends.cpu.indexer import (
 from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare_forward, run_backward, run_forward
 from fusion_attention.backends.cpu.pooling import PoolingPlan, plan_pooling, run_pooling, run_pooling_backward
-from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
+from fusion_attention.backends.cpu.sparse import plan_sparse, prepare_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     PLAIN_SELECTION,
@@ -141,9 +142,11 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
     The function takes the tensors in the order of `names` (ir/places.py), and returns False if it did not write the
     means of V for empty rows. operands: those of the first call.
     """
-    prepared: PreparedForward | PreparedDecode | PreparedIndexer
+    prepared: PreparedForward | PreparedDecode | PreparedIndexer | PreparedSparse
     if isinstance(schedule, IndexerPlan):
         prepared = prepare_lists(schedule, problem, operands, names)
+    elif isinstance(schedule, SparsePlan):
+        prepared = prepare_sparse(schedule, problem, operands, names)
     elif isinstance(schedule, decode.Schedule) and schedule.dense is None:
         prepared = decode.prepare(schedule, problem, operands, names)
     elif isinstance(schedule, ForwardPlan):

@@ -30,6 +30,15 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
         plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
 
+def prepare_sparse(
+    plan: _native.SparsePlan, problem: Problem, operands: Operands, names: tuple[str, ...]
+) -> _native.PreparedSparse:
+    """Returns an object whose run() repeats run_sparse_forward() on other tensors of equal layouts, given in the order
+    of `names`."""
+    with Floats() as floats:
+        return plan.prepare(_arguments(problem, operands, sink=floats.address(operands.sink)), names)
+
+
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients `grads` from the saved statistics and the saved out in `operands`."""
     p, g, dtype = problem, grads, problem.torch_dtype

@@ -75,6 +75,20 @@ def stays_unread(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or not (tensor.is_cpu or current().check_content)
 
 
+def within(numbers: torch.Tensor, low: int, high: int) -> bool:
+    """True if the native core finds all elements of an int32 or int64 tensor in [low, high].
+
+    False also without the core, and for a tensor on another device or without contiguous memory.
+    """
+    try:
+        from fusion_attention import _native
+    except ImportError:
+        return False
+    if not (numbers.is_cpu and numbers.is_contiguous()):
+        return False
+    return _native.within(numbers.data_ptr(), numbers.numel(), numbers.itemsize, low, high)
+
+
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
     """True if the page number of every cached token is in [0, pages), or if stays_unread(table).
 
@@ -83,13 +97,10 @@ def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: 
         kv_len: cached tokens of each sequence.
         page_size: tokens of a page.
     """
-    if page_size < 1 or stays_unread(table):
+    if page_size < 1 or stays_unread(table) or within(table, 0, pages - 1):
         return True
     ids = table.numpy() if table.is_cpu else table.cpu().numpy()
-    # As unsigned integers, negative numbers are large. In the usual case no entry is wrong and lengths are not needed.
-    bad = ids.view(np.uint32 if ids.itemsize == 4 else np.uint64) >= pages
-    if not np.count_nonzero(bad):
-        return True
+    bad = (ids < 0) | (ids >= pages)
     bad &= np.arange(ids.shape[1]) * page_size < kv_len[:, None]
     if not bad.any():
         return True

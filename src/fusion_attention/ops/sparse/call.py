@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from fusion_attention.ir.call import Filled, buffer
+from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
@@ -25,6 +26,7 @@ COMPRESSED = ("key_compressed", "value_compressed")
 GRADIENT_OF = dict(zip((*DIFFERENTIABLE, *COMPRESSED), (*GRADIENTS, *(f"d{n}" for n in COMPRESSED)), strict=True))
 STATISTICS = ("softmax_max", "softmax_sum")
 RESULTS = ("attention_out", *STATISTICS)
+_WRITTEN = ("out", "max", "sum")  # the operands that a run writes; statistics in the kernels' order
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Sparse(TensorCall):
     stats: bool
     second: tuple[str, Extents] | None = None
     op_kind = "attention_forward"
+    names = RESULTS
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
         """View of keys or values; dim: number of leading elements of a row in the view, 0: all."""
@@ -66,8 +69,8 @@ class Sparse(TensorCall):
             return covered(tensor, self.layout, self.second[1], "kv")
         return super().covers(tensor, side)
 
-    def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-        """Views of the call's tensors, its output, and its statistics max_ and sum_ [.., N1] in the kernels' order."""
+    def operands(self, memory: Mapping[str, Tensor]) -> Operands:
+        """Views of the call's tensors and of the tensors "out", "max" and "sum", as from memory()."""
         p, t = self.problem, self.tensors
         k, v, q_rope, k_rope = (t[n] for n in ("key", "value", "query_rope", "key_rope"))
         assert k is not None
@@ -78,8 +81,8 @@ class Sparse(TensorCall):
             q=self.rows(self.given("query"), p.heads_q),
             k=self.keys(k),
             v=self.keys(k, p.dim_v) if v is None else self.keys(v),
-            out=self.rows(out, p.heads_q),
-            stats=Stats(*(self.rows(s.unsqueeze(-1), p.heads_q) for s in (max_, sum_))),
+            out=self.rows(memory["out"], p.heads_q),
+            stats=Stats(*(self.rows(memory[name].unsqueeze(-1), p.heads_q) for name in _WRITTEN[1:])),
             q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
             k_rope=None if k_rope is None else self.keys(k_rope),
             sink=t["sinks"],
@@ -91,6 +94,20 @@ class Sparse(TensorCall):
     def grouped(self, stats: Tensor) -> Tensor:
         """A view of statistics [.., N1] of the call in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
         return grouped(stats, self.problem.heads_kv, self.layout)
+
+    @property
+    def repeats(self) -> bool:
+        """True if every row belongs to a sequence, so that a run over the views writes all rows."""
+        return self.covers(self.given("query"))
+
+    @property
+    def further(self) -> Further:
+        """The function that makes the results from the tensors that a run writes."""
+        return Further(self.stats, partial(_results, self.problem, self.layout, self.extents))
+
+    def memory(self) -> dict[str, Tensor]:
+        """Allocates the output, and its statistics [.., N1] in the kernels' order, by name of operand."""
+        return dict(zip(_WRITTEN, (self.results()[RESULTS[0]], *statistics(self.given("query"))), strict=True))
 
     def complete(self) -> Sparse:
         """The same call, whose results also have the softmax's row maximum and sum."""
@@ -181,20 +198,34 @@ class SparseForward(Filled):
         assert out is not None
         self.call, written = call, (buffer(out), *statistics(call.given("query")))
         clears = () if call.covers(call.given("query")) else written
-        super().__init__((call.operands(*written),), written, (out,), clears)
+        super().__init__((call.operands(dict(zip(_WRITTEN, written, strict=True))),), written, (out,), clears)
 
     def finish(self) -> None:
         super().finish()
-        _, max_, sum_ = self.buffers
-        # CANN's statistics of a row without visible keys are 0 and 0, also in a sequence without keys and with a sink.
-        empty = max_ == -torch.inf
-        for b in self.call.extents.keyless:
-            self.call.rows(empty.unsqueeze(-1), self.call.problem.heads_q).sequence(
-                b, self.call.problem.heads_q, int(self.call.extents.q_len[b])
-            ).fill_(True)
-        for target, value in zip(self.stats, (max_, sum_), strict=True):
+        call = self.call
+        values = _returned(call.problem, call.layout, call.extents, *self.buffers[1:])
+        for target, value in zip(self.stats, values, strict=False):
             if target is not None:
-                target.copy_(self.call.grouped(value.masked_fill(empty, 0)))
+                target.copy_(value)
+
+
+def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Tensor) -> Iterator[Tensor]:
+    """Yields the statistics max_ and sum_, [.., N1], in CANN's order: 0 and 0 for rows without visible keys, also in a
+    sequence without keys and with a sink."""
+    empty = max_ == -torch.inf
+    for b in extents.keyless:
+        rows = row_view(empty.unsqueeze(-1), layout, p.heads_q, extents, "q")
+        rows.sequence(b, p.heads_q, int(extents.q_len[b])).fill_(True)
+    for value in (max_, sum_):
+        yield grouped(value.masked_fill(empty, 0), p.heads_kv, layout)
+
+
+def _results(p: Problem, layout: str, extents: Extents, out: Tensor, *stats: Tensor | None) -> dict[str, Tensor]:
+    """The results of a call by name: out and, if they were written, the statistics in CANN's order."""
+    if stats[0] is None or stats[1] is None:
+        return {RESULTS[0]: out}
+    values = _returned(p, layout, extents, stats[0], stats[1])
+    return dict(zip(RESULTS, (out, *(value.contiguous() for value in values)), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -267,7 +298,8 @@ class BackwardRun(Filled):
         clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
         if "dsinks" in g and not len(call.extents):
             clears.append(g["dsinks"])  # No back end runs.
-        operands, buffers = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
+        read = call.operands(dict(zip(_WRITTEN, (out, *self.stats), strict=True)))
+        operands, buffers = (read, grads), (*g.values(), *self.stats)
         super().__init__(operands, buffers, tuple(outputs.values()), tuple(clears))
 
     def _ungrouped(self, dlse: Tensor) -> Any:

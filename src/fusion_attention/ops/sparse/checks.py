@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import functions_in
-from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist, stays_unread
+from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist, stays_unread, within
 from fusion_attention.ops.shared.lengths import last_end, lengths_of
 
 PAGED = "PA_BSND"
@@ -88,7 +88,8 @@ def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: n
 
     q_len, kv_len: lengths per sequence. Lists are not checked if stays_unread(indices).
     """
-    if stays_unread(indices):
+    # In the usual case all entries exist even in the shortest sequence.
+    if stays_unread(indices) or (len(kv_len) and within(indices, -1, -(-int(kv_len.min()) // block) - 1)):
         return True
     for b, listed in _lists(indices, layout, q_len):
         blocks = -(-int(kv_len[b]) // block)

@@ -284,6 +284,7 @@ V1 = of_cann(
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
+    repeats=True,
     sizes=SIZES,
     samples=FORWARD_SAMPLES,
 )
@@ -302,6 +303,7 @@ GRAD_V1 = V1.version(
     results=tuple(p.name for p in GRADIENTS),
     fresh=fresh_gradients,
     trains={},
+    repeats=False,
     samples=BACKWARD_SAMPLES,
     c=replace(C, output="Out").of_page(
         layout="layoutOptional",
