@@ -54,6 +54,14 @@ TEXTS = [
         ),
     ),
     (
+        "npu_fusion_attention",  # of several matrices, which are not read as one
+        {"atten_mask": "4 4 6", "sparse_mode": 3},
+        (
+            "atten_mask: expected shape [2048, 2048] or [1, 2048, 2048] or [1, 1, 2048, 2048], got uint8 [4, 4, 6] "
+            "(torch.ones(2048, 2048, dtype=torch.bool).triu(1), whatever the lengths)"
+        ),
+    ),
+    (
         "npu_fusion_attention_v2",
         {"input_layout": "BSND", "pse": ("B N1", "float16"), "pse_type": 2},
         ("pse: expected float32 slopes [B, N1] or [N1], got float16 [2, 4] (pse_type 2 and 3 take slopes in pse)"),
@@ -90,6 +98,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "settings", "text"), TEXTS)
 def test_wording(name: str, settings: Args, text: str) -> None:
     op = RECORDS[name]
