@@ -128,6 +128,8 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         const char *next[keys], *soon[keys];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = next_rows[key + k] + from, soon[k] = again[key + k];
         Score<F> sum[lanes];
+        // Three and six rows leave two sums, which sums_of_lanes() reads.
+        FUSION_UNROLL for (int i = R * keys; i < lanes; ++i) sum[i] = Score<F>{};
         add_products<F, R, true>(sum, q, rows + key, words * 4, next, soon);
         Floats scores;
         if constexpr (F::integer) {  // converts sums of integers to products
