@@ -244,6 +244,8 @@ def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grad
         if cleared is not None:
             cleared.zero_()
         return
+    if grads is None and not schedule.rows:  # Forwards write rows alone. A graph may capture this call first.
+        return
     launches, name = _launches(problem, schedule)
     rows = operands.index if isinstance(operands, IndexerLossOperands) else operands
     first = rows.kv if isinstance(rows, PoolingOperands) else rows.q
