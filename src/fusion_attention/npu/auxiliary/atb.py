@@ -11,19 +11,6 @@ from fusion_attention.npu.auxiliary.call import checked
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import atb
 
-__all__ = [
-    "_npu_flash_attention",
-    "_npu_flash_attention_qlens",
-    "_npu_flash_attention_unpad",
-    "_npu_flash_attention_unpad_v2",
-    "_npu_flash_attention_v3",
-    "_npu_paged_attention",
-    "_npu_paged_attention_get_workspace",
-    "_npu_paged_attention_mla",
-    "_npu_paged_attention_splitfuse",
-    "_npu_paged_attention_splitfuse_v2",
-]
-
 
 def _masked(args: Args) -> Args:
     """Returns the arguments with the argument `mask` converted from the chip's format FRACTAL_NZ to a matrix of

@@ -7,8 +7,6 @@ import torch
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary import rotary
 
-__all__ = ["npu_apply_rotary_pos_emb", "npu_interleave_rope", "npu_mrope", "npu_rotary_mul", "npu_rotary_mul_backward"]
-
 Tensor = torch.Tensor
 
 
@@ -41,7 +39,8 @@ def npu_apply_rotary_pos_emb(
 @computed(rotary.INTERLEAVE_ROPE)
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     with as_given(x):
-        return _rotated(halves_of_pairs(x), cos, sin, "half")
+        halves = torch.cat((x[..., ::2], x[..., 1::2]), -1)  # of pairs (x0, x1), (x2, x3), ...
+        return _rotated(halves, cos, sin, "half")
 
 
 @computed(rotary.MROPE)
@@ -72,11 +71,6 @@ def npu_mrope(
 
     with as_given(query):
         return turned(query), turned(key)
-
-
-def halves_of_pairs(x: Tensor) -> Tensor:
-    """Reorders pairs (x0, x1), (x2, x3), ... of the last axis to halves (x0, x2, ..., x1, x3, ...)."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
