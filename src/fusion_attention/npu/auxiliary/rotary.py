@@ -58,7 +58,11 @@ def npu_mrope(
     if positions.dim() == 2:
         # In a trace the argument is not converted to an array.
         sections = [int(n) for n in (() if mrope_section is None else mrope_section)]
-        kinds = _kind_of_angle(sections, cos.shape[-1], cache_mode)
+        # The kind of position that each angle uses: 0 time, 1 height, 2 width; one after the other, or interleaved.
+        kinds = [kind for kind, count in enumerate(sections) for _ in range(count)]
+        if cache_mode != "default":
+            turns = [range(kind, min(3 * sections[1], cos.shape[-1]), 3) for kind in (1, 2)]
+            kinds = [next((kind for kind in (1, 2) if i in turns[kind - 1]), 0) for i in range(cos.shape[-1])]
         kind = torch.tensor(kinds, device=cos.device).expand(1, *cos.shape[1:])
         cos, sin = cos.gather(0, kind)[0], sin.gather(0, kind)[0]
     width = cos_sin_cache.shape[1]
@@ -89,14 +93,3 @@ def _turned(x: Tensor, mode: str) -> Tensor:
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
-def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Returns a list with the kind of position that each of `angles` angles uses: 0 time, 1 height, 2 width.
-
-    sections: number of angles of each kind. cache_mode: "default": kinds one after the other; else interleaved.
-    """
-    if cache_mode == "default":
-        return [kind for kind, count in enumerate(sections) for _ in range(count)]
-    turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]
-    return [next((kind for kind in (1, 2) if i in turns[kind - 1]), 0) for i in range(angles)]

@@ -128,16 +128,6 @@ class Sorting:
         self.written.start(given | {"entries": result})
 
 
-def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page that is completely in the pool's memory) of the keys' view `k`; (None, 0) if they
-    are not in pages. Raises BackendError for rows in fragments."""
-    if not isinstance(k, PagedView):
-        return None, 0
-    if k.fragment:
-        raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
-    return k.table, launch_decode.pool_of(k, 1)
-
-
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Computes scores, and writes indices (and values) of the top_k keys of every query row, chunk by chunk of rows."""
     views: dict[str, layout_table.View | None] = {
@@ -151,7 +141,11 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
 
 def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
     """Returns the launches that run_topk() starts, for the memory layout of a call."""
-    table, last = pages_of(m.views["k"])
+    k, table, last = m.views["k"], None, 0
+    if isinstance(k, PagedView):
+        if k.fragment:
+            raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
+        table, last = k.table, launch_decode.pool_of(k, 1)
     device, align, capacity = m.device, m.align, m.capacity
     tile = shapes.on(device, shapes_sparse.scores_tile, p, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(capacity)

@@ -206,7 +206,7 @@ def prepare_layout(
     if capacity.compressed is not None:
         lengths, first = capacity.compressed.kv_len, int(capacity.kv_len.sum())
         ids["ids_compressed"] = launch_key_sum.numbered(like, lengths, p.heads_kv, first)
-        second = device_tables.on(device, "compressed keys", launch_key_sum.compressed_tiles)
+        second = device_tables.on(device, "compressed keys", lambda e: launch_key_sum.key_tiles(e, True))
     table = layout_table.strides(views | {"flat": flat} | ids, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() ensures it

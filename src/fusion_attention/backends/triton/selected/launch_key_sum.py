@@ -58,16 +58,12 @@ def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
 
 
-def compressed_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], as key_tiles() does, but for the compressed keys of all sequences."""
-    assert extents.compressed is not None
-    return layout_table.tiles_of(extents.compressed.kv_len, WRITE.BN)
-
-
-def key_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], tiles of the keys of all sequences: columns 0 to 2 are the sequence, the first key and
-    the end, the others 0."""
-    return layout_table.tiles_of(extents.kv_len, WRITE.BN)
+def key_tiles(extents: Extents, compressed: bool = False) -> np.ndarray:
+    """Returns int32 [tiles, 8], tiles of the keys, or of the compressed keys, of all sequences: columns 0 to 2 are the
+    sequence, the first key and the end, the others 0."""
+    source = extents.compressed if compressed else extents
+    assert source is not None
+    return layout_table.tiles_of(source.kv_len, WRITE.BN)
 
 
 def block_of(of_token: int) -> int:
