@@ -12,13 +12,14 @@ from support.caches import Cache, judge, operands_on, results
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.common import layout_table, shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import IndexerProblem, Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
+from fusion_attention.testing.sparse import IndexerCase, chosen, indexer_arguments, lowered_indexer
 
 CUDA = torch.device("cuda", 0)
 PROBLEM = Problem(4, 2, 128, 128, dtype="bfloat16")
@@ -212,6 +213,15 @@ def test_rows_and_pages_do_not_mix() -> None:
     two = dataclasses.replace(operands, v=dataclasses.replace(operands.v, table=operands.v.table.clone()))
     with pytest.raises(BackendError, match="expected one page table, got another for v"):
         compute(Cache(), two)
+
+
+def test_a_forward_without_rows_copies_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph may then capture it as the first call, during which tables cannot be copied."""
+    cache, index = Cache(q_len=0), lowered_indexer(indexer_arguments(IndexerCase(q_len=(0, 0), kv_len=(4, 4))))
+    operands = operands_on(cache, "cpu")
+    monkeypatch.setattr(layout_table.Copied, "write", lambda *_: pytest.fail("a table is copied"))
+    compute(cache, operands)
+    assert [t.numel() for t in chosen(index, "triton")] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------------------ tables of pages

@@ -41,7 +41,7 @@ LONG = f"{CUTS}::test_long_pieces_begin_where_the_whole_ones_tiles_do"
 MERGED = "training/test_ring_update.py"
 PIECES = [
     package("a part's tiles begin where the part does", "ir/tiles.py",
-          "ahead = first_row % size", "ahead = 0 * first_row", LONG),
+          "ahead = extents.part.first_row % size", "ahead = 0 * extents.part.first_row", LONG),
     package("a part's kernel is chosen by its own length", "backends/cpu/decode.py",
           "q_len, kv_len = extents.chosen_by", "q_len, kv_len = extents.q_len, extents.kv_len", LONG),
     package("dropout of golden's parts counts from their own first key", "ir/problem.py",

@@ -199,7 +199,10 @@ class PagedKVCache:
             gathered = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
             if scales is not None:
                 scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
-                gathered = _widen(gathered, self.stored, dim) * scale[..., None]
+                if self.stored == "int4":  # a byte stores two elements, the even one in the low half
+                    both = gathered.view(torch.int8)
+                    gathered = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
+                gathered = gathered.float() * scale[..., None]
             results.append(gathered.to(self.dtype))
         return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
 
@@ -280,7 +283,11 @@ class PagedKVCache:
         runs, local_rows = self._extend(sequences, k.shape[1]), None
         if self._ranks > 1:
             runs, local_rows = self._of_rank(runs)
-        slots = _slots_of(runs, self._pools[0].device) if len(runs) > _FEW else None
+        slots = None
+        if len(runs) > _FEW:
+            pages, first, count = np.array(runs, np.int64).T
+            slot_of_token = np.arange(count.sum()) + np.repeat(first - (count.cumsum() - count), count)
+            slots = torch.from_numpy(np.stack((np.repeat(pages, count), slot_of_token))).to(self._pools[0].device)
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
@@ -408,14 +415,6 @@ class PagedKVCache:
         return named
 
 
-def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
-    """Returns the page and the slot of every token of runs: int64 [2, tokens]."""
-    pages, first, count = np.array(runs, np.int64).T
-    before = count.cumsum() - count
-    where = np.stack((np.repeat(pages, count), np.arange(count.sum()) + np.repeat(first - before, count)))
-    return torch.from_numpy(where).to(device)
-
-
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
     """Stores rows [tokens, heads, ..] in the slots `runs` of a pool [pages, heads, page size, ..].
 
@@ -428,14 +427,6 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
     for page, slot, count in runs:
         pool[page, :, slot : slot + count] = rows[first : first + count].transpose(0, 1)
         first += count
-
-
-def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
-    """Converts stored integers (`numbers`) to float32 [.., dim], without multiplying by the scale."""
-    if stored == "int4":  # A byte stores two elements, the even one in the low half.
-        both = numbers.view(torch.int8)
-        numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
-    return numbers.float()
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,8 @@ class CompressionState:
                     old.dtype, old.dim(), old.shape[:1], old.shape[2:]
                 )  # fmt: skip
                 if not alike:
-                    raise _refused(f"the state of rows like {name}", _shown(old), "start a new CompressionState")
+                    shown = f"{old.dtype} {list(old.shape)}"
+                    raise _refused(f"the state of rows like {name}", shown, "start a new CompressionState")
 
 
 @aliased
@@ -146,7 +147,3 @@ def _windows(kv_len: Any, ratio: Any) -> int:
 
 def _refused(expected: str, got: str, advice: str) -> ContractError:
     return ContractError([RECORD.failure("state", expected, got, advice)])
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -139,32 +139,25 @@ def decode_attention(
         "v_offset": v_offset, "dim_v": dim_v, "scale": scale, "band": band, "blocked": blocked, "bias": bias,
         "sink": sink, "out_scale": out_scale, "out_offset": out_offset, "softcap": softcap,
     }  # fmt: skip
-    _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
+        doubled = [name for name in _OF_CACHE if args[name] is not None] + ["dim_v"] * (dim_v != 0)
+        advice = "the cache provides it; sequences= selects some of its sequences"
+        failures = [Failure(_OP, name, "nothing with a PagedKVCache", show(args[name]), advice) for name in doubled]
+        if failures:
+            raise ContractError(failures)
         if torch.compiler.is_compiling():  # Page lists are Python objects, which a trace cannot contain.
             from fusion_attention.torch_ops import trace_constants
 
             return trace_constants.outside(_of_cache, cache, sequences, args, return_lse, backend)
         return _of_cache(cache, sequences, args, return_lse, backend)
+    if sequences is not None:
+        advice = "tensors have one sequence per batch element of q: index them"
+        raise ContractError([Failure(_OP, "sequences", "a PagedKVCache to choose from", show(sequences), advice)])
     if isinstance(cache, tuple) and len(cache) == 2:
         args["k"], args["v"] = cache
     else:
         args["k"], args["v"] = cache, None
     return _attend(args, return_lse, backend)
-
-
-def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) -> None:
-    """Raises ContractError for arguments that a PagedKVCache provides, and for `sequences` without such a cache."""
-    failures = []
-    if isinstance(cache, PagedKVCache):
-        doubled = [name for name in _OF_CACHE if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
-        advice = "the cache provides it; sequences= selects some of its sequences"
-        failures = [Failure(_OP, name, "nothing with a PagedKVCache", show(args[name]), advice) for name in doubled]
-    elif sequences is not None:
-        advice = "tensors have one sequence per batch element of q: index them"
-        failures = [Failure(_OP, "sequences", "a PagedKVCache to choose from", show(sequences), advice)]
-    if failures:
-        raise ContractError(failures)
 
 
 @aliased

@@ -201,7 +201,11 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     partial = there & ((first > 0) | (end < kv_len[:, None]))
     for name in ("blocked", "bias"):
         if (tensor := args[name]) is not None:
-            local_args[name] = _columns(tensor, _global_slots(retained, slots, size, q.device))
+            page = np.zeros((len(retained), slots // size), np.int64)  # numbers of the pages in their sequences
+            for numbers, local in zip(page, retained, strict=True):
+                numbers[: len(local)] = local
+            token = (page[..., None] * size + np.arange(size)).reshape(len(retained), slots)
+            local_args[name] = _columns(tensor, torch.from_numpy(token).to(q.device))
     if partial.any():
         key = torch.arange(slots, device=q.device)
         low, high = (torch.from_numpy(edge).to(q.device)[..., None] for edge in (first, end))
@@ -232,18 +236,6 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
     rows = [row[int(n) :] for row, n in zip(table, gone, strict=True)]
     width = max(1, *(table.shape[1] - int(n) for n in gone))
     return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
-
-
-def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
-    """Returns int64 [sequences, slots] on a device: for each token slot of this rank's pages, the position of its token
-    in the sequence.
-
-    pages: for each sequence, the numbers of its pages on this rank (page n has tokens n * size and on).
-    """
-    result = np.zeros((len(pages), slots // size), np.int64)
-    for row, local in zip(result, pages, strict=True):
-        row[: len(local)] = local
-    return torch.from_numpy((result[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind, intact
 from fusion_attention.distributed import schedules
 from fusion_attention.distributed.chunk_pairs import FullCall, Keys, Rows, Saved
-from fusion_attention.distributed.groups import AnyGroup, Call, Group, group_of
+from fusion_attention.distributed.groups import AnyGroup, Group, group_of
 from fusion_attention.distributed.layout import layout_of
 from fusion_attention.distributed.schedules import ScheduleInputs, Side
 from fusion_attention.distributed.sharding import shape_of
@@ -172,8 +172,12 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
         whole_args = _full_args(args, options, ranks)
         bound = bind(record.RECORD, whole_args)
         lowered = record.dense_call(bound)
-        sides = _sides(lowered, options)
-        _refuse(args, lowered, options, sides)
+        batch, token, _ = LAYOUTS[lowered.form.layout]
+        sides = []
+        for lengths, t in ((lowered.extents.q_len, lowered.q), (lowered.extents.kv_len, lowered.k)):
+            counts = tuple(lengths.tolist()) if batch is None else (t.shape[token],)
+            sides.append(Side(layout_of(options.schedule, counts, options.shape), lengths, batch is None))
+        _refuse(args, lowered, options, sides[0])
         call = ranks.call(
             "attention",
             {"schedule": options.schedule, "backend": backend, **_words(whole_args, bound, options)},
@@ -182,9 +186,18 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             (args["seed"], args["offset"]),
             _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
-        full = _full_call(args, lowered, call)
+        p, e, q = lowered.problem, lowered.extents, args["q"]
+        slopes, sink = (to_float32(args[name], q) for name in ("alibi_slopes", "sink"))
+        if slopes is not None:
+            slopes = slopes.detach().reshape(-1, p.heads_q).expand(len(e), p.heads_q)
+        seed = args["seed"] if p.dropout == "philox" else 0
+        if seed is None:
+            seed = call.of_first("sending the seed of rank 0", draw_seed())
+        sink, owns = None if sink is None else sink.detach(), owns_bias(lowered)
+        drawn = {"seed": seed, "offset": lowered.offset}
+        full = FullCall(p, e, p.heads_q, slopes=slopes, sink=sink, **drawn, owns_bias=owns)
         dbias = args["bias"] is not None and args["bias"].requires_grad
-        m = ScheduleInputs(full, call, *sides, backend, options.deterministic, dbias)
+        m = ScheduleInputs(full, call, sides[0], sides[1], backend, options.deterministic, dbias)
         return _Shared.apply(m, options, lowered.form.layout, *(args[name] for name in _TENSORS))
 
 
@@ -275,48 +288,21 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
     return settings
 
 
-def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """Returns (layout of the query rows, layout of the keys) on the ranks, for an unsharded call `lowered`."""
-    e = lowered.extents
-    batch, token, _ = LAYOUTS[lowered.form.layout]
-
-    def side(lengths: Any, t: Tensor) -> Side:
-        token_counts = tuple(lengths.tolist()) if batch is None else (t.shape[token],)
-        return Side(layout_of(options.schedule, token_counts, options.shape), lengths, batch is None)
-
-    return side(e.q_len, lowered.q), side(e.kv_len, lowered.k)
-
-
-def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
-    """Returns the FullCall that chunk_pairs.py computes with: the unsharded call, with slopes and sink from this rank's
-    arguments `args`, and a seed that all ranks share."""
-    p, e, q = lowered.problem, lowered.extents, args["q"]
-    slopes, sink = (to_float32(args[name], q) for name in ("alibi_slopes", "sink"))
-    if slopes is not None:
-        slopes = slopes.detach().reshape(-1, p.heads_q).expand(len(e), p.heads_q)
-    seed = args["seed"] if p.dropout == "philox" else 0
-    if seed is None:
-        seed = call.of_first("sending the seed of rank 0", draw_seed())
-    sink = None if sink is None else sink.detach()
-    owns = owns_bias(lowered)
-    return FullCall(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset, owns_bias=owns)
-
-
-def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
+def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, rows: Side) -> None:
     """Raises ValueError, on every rank alike, if the options or matrices of a call cannot be sharded by its schedule;
-    sides: the layouts of rows and keys on the ranks."""
+    rows: the layout of query rows on the ranks."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
         name, why = "deterministic", f'needs schedule="allgather", got {options.schedule!r}'
     elif moves:
         why = indivisible(lowered.problem, options.shape[-1])
-    one_row = 1 in sides[0].placement.sizes
+    one_row = 1 in rows.placement.sizes
     for matrix in _MATRICES:
         t = args[matrix]
         if t is None:
             continue
-        if sides[0].packed:
+        if rows.packed:
             name, why = matrix, "needs padded sequences (packed sequences have a band, lengths and slopes)"
         elif one_row and (moves or options.deterministic or (matrix == "bias" and t.requires_grad)):
             name, why = matrix, "needs ranks with more than one row: one row could be this rank's, or one for all rows"
@@ -354,8 +340,10 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: ScheduleInputs, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
         rows, keys = _canonical(m, layout, tensors)
-        partial = _computed(m, options, rows, keys, None)
-        results = _placement(partial, layout)
+        partial: Partial = _computed(m, options, rows, keys, None)
+        packed = LAYOUTS[layout][0] is None
+        stats = (t[0] if packed else t.transpose(1, 2) for t in (partial.max, partial.sum))
+        results = _placement_rows(partial.out, layout), *stats
         ctx.save_for_backward(*partial, *tensors)
         ctx.settings = m, options, layout
         ctx.set_materialize_grads(False)
@@ -377,7 +365,10 @@ class _Shared(torch.autograd.Function):
             upstream = _rows_of(dout, layout, m.full.problem.heads_q)
             g, dsink = _computed(again, options, rows, keys, Saved(upstream, out, max_, sum_))
             results = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
-            given = [_as_given(t, layout, like) for t, like in zip(results, tensors[:5], strict=True)]
+            given = [
+                None if t is None or like is None else _placement_rows(t.to(like.dtype), layout)
+                for t, like in zip(results, tensors[:5], strict=True)
+            ]
             bias, sink = tensors[5], tensors[8]
             dbias = None if g.dbias is None else g.dbias.reshape(bias.shape).to(bias.dtype)
             return (*given, dbias, None, None, None if sink is None or dsink is None else dsink.to(sink.dtype))
@@ -437,17 +428,3 @@ def _placement_rows(t: Tensor, layout: str) -> Tensor:
     elif token == 2:
         t = t.transpose(1, 2)
     return t.flatten(-2) if head is None else t
-
-
-def _placement(partial: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (out, max, sum) of `partial`, whose axes are [batch, tokens, heads, ...], in a layout; statistics have
-    the axes that fusion_attention.attention returns."""
-    stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (partial.max, partial.sum))
-    max_, sum_ = stats
-    return _placement_rows(partial.out, layout), max_, sum_
-
-
-def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
-    """Returns a gradient [batch, tokens, heads, dim] in the given layout and in the dtype of the tensor `like`; None if
-    either is None."""
-    return None if gradient is None or like is None else _placement_rows(gradient.to(like.dtype), layout)

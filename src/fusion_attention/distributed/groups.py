@@ -258,7 +258,9 @@ class Call:
         heard = [json.loads(text) for text in texts]
         for rank, (function, message, _) in enumerate(heard):
             if [function, message] != heard[0][:2]:
-                first, other = _differing(("function", heard[0][0]), heard[0][1], ("function", function), message)
+                calls = [{"function": one, **dict(settings)} for one, settings, _ in (heard[0], heard[rank])]
+                names = [name for name in calls[0] | calls[1] if calls[0].get(name) != calls[1].get(name)]
+                first, other = (", ".join(f"{name}={each.get(name)}" for name in names) for each in calls)
                 raise self.error(
                     _COMPARING,
                     f"rank 0 calls with {first}, rank {rank} with {other}",
@@ -391,22 +393,18 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
     place = id(mesh)
     entry = _MESHES.get(place)
     if entry is None or entry[0]() is not mesh:
-        entry = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), _crossed(mesh)
-        _MESHES[place] = entry
+        if mesh.ndim > 2:
+            raise GroupError(
+                f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} "
+                '(select one or two: mesh["name"])'
+            )
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if dist.get_rank() not in ranks:
+            raise _not_a_member()
+        first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
+        group = first.crossed(others[0], ranks) if others else first
+        entry = _MESHES[place] = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), group
     return entry[1]
-
-
-def _crossed(mesh: DeviceMesh) -> Group:
-    if mesh.ndim > 2:
-        raise GroupError(
-            f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} "
-            '(select one or two: mesh["name"])'
-        )
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    if dist.get_rank() not in ranks:
-        raise _not_a_member()
-    first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
-    return first.crossed(others[0], ranks) if others else first
 
 
 def _destroyed() -> GroupError:
@@ -442,10 +440,3 @@ def _summed(parts: Sequence[Tensor]) -> Tensor:
     for shard in parts[1:]:
         total += shard
     return total.to(first.dtype)
-
-
-def _differing(*calls: Any) -> tuple[str, str]:
-    """Returns the settings that differ between two calls, as two texts."""
-    one, other = ({calls[i][0]: calls[i][1], **dict(calls[i + 1])} for i in (0, 2))
-    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    return tuple(", ".join(f"{name}={call.get(name)}" for name in names) for call in (one, other))  # type: ignore[return-value]

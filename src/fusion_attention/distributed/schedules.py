@@ -6,6 +6,7 @@ the attention. ulysses.py combines either schedule with an exchange of heads.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from fusion_attention.distributed import chunk_pairs
 from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Gradients, Keys, Pairs, Rows, Saved
 from fusion_attention.distributed.groups import Call, Pending
 from fusion_attention.distributed.layout import Chunk, Layout, joined
+from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.ir.merge import Partial, join_sink, merge
 from fusion_attention.memory import empty
 
@@ -198,24 +200,11 @@ def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> 
     """Sums tensors [batch, tokens of all ranks, ...] over ranks, in the order of ranks, and returns this rank's shard
     of each sum; None for None. step: names the exchange in errors."""
     placement, call = m.keys.placement, m.call
-    starts = np.cumsum((0, *placement.lengths)).tolist()
-
-    def shard_of(t: Tensor, rank: int) -> Tensor:
-        parts = [t[:, starts[b] + first : starts[b] + end] for b, first, end in placement.ranks[rank]]
-        return torch.cat(parts, 1) if parts else t[:, :0].contiguous()
-
     given = [t for t in tensors if t is not None]
-    sends = [[shard_of(t, rank) for rank in range(call.world)] for t in given]
+    sends = [[shard_of(t, placement, rank, 1) for rank in range(call.world)] for t in given]
     passing = [(parts, [parts[call.rank].shape] * call.world) for parts in sends]
-    result = iter(_added(parts) for parts in call.all_to_each(step, passing))
+    result = iter(functools.reduce(torch.add, parts) for parts in call.all_to_each(step, passing))
     return [None if t is None else next(result) for t in tensors]
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for shard in parts[1:]:
-        total = total + shard
-    return total
 
 
 def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
@@ -284,7 +273,9 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
             if total is None:
                 total = g
             else:
-                _add(total, g)
+                for name in ("dq", "dq_rope", "dbias"):  # gradients of keys follow the keys
+                    if (ours := getattr(total, name)) is not None:
+                        ours += getattr(g, name)
         gradients = [t for t in (g.dk, g.dv, g.dk_rope) if t is not None]
         for ours, theirs in zip(gradients, carried, strict=bool(carried)):
             torch.add(theirs, ours, out=ours)
@@ -339,11 +330,3 @@ def _pass_on(
     carried = [empty(t, t.shape, torch.float32) for t in block]
     right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
     return carried, call.exchange(what, [(right, t) for t in added], [(left, t) for t in carried])
-
-
-def _add(total: Gradients, more: Gradients) -> None:
-    """Adds dq, dq_rope and dbias of `more` to those of `total`, in place; gradients of keys are not added."""
-    for name in ("dq", "dq_rope", "dbias"):
-        ours, theirs = getattr(total, name), getattr(more, name)
-        if ours is not None:
-            ours += theirs

@@ -329,20 +329,15 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
     results = []
     for name, size, lengths in zip(names, sizes, ("actual_seq_qlen", "actual_seq_kvlen"), strict=True):
         if args["layout"] == PACKED:
-            results.append(_total(args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
+            total = 0
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                total = sum(int(n) for n in (args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
+            results.append(total if 0 <= total < INFINITE else 0)
         else:
             tensor = args[name]
             local = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
             results.append(ranks * local if size is None else size)
     return results
-
-
-def _total(lengths: Any) -> int:
-    """Returns the sum of lengths; 0 if they are invalid."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        total = sum(int(n) for n in lengths)
-        return total if 0 <= total < INFINITE else 0
-    return 0
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:

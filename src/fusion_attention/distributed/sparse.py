@@ -318,27 +318,23 @@ class _Indexer(torch.autograd.Function):
         indices, *tensors = ctx.saved_tensors
 
         def gradients() -> tuple[Tensor | None, ...]:
-            by_name = _indexer_gradients(sharded, deterministic, named(tensors), indices, upstream)
-            return returned(ctx, by_name, indexer.DIFFERENTIABLE, 2)
+            given = named(tensors)
+            full, sums = given | sharded.keys(given, _INDEX_KV), Sums(sharded, ("dquery", "dweights"), upstream.dtype)
+            for segments in sharded.q.rounds:
+                backward = indexer.IndexerBackward(sharded.rows(full, segments), upstream, indices)
+                sums.add(segments, sharded.run(backward, ("dkey",)))
+            results = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
+            if deterministic:
+                beside = {"indices": indices, "dvalues": upstream}
+                rows = sharded.all_rows({name: given[name] for name in _INDEX_Q} | beside)
+                lists, grads = owned(sharded, sharded.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
+                backward = indexer.IndexerBackward(sharded.everything(full | rows), grads, lists)
+                results["key"] = sharded.kv.local(sharded.run(backward)["dkey"])
+            else:
+                results["key"] = sums.keys()["dkey"]
+            return returned(ctx, results, indexer.DIFFERENTIABLE, 2)
 
         return once(gradients, (upstream, *tensors))
-
-
-def _indexer_gradients(
-    sharded: ShardedCall, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
-) -> dict[str, Tensor]:
-    full, sums = given | sharded.keys(given, _INDEX_KV), Sums(sharded, ("dquery", "dweights"), dvalues.dtype)
-    for segments in sharded.q.rounds:
-        sums.add(
-            segments, sharded.run(indexer.IndexerBackward(sharded.rows(full, segments), dvalues, indices), ("dkey",))
-        )
-    results = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
-    if not deterministic:
-        return results | {"key": sums.keys()["dkey"]}
-    rows = sharded.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
-    lists, grads = owned(sharded, sharded.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
-    gradients = sharded.run(indexer.IndexerBackward(sharded.everything(full | rows), grads, lists))
-    return results | {"key": sharded.kv.local(gradients["dkey"])}
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -366,7 +362,19 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(saved[0]) if upstream is None else upstream
 
         def gradients() -> tuple[Tensor | None, ...]:
-            by_name = _attention_gradients(sharded, deterministic, _of_attention(tensors), dout, saved)
+            given = _of_attention(tensors)
+            full, sums = given | sharded.keys(given, _KV), Sums(sharded, ("dquery", "dquery_rope"), dout.dtype)
+            dsinks: Tensor | None = None
+            for segments in sharded.q.rounds:
+                backward = sparse.SparseBackward(sharded.rows(full, segments), dout, *saved)
+                result = sharded.run(backward, ("dkey", "dvalue", "dkey_rope"))
+                more = result.pop("dsinks", None)
+                dsinks = more if dsinks is None or more is None else dsinks + more
+                sums.add(segments, result)
+            grads = sums.rows | (_from_all_rows(sharded, given, full, dout, saved) if deterministic else sums.keys())
+            if dsinks is not None:
+                grads["dsinks"] = dsinks
+            by_name = {name: grads[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in grads}
             return returned(ctx, by_name, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
 
         return once(gradients, (dout, *tensors))
@@ -375,24 +383,6 @@ class _Attention(torch.autograd.Function):
 def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     names = (*sparse.DIFFERENTIABLE, "sparse_indices")
     return {**dict(zip(names, tensors, strict=True)), "block_table": None}
-
-
-def _attention_gradients(
-    sharded: ShardedCall, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    full, sums = given | sharded.keys(given, _KV), Sums(sharded, ("dquery", "dquery_rope"), dout.dtype)
-    dsinks: Tensor | None = None
-    for segments in sharded.q.rounds:
-        result = sharded.run(
-            sparse.SparseBackward(sharded.rows(full, segments), dout, *saved), ("dkey", "dvalue", "dkey_rope")
-        )
-        more = result.pop("dsinks", None)
-        dsinks = more if dsinks is None or more is None else dsinks + more
-        sums.add(segments, result)
-    gradients = sums.rows | (_from_all_rows(sharded, given, full, dout, saved) if deterministic else sums.keys())
-    if dsinks is not None:
-        gradients["dsinks"] = dsinks
-    return {name: gradients[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in gradients}
 
 
 def _from_all_rows(

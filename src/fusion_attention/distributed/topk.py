@@ -53,8 +53,34 @@ class Merged(torch.autograd.Function):
     def backward(ctx: Any, _: Any, upstream: Tensor) -> Any:
         indices, *tensors = ctx.saved_tensors
 
+        sharded = ctx.sharded
+
         def gradients() -> tuple[Tensor | None, ...]:
-            by_name = _gradients(ctx.sharded, named(tensors), indices, upstream)
+            given, beside = named(tensors), {"indices": indices, "dvalues": upstream}
+            rows = sharded.all_rows({name: given[name] for name in _ROWS} | beside)
+            lists, grads, everything = rows.pop("indices"), rows.pop("dvalues"), given | rows
+            dkey: Tensor | None = None
+            sums: Tensor | None = None
+            shapes: list[torch.Size] = []
+            for segments in sharded.kv.rounds:
+                some, more = owned(sharded, segments, lists, 1, grads, own_count=True)
+                result = sharded.run(indexer.IndexerBackward(sharded.keys_of(everything, segments), more, some))
+                if dkey is None:
+                    dkey = result["dkey"]
+                for one in segments:
+                    at = slice(one.at, one.at + one.tokens)
+                    dkey[at] = result["dkey"][at]
+                parts = [result[f"d{name}"] for name in _ROWS]
+                shapes = [tensor.shape[1:] for tensor in parts]
+                packed = torch.cat([t.flatten(1).to(torch.promote_types(t.dtype, torch.float32)) for t in parts], 1)
+                sums = packed if sums is None else sums + packed
+            assert sums is not None
+            split = sharded.q.summed(sharded.call, sums).split([shape.numel() for shape in shapes], 1)
+            assert dkey is not None
+            by_name = {"key": dkey} | {
+                name: tensor.unflatten(1, shape).to(given[name].dtype)  # type: ignore[union-attr]
+                for name, tensor, shape in zip(_ROWS, split, shapes, strict=True)
+            }
             return returned(ctx, by_name, indexer.DIFFERENTIABLE, 1)
 
         return once(gradients, (upstream, *tensors))
@@ -114,33 +140,3 @@ def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[T
     some = [shard[..., :size].contiguous().view(indices.dtype) for shard in parts]
     more = [shard[..., size:].contiguous().view(values.dtype) for shard in parts]
     return _best_of(some, more, count)
-
-
-def _gradients(
-    sharded: ShardedCall, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
-) -> dict[str, Tensor]:
-    rows = sharded.all_rows({name: given[name] for name in _ROWS} | {"indices": indices, "dvalues": dvalues})
-    lists, grads, everything = rows.pop("indices"), rows.pop("dvalues"), given | rows
-    dkey: Tensor | None = None
-    sums: Tensor | None = None
-    shapes: list[torch.Size] = []
-    for segments in sharded.kv.rounds:
-        some, more = owned(sharded, segments, lists, 1, grads, own_count=True)
-        result = sharded.run(indexer.IndexerBackward(sharded.keys_of(everything, segments), more, some))
-        if dkey is None:
-            dkey = result["dkey"]
-        for one in segments:
-            at = slice(one.at, one.at + one.tokens)
-            dkey[at] = result["dkey"][at]
-        parts = [result[f"d{name}"] for name in _ROWS]
-        shapes = [tensor.shape[1:] for tensor in parts]
-        packed = torch.cat([t.flatten(1).to(torch.promote_types(t.dtype, torch.float32)) for t in parts], 1)
-        sums = packed if sums is None else sums + packed
-    assert dkey is not None
-    assert sums is not None
-    split = sharded.q.summed(sharded.call, sums).split([shape.numel() for shape in shapes], 1)
-    gradients = {
-        name: tensor.unflatten(1, shape).to(given[name].dtype)  # type: ignore[union-attr]
-        for name, tensor, shape in zip(_ROWS, split, shapes, strict=True)
-    }
-    return gradients | {"key": dkey}

@@ -32,12 +32,11 @@ class Tiles:
         return len(self.seq)
 
 
-def _tiles_of(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def divided(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(seq, first, end) of tiles: sequences of these lengths are divided into tiles of `size` tokens."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
-    within = np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)
-    first = within * size
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)) * size
     return seq, first, np.minimum(first + size, lengths[seq])
 
 
@@ -57,23 +56,18 @@ def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
     return (hi > lo) | (prefix > 0)
 
 
-def _cut_parts(extents: Extents, first_row: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seq, first, end) of tiles of chunks, with boundaries at multiples of `size` in the complete sequence; a chunk's
-    first tile may begin before its row 0."""
-    ahead = first_row % size
-    seq, first, end = _tiles_of(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
-    return seq, first - ahead[seq], end - ahead[seq]
-
-
 def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Tiles of `size` query rows that cover all rows; begin = end if no key is visible to the tile.
 
     ratio: as in IndexerProblem. Tiles of a chunk have the boundaries and first keys of the complete sequence's tiles.
     """
     if extents.part is None:
-        seq, row0, row1 = _tiles_of(extents.q_len, size)
+        seq, row0, row1 = divided(extents.q_len, size)
     else:
-        seq, row0, row1 = _cut_parts(extents, extents.part.first_row, size)
+        # Boundaries are multiples of `size` in the complete sequence; a chunk's first tile may begin before its row 0.
+        ahead = extents.part.first_row % size
+        seq, row0, row1 = divided(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
+        row0, row1 = row0 - ahead[seq], row1 - ahead[seq]
     lo, hi, prefix, kv_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.kv_len))
     last = row1 - 1
     begin = np.clip(row0 + lo, 0, kv_len)
@@ -86,7 +80,7 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: as in IndexerProblem."""
-    seq, key0, key1 = _tiles_of(extents.kv_len, size)
+    seq, key0, key1 = divided(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.
     begin = np.where(key0 < prefix, 0, np.clip((key0 + 1) * ratio - hi, 0, q_len))

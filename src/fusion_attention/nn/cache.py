@@ -141,7 +141,19 @@ def step(
     name = type(layer).__name__
     given: dict[str, Any] = {"q": q, **{operand: t for operand, t in rows.items() if t is not None}}
     dispatch.autocast(given, tuple(given))
-    _check_call(name, cache, ranks, x, list(given.values()))
+    if not isinstance(cache, Cache):
+        raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
+    if ranks is not None:
+        raise ValueError(f"{name}: cache: expected None with a group, got a Cache (generate without a group)")
+    if x.dim() != 3:
+        raise ValueError(
+            f"{name}: x: expected padded [B, S, dim] with a cache, got {show(x)} (pad on the right, with lengths=)"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *given.values())):
+        raise ValueError(
+            f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (stored rows "
+            "have no gradient: train without a cache)"
+        )
     new = {operand: t for operand, t in given.items() if operand != "q"}
     cache._check_rows(name, layer, x, new)
     added = _added(name, x, lengths)
@@ -165,27 +177,6 @@ def step(
     call_lengths = {"q_len": None if lengths is None else added.tolist(), "kv_len": total.tolist()}
     yield Step(given["q"], {operand: t[:, :longest] for operand, t in stored.items()}, call_lengths)
     cache._rows, cache._lengths, cache._layer = stored, total, weakref.ref(layer)
-
-
-def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: list[Tensor]) -> None:
-    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group `ranks`, packed rows,
-    gradients).
-
-    name: the layer's name, for the error. x: hidden states. tensors: rows to be stored.
-    """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
-    if ranks is not None:
-        raise ValueError(f"{name}: cache: expected None with a group, got a Cache (generate without a group)")
-    if x.dim() != 3:
-        raise ValueError(
-            f"{name}: x: expected padded [B, S, dim] with a cache, got {show(x)} (pad on the right, with lengths=)"
-        )
-    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in tensors)):
-        raise ValueError(
-            f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (stored rows "
-            "have no gradient: train without a cache)"
-        )
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:

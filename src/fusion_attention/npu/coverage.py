@@ -70,7 +70,7 @@ class Reading:
     def _note(self, name: str, file: str, called: bool) -> None:
         """Counts a use of a full name in a file, if the name belongs to one of Ascend's packages; called: True if the
         use is a call."""
-        root = max((root for root in ROOTS if _inside(name, root)), key=len, default=None)
+        root = max((root for root in ROOTS if f"{name}.".startswith(f"{root}.")), key=len, default=None)
         if root is None or name == root:
             return
         full = ROOTS[root] + name[len(root) :]
@@ -103,19 +103,21 @@ def read(path: Path) -> Reading:
                 raise ValueError(f"larger than {LARGEST >> 20} MiB")
             text, result = file.read_bytes(), Reading()
             if _MARKS.search(text):  # parsing is slow, and few files mention these packages
-                _File(result, name).read(_tree(text))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # warnings about the source that is read
+                    tree = ast.parse(text)
+                _File(result, name).read(tree)
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             reading.unread[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             continue
-        _add(reading, result)
+        reading.files += 1
+        reading.device_tests += result.device_tests
+        for full, use in result.uses.items():
+            total = reading.uses.setdefault(full, Use(full))
+            total.calls += use.calls
+            total.others += use.others
+            total.files |= use.files
     return reading
-
-
-def _tree(text: bytes) -> ast.AST:
-    """Returns the syntax tree of a source."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about the source that is read
-        return ast.parse(text)
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
@@ -149,11 +151,6 @@ def _is_device(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value == DEVICE
 
 
-def _inside(name: str, root: str) -> bool:
-    """True if `name` is the module `root` or a name inside it."""
-    return name == root or name.startswith(root + ".")
-
-
 def _sources(path: Path) -> Iterator[Path]:
     """Yields the Python files of a folder in order, without hidden folders and installed packages; or the one file."""
     if path.is_file():
@@ -162,17 +159,6 @@ def _sources(path: Path) -> Iterator[Path]:
     for folder, inner, files in os.walk(path):
         inner[:] = sorted(name for name in inner if not name.startswith(".") and name != "site-packages")
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-
-def _add(reading: Reading, other: Reading) -> None:
-    """Adds the uses and counts in `other`, the reading of one file, to `reading`."""
-    reading.files += 1
-    reading.device_tests += other.device_tests
-    for name, use in other.uses.items():
-        use_of_name = reading.uses.setdefault(name, Use(name))
-        use_of_name.calls += use.calls
-        use_of_name.others += use.others
-        use_of_name.files |= use.files
 
 
 class _File:
@@ -187,31 +173,27 @@ class _File:
         """Counts all uses of names in the file's syntax tree, in the Reading that was given to the constructor."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                self._imported(node)
+                for alias in node.names:
+                    first = alias.name.partition(".")[0]
+                    self.meaning[alias.asname or first] = alias.name if alias.asname else first
+                    self.reading._note(alias.name, self.file, called=False)
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                self._imported_from(node, node.module)
+                for alias in node.names:
+                    name = node.module if alias.name == "*" else f"{node.module}.{alias.name}"
+                    self.meaning[alias.asname or alias.name] = name
+                    self.reading._note(name, self.file, called=False)
         inner: set[int] = set()  # nodes inside a collected chain
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 self._call(node, inner)
             elif isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
                 self._chain(node, inner, called=False)
-            elif isinstance(node, ast.Compare):
-                self._compared(node)
+            elif isinstance(node, ast.Compare):  # with the constant "npu" on one side, or in a list on one side
+                texts = [node.left, *node.comparators]
+                texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
+                self.reading.device_tests += any(map(_is_device, texts))
             elif isinstance(node, ast.MatchValue):
                 self.reading.device_tests += _is_device(node.value)
-
-    def _imported(self, node: ast.Import) -> None:
-        for alias in node.names:
-            first = alias.name.partition(".")[0]
-            self.meaning[alias.asname or first] = alias.name if alias.asname else first
-            self.reading._note(alias.name, self.file, called=False)
-
-    def _imported_from(self, node: ast.ImportFrom, module: str) -> None:
-        for alias in node.names:
-            name = module if alias.name == "*" else f"{module}.{alias.name}"
-            self.meaning[alias.asname or alias.name] = name
-            self.reading._note(name, self.file, called=False)
 
     def _call(self, node: ast.Call, inner: set[int]) -> None:
         """Counts the called name, a device test by startswith("npu"), and names given as text to getattr() and
@@ -251,9 +233,3 @@ class _File:
             return None
         meaning = self.meaning.get(node.id)
         return meaning and ".".join([meaning, *reversed(parts)])
-
-    def _compared(self, node: ast.Compare) -> None:
-        """Counts a comparison as a device test if the constant "npu" is one side, or in a list on one side."""
-        texts = [node.left, *node.comparators]
-        texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
-        self.reading.device_tests += any(map(_is_device, texts))

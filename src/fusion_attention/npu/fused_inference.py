@@ -13,15 +13,9 @@ from fusion_attention.ops.fused.output_definitions import ALLOCATOR_V1, ALLOCATO
 from fusion_attention.ops.inference import definitions as incre
 from fusion_attention.torch_ops import dispatch
 
-__all__ = [
+__all__ = [  # from_record() adds the functions that are made from definitions
     "_npu_fused_infer_attention_score_get_max_workspace",
-    "_npu_fused_infer_attention_score_infer_output",
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
-    "_npu_fused_infer_attention_score_v2_infer_output",
-    "npu_fused_infer_attention_score",
-    "npu_fused_infer_attention_score_v2",
-    "npu_incre_flash_attention",
-    "npu_prompt_flash_attention",
 ]
 
 Tensor = torch.Tensor

@@ -33,14 +33,6 @@ def numbered(args: Args) -> Args:
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
 
-def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the argument `out`, which must be a list or tuple of two tensors, as (attention_out, softmax_lse); else
-    raises ContractError."""
-    if isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out):
-        return out[0], out[1]
-    raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
-
-
 class WithOut(Protocol[P, R_co]):
     """A function with a variant `.out`.
 
@@ -60,22 +52,13 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
     """Returns a decorator that gives a function of the definition `op` a variant `.out`, which computes directly into
     the caller's tensors (attention_out, softmax_lse)."""
 
-    def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
-        result = cast("WithOut[P, Pair]", function)
-        result.out = _out_of(function, op)
-        return result
-
-    return decorate
-
-
-def _out_of(function: Interface, op: Op) -> Interface:
-    """Returns the variant `.out` of a function: it writes the results to the caller's two tensors, and returns
-    these."""
     read = reader(op)
 
     @aliased
     def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
-        attention, lse = _pair(op, out)
+        if not (isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out)):
+            raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
+        attention, lse = out
         args = numbered(read(*positional, **named))
         wants_lse = bool(args["softmax_lse_flag"])
         result = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if wants_lse else None})
@@ -84,10 +67,13 @@ def _out_of(function: Interface, op: Op) -> Interface:
             lse.copy_(result["softmax_lse"])
         return attention, lse
 
-    return _dressed(
-        out, function, op, ("attention_out", "softmax_lse"),
-        "A softmax_lse that the call does not request is not written.",
-    )  # fmt: skip
+    def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
+        result = cast("WithOut[P, Pair]", function)
+        rest = "A softmax_lse that the call does not request is not written."
+        result.out = _dressed(out, function, op, ("attention_out", "softmax_lse"), rest)
+        return result
+
+    return decorate
 
 
 def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
+from types import GenericAlias
 from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensors, docstring
+from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import crossing
 from fusion_attention.torch_ops.misspelled_arguments import misused
 
@@ -30,7 +33,8 @@ _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
     """Returns a decorator that makes a public function from a body: signature and docstring come from the definition,
-    module and return type from the body. The body gets one dictionary of arguments.
+    module and return type from the body. The body gets one dictionary of arguments. The function's name is added to
+    its module's `__all__`.
 
     Args:
         op: the operator definition.
@@ -43,9 +47,28 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
         call = _reading(op, body if host is None else crossing(body, host, names), body.__annotations__["return"])
         call.__module__, call.__doc__ = body.__module__, docstring(op)
         call.__wrapped__ = body  # type: ignore[attr-defined]
+        vars(sys.modules[body.__module__]).setdefault("__all__", []).append(call.__name__)
         return call
 
     return decorate
+
+
+def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
+    """Returns the public function of a definition whose calls return all results of the operator, in its order.
+
+    module: the name of the module that has the function. like: the argument whose dtype absent results have. cast: the
+    arguments that autocast converts, `like` first.
+    """
+
+    def body(args: Args) -> Any:
+        if cast:
+            dispatch.autocast(args, cast)
+        return dispatch.in_order(op, args, args[like])
+
+    results = (torch.Tensor,) * len(op.results)
+    body.__annotations__["return"] = GenericAlias(tuple, results) if len(results) > 1 else torch.Tensor
+    body.__module__, body.__name__ = module, op.called
+    return from_record(op)(body)
 
 
 def reader(op: Op) -> Callable[..., Args]:

@@ -15,8 +15,6 @@ from fusion_attention.npu.auxiliary.call import checked, computed
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import merging
 
-__all__ = ["npu_attention_update", "npu_ring_attention_update"]
-
 Tensor = torch.Tensor
 _LOWEST, _LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 

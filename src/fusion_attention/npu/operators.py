@@ -20,7 +20,7 @@ from fusion_attention.torch_ops.autograd_guards import no_tangents
 from fusion_attention.torch_ops.registration import register
 
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb", "cann_ops_transformer")}
-_OF_ATB = {*atb.__all__, *atb_rows.__all__}
+_OF_ATB = {name for module in (atb, atb_rows) for name in module.__all__}
 Interface = Callable[..., Any]
 
 # Python types -> types in torch's schemas. Of a union, the first member is used, which is torch_npu's type.
@@ -155,7 +155,8 @@ def schema_of(function: Interface, name: str = "") -> str:
         name: the operator's name with its overload; "": the function's name.
     """
     signature = inspect.signature(function)
-    types = _hints(function, signature)
+    written = any(isinstance(p.annotation, str) for p in signature.parameters.values())  # not as types
+    types = typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
     words, star = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not star:
@@ -169,12 +170,6 @@ def schema_of(function: Interface, name: str = "") -> str:
     listed = ", ".join(_type(t).removesuffix("?") for t in results if t not in (None, NoneType))
     listed = listed if len(results) == 1 and listed else f"({listed})"
     return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
-
-
-def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """Returns parameter name -> type for a function whose annotations are texts; {} if they are types already."""
-    written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
-    return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:

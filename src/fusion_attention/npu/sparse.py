@@ -5,37 +5,22 @@ The functions are differentiable in the same inputs as torch_npu's.
 
 import torch
 
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.interface import Args, from_record, in_order
 from fusion_attention.ops.block_sparse import definitions as blocks
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch
 
-__all__ = [
-    "npu_block_sparse_attention",
-    "npu_block_sparse_attention_backward",
-    "npu_dense_lightning_indexer_grad_kl_loss",
-    "npu_dense_lightning_indexer_softmax_lse",
-    "npu_lightning_indexer",
-    "npu_lightning_indexer_grad",
-    "npu_sparse_flash_attention",
-    "npu_sparse_flash_attention_grad",
-    "npu_sparse_lightning_indexer_grad_kl_loss",
-]
-
 Tensor = torch.Tensor
-
-
-@from_record(indexer.TORCH)
-def npu_lightning_indexer(args: Args) -> tuple[Tensor, Tensor]:
-    dispatch.autocast(args, ("query", "key"))
-    return dispatch.in_order(indexer.TORCH, args, args["query"])
-
-
-@from_record(indexer.TORCH_GRAD)
-def npu_lightning_indexer_grad(args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.in_order(indexer.TORCH_GRAD, args, args["query"])
+npu_lightning_indexer = in_order(indexer.TORCH, __name__, "query", "query", "key")
+npu_lightning_indexer_grad = in_order(indexer.TORCH_GRAD, __name__, "query")
+npu_sparse_flash_attention_grad = in_order(sparse.TORCH_GRAD, __name__, "query")
+npu_block_sparse_attention = in_order(blocks.TORCH, __name__, "query", *blocks.INPUTS)
+npu_block_sparse_attention_backward = in_order(blocks.TORCH_GRAD, __name__, "query")
+npu_sparse_lightning_indexer_grad_kl_loss = in_order(indexer_loss.TORCH, __name__, "query")
+npu_dense_lightning_indexer_softmax_lse = in_order(indexer_loss.TORCH_LSE, __name__, "query_index")
+npu_dense_lightning_indexer_grad_kl_loss = in_order(indexer_loss.TORCH_DENSE, __name__, "query")
 
 
 @from_record(sparse.TORCH)
@@ -46,34 +31,3 @@ def npu_sparse_flash_attention(args: Args) -> tuple[Tensor, Tensor, Tensor]:
     if args["return_softmax_lse"]:
         return out, results["softmax_max"], results["softmax_sum"]
     return out, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
-
-
-@from_record(sparse.TORCH_GRAD)
-def npu_sparse_flash_attention_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(sparse.TORCH_GRAD, args, args["query"])
-
-
-@from_record(blocks.TORCH)
-def npu_block_sparse_attention(args: Args) -> tuple[Tensor, Tensor]:
-    dispatch.autocast(args, blocks.INPUTS)
-    return dispatch.in_order(blocks.TORCH, args, args["query"])
-
-
-@from_record(blocks.TORCH_GRAD)
-def npu_block_sparse_attention_backward(args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.in_order(blocks.TORCH_GRAD, args, args["query"])
-
-
-@from_record(indexer_loss.TORCH)
-def npu_sparse_lightning_indexer_grad_kl_loss(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(indexer_loss.TORCH, args, args["query"])
-
-
-@from_record(indexer_loss.TORCH_LSE)
-def npu_dense_lightning_indexer_softmax_lse(args: Args) -> tuple[Tensor, Tensor]:
-    return dispatch.in_order(indexer_loss.TORCH_LSE, args, args["query_index"])
-
-
-@from_record(indexer_loss.TORCH_DENSE)
-def npu_dense_lightning_indexer_grad_kl_loss(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(indexer_loss.TORCH_DENSE, args, args["query"])

@@ -10,15 +10,6 @@ from fusion_attention.npu.fused_out import with_copies
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.training import definitions as training
 
-__all__ = [
-    "npu_fusion_attention",
-    "npu_fusion_attention_grad",
-    "npu_fusion_attention_grad_v2",
-    "npu_fusion_attention_grad_v3",
-    "npu_fusion_attention_v2",
-    "npu_fusion_attention_v3",
-]
-
 Tensor = torch.Tensor
 
 

@@ -5,7 +5,7 @@ Prepared calls are stored in the cache of a signature and its lengths (contract.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -96,7 +96,9 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
             return Prepared(call, backend, views, sources)
         if any(operands[name].dtype != torch.float32 for name, argument in read.items() if argument is None):
             return None
-        widened = _narrow(given, set(given).difference(read.values()))
+        # These arguments of 16-bit floats may be copied to float32 operands.
+        rest = set(given).difference(read.values())
+        widened = frozenset(name for name in rest if _first(given[name]).dtype in (torch.float16, torch.bfloat16))
     return None
 
 
@@ -113,11 +115,6 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
     if widened:
         return torch.empty(tensors.shape, dtype=torch.float32, device="meta")
     return torch.empty_strided(tensors.shape, tensors.stride(), dtype=tensors.dtype, device="meta")
-
-
-def _narrow(given: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """The arguments among `names`, with values `given`, whose 16-bit floats may be copied to float32 operands."""
-    return frozenset(name for name in names if _first(given[name]).dtype in (torch.float16, torch.bfloat16))
 
 
 def _source(

@@ -98,18 +98,14 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
             if tensor is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor)}")
             if tensor is not None and tensor.is_nested:
-                raise nested(op, name)
+                shown = RECORDS[op].by_name[name].shown  # torch would not pass the tensor to an operator
+                raise ContractError([Failure(op, shown, "a dense tensor", "a nested one", NESTED)])
         if isinstance(value, (list, tuple)):
             lists[name] = len(several)
         given += several
     text = f"{op};{constant(settings_of, backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
     lengths = [_as_tensor(args.get(name)) for name in names.arrays]
     return given, lengths, list(ints.values()), list(floats.values()), seed, text
-
-
-def nested(op: str, name: str) -> ContractError:
-    """The error for a nested tensor as argument `name` of `op`: torch would not pass it to an operator."""
-    return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
 
 
 def settings_of(backend: str) -> str:

@@ -116,18 +116,13 @@ class _Differentiable(_SingleLevelFunction):
         return None, *(g if want else None for g, want in zip(grads, requested, strict=True))
 
 
-def _untrained(tensors: Any, *rest: Any) -> None:
-    """Raises ContractError if a tensor without a derivative requires a gradient; rest: other arguments."""
-    text, args = _arguments(tensors, *rest)
-    rules = [r for r in text.op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
-    ask(text.op, [r for r in rules if trained(args[r.param])], args)
-
-
 def _forward_autograd(tensors: Any, *rest: Any) -> Any:
     no_tangents(tensors)
     op = read(rest[-1]).op
-    if op.watched and torch.is_grad_enabled():
-        _untrained(tensors, *rest)
+    if op.watched and torch.is_grad_enabled():  # a tensor without a derivative must not require a gradient
+        _, args = _arguments(tensors, *rest)
+        rules = [r for r in op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
+        ask(op, [r for r in rules if trained(args[r.param])], args)
     if op.trains and torch.is_grad_enabled():
         named = zip(names_of(op.name).tensors, tensors, strict=True)
         if any(t is not None and t.requires_grad for name, t in named if name in op.trained):

@@ -16,28 +16,24 @@ from fusion_attention._native import (
     SparsePlan,
 )
 from fusion_attention.backends.cpu import decode, full_int8
-from fusion_attention.backends.cpu.indexer import (
-    plan_indexer,
-    plan_indexer_loss,
-    prepare_lists,
-    run_indexer,
-    run_indexer_backward,
-    run_indexer_loss,
-)
+from fusion_attention.backends.cpu.indexer import indexer_backward as indexer_backward
+from fusion_attention.backends.cpu.indexer import indexer_loss as indexer_loss
+from fusion_attention.backends.cpu.indexer import indexer_lse as indexer_lse
+from fusion_attention.backends.cpu.indexer import indexer_topk as indexer_topk
+from fusion_attention.backends.cpu.indexer import lists_of, plan_indexer, plan_indexer_loss
 from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare_forward, run_backward, run_forward
-from fusion_attention.backends.cpu.pooling import PoolingPlan, plan_pooling, run_pooling, run_pooling_backward
+from fusion_attention.backends.cpu.pooling import PoolingPlan, plan_pooling
+from fusion_attention.backends.cpu.pooling import pooling as pooling
+from fusion_attention.backends.cpu.pooling import pooling_backward as pooling_backward
 from fusion_attention.backends.cpu.sparse import plan_sparse, prepare_sparse, run_sparse_backward, run_sparse_forward
-from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
+from fusion_attention.ir.pooling import PoolingProblem
 from fusion_attention.ir.problem import (
     PLAIN_SELECTION,
     AnyProblem,
     Extents,
     Grads,
-    IndexerGrads,
-    IndexerLossOperands,
     IndexerLossProblem,
-    IndexerOperands,
     IndexerProblem,
     Operands,
     Problem,
@@ -144,7 +140,7 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer | PreparedSparse
     if isinstance(schedule, IndexerPlan):
-        prepared = prepare_lists(schedule, problem, operands, names)
+        prepared = schedule.prepare(lists_of(problem, operands), names)
     elif isinstance(schedule, SparsePlan):
         prepared = prepare_sparse(schedule, problem, operands, names)
     elif isinstance(schedule, decode.Schedule) and schedule.dense is None:
@@ -177,52 +173,3 @@ def attention_backward(
         return
     if run_backward(schedule, problem, operands, grads):
         add_mean_gradients(problem, extents, operands, grads)
-
-
-def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes the indices of the top_k keys of every row (operands.indices), and their scores (operands.values) if
-    problem.has_values."""
-    if len(extents):
-        run_indexer(schedule, problem, operands)
-
-
-def indexer_backward(
-    problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
-) -> None:
-    """Writes dq, dk and dweights of `grads` from its dvalues, the gradient of the selected scores; list entries that a
-    row does not read add nothing."""
-    if len(extents):
-        run_indexer_backward(schedule, problem, operands, grads)
-
-
-def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), of the indexer's scores I_j over each row's visible
-    keys."""
-    if len(extents):
-        run_indexer(schedule, problem, operands)
-
-
-def indexer_loss(
-    problem: IndexerLossProblem,
-    extents: Extents,
-    schedule: SparsePlan,
-    operands: IndexerLossOperands,
-    grads: IndexerGrads,
-) -> None:
-    """Writes the loss, summed over all rows, to operands.loss, and its gradients dq, dk and dweights to `grads`."""
-    if len(extents):
-        run_indexer_loss(schedule, problem, operands, grads)
-    else:
-        operands.loss.zero_()
-
-
-def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands) -> None:
-    """Writes operands.out: the pooled row of every window of every sequence."""
-    run_pooling(schedule, operands)
-
-
-def pooling_backward(
-    problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands, grads: PoolingGrads
-) -> None:
-    """Writes the gradients of all rows and gates to `grads`, and that of the gates' bias if grads.dbias is a tensor."""
-    run_pooling_backward(schedule, operands, grads)

@@ -110,21 +110,17 @@ class _Block:
             weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()
             total += weights.sum(-1, keepdim=True)
             full = (self.weight_scale * weights).round().clamp(-128, 127)
-            values = dequantize.values(p, o, b, keys)
+            v = dequantize.values(p, o, b, keys)
             if not scaled_last:
-                values, full = dequantize.dequantized(values.double(), o.dequant_v, b, keys), full.double()
-            out += full.view(p.heads_kv, p.group * count, -1) @ values
+                v, full = dequantize.dequantized(v.double(), o.dequant_v, b, keys), full.double()
+            out += full.view(p.heads_kv, p.group * count, -1) @ v
         if scaled_last:
             out = dequantize.dequantized(out, o.dequant_v, b, slice(0, 1))
         result = out.view(p.heads_q, count, p.dim_v) / total.masked_fill(empty, 1.0)
-        self._store(dequantize.rounded(p, o, result), peak, total)
+        results = dequantize.rounded(p, o, result), peak, total
+        for view, values in zip((o.out, o.stats.max, o.stats.sum), results, strict=True):
+            view.sequence(b, p.heads_q, rows.stop)[:, rows].copy_(values)
         return int(empty.sum())
-
-    def _store(self, *results: torch.Tensor) -> None:
-        """Writes the results (out, max, sum), each [heads_q, rows, ...], to the block's rows of the operands."""
-        o = self.operands
-        for view, result in zip((o.out, o.stats.max, o.stats.sum), results, strict=True):
-            view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
 
     def _scores(self, keys: slice) -> torch.Tensor:
         """Returns the scores of the block's rows for a range of keys, [heads_q, rows, keys] in float32; -inf for

@@ -35,58 +35,56 @@ def plan_indexer(
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
     """Returns the core's plan of the indexer's loss; variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
-    attention = (
-        p.heads_q,
-        max(p.heads_kv, 1),
-        p.dim_qk,
-        0,
-        p.dim_rope,
-        dtype,
-        p.scale,
-        p.has_sink,
-        False,
-        0,
-        1,
-        False,
-        dtype,
-    )
+    sizes = p.heads_q, max(p.heads_kv, 1), p.dim_qk, 0, p.dim_rope
+    attention = *sizes, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype, False, 0, 1
     index = _fields(p, p.heads_index, p.dim_index, p.select_count)
-    return _native.SparsePlan(index, (*attention, False, 0, 1), extents_of(extents), p.unit_target, variant)
+    return _native.SparsePlan(index, attention, extents_of(extents), p.unit_target, variant)
 
 
-def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Runs a plan: for indexer_topk it writes operands.indices, and values if problem.has_values; for indexer_lse
-    operands.stats."""
-    plan.run(torch.get_num_threads(), _lists(problem, operands))
+def indexer_topk(
+    problem: IndexerProblem, extents: Extents, schedule: _native.IndexerPlan, operands: IndexerOperands
+) -> None:
+    """Runs a plan of indexer_topk, which writes operands.indices, and their scores (operands.values) if
+    problem.has_values; or of indexer_lse, which writes operands.stats."""
+    if len(extents):
+        schedule.run(torch.get_num_threads(), lists_of(problem, operands))
 
 
-def prepare_lists(
-    plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
-) -> _native.PreparedIndexer:
-    """Returns an object whose run() repeats run_indexer() on other tensors of equal layouts, given in the order of
-    `names`."""
-    return plan.prepare(_lists(problem, operands), names)
+indexer_lse = indexer_topk
 
 
-def _lists(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...]:
+def lists_of(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...]:
+    """Returns the operands of indexer_topk and indexer_lse as arguments of the native core."""
     dtype = torch.float32 if problem.wide_values else problem.torch_dtype
     return _arguments(problem, operands, values=rows_of(operands.values, dtype) if operands.values else None)
 
 
-def run_indexer_backward(
-    plan: _native.SparsePlan, problem: IndexerProblem, operands: IndexerOperands, grads: IndexerGrads
+def indexer_backward(
+    problem: IndexerProblem,
+    extents: Extents,
+    schedule: _native.SparsePlan,
+    operands: IndexerOperands,
+    grads: IndexerGrads,
 ) -> None:
-    """Writes dq, dk and dweights of `grads` from grads.dvalues, the gradient of the scores of the keys in
-    operands.indices."""
-    dout = rows_of(grads.dvalues, problem.torch_dtype)
-    plan.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
+    """Writes dq, dk and dweights of `grads` from its dvalues, the gradient of the selected scores; list entries that a
+    row does not read add nothing."""
+    if len(extents):
+        dout = rows_of(grads.dvalues, problem.torch_dtype)
+        schedule.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
 
 
-def run_indexer_loss(
-    plan: _native.SparsePlan, problem: IndexerLossProblem, operands: IndexerLossOperands, grads: IndexerGrads
+def indexer_loss(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    schedule: _native.SparsePlan,
+    operands: IndexerLossOperands,
+    grads: IndexerGrads,
 ) -> None:
-    """Writes the loss to operands.loss, and the gradients dq, dk and dweights of the indexer's inputs to `grads`."""
+    """Writes the loss, summed over all rows, to operands.loss, and its gradients dq, dk and dweights to `grads`."""
     p, o, dtype = problem, operands, problem.torch_dtype
+    if not len(extents):
+        o.loss.zero_()
+        return
     q, k, q_rope, k_rope = (rows_of(view, dtype) if view else None for view in (o.q, o.k, o.q_rope, o.k_rope))
     views = (o.stats.max, o.stats.sum) if o.stats else (None, None)
     max_, sum_, target, values = (
@@ -97,7 +95,7 @@ def run_indexer_loss(
         sink = floats.address(o.sink) if p.has_sink else 0
         attention = arguments(q=q, k=k, q_rope=q_rope, k_rope=k_rope, max_=max_, sum_=sum_, sink=sink)
         own = _arguments(p, o.index, target=target, values=values, **_written(p, grads))
-        plan.run(torch.get_num_threads(), own, attention, loss.data_ptr())
+        schedule.run(torch.get_num_threads(), own, attention, loss.data_ptr())
     o.loss.copy_(loss)
 
 

@@ -34,7 +34,8 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
             continue
         kv_len = int(extents.kv_len[b])
         mean = torch.zeros(heads, tile.stop - tile.start, problem.dim_v, dtype=torch.float32)
-        for keys in _steps(kv_len, _KEYS):
+        for at in range(0, kv_len, _KEYS):
+            keys = slice(at, min(at + _KEYS, kv_len))
             v = dequantize.dequantized(dequantize.values(problem, operands, b, keys), operands.dequant_v, b, keys)
             mean += _kept_sum(
                 _unmasked(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0)
@@ -75,11 +76,6 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
             assert grads.dv is not None  # a problem with means never shares v with k
             target = grads.dv.sequence(b, p.heads_kv, kv_len)
             target.copy_(target.float() + given)
-
-
-def _steps(length: int, size: int) -> Iterator[slice]:
-    """Yields slices of at most `size` positions that together cover positions 0 to length - 1, in order."""
-    return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
 def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[slice, slice]]:

@@ -47,18 +47,20 @@ def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str
     return PoolingPlan((p.heads, p.dim, ratio, p.overlap, DTYPES[dtype]), lengths, dtype, sums, variant)
 
 
-def run_pooling(plan: PoolingPlan, o: PoolingOperands) -> None:
-    """Writes `o.out`, the pooled row of every window."""
-    kv, gate, out = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, o.out))
+def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, o: PoolingOperands) -> None:
+    """Writes `o.out`, the pooled row of every window of every sequence."""
+    kv, gate, out = (rows_of(view, schedule.dtype) for view in (o.kv, o.gate, o.out))
     operands = kv, gate, _place(o.bias), out, None, None, 0
-    _native.pool(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
+    _native.pool(torch.get_num_threads(), schedule.problem, schedule.lengths, operands, schedule.variant)
 
 
-def run_pooling_backward(plan: PoolingPlan, o: PoolingOperands, g: PoolingGrads) -> None:
+def pooling_backward(
+    problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, o: PoolingOperands, g: PoolingGrads
+) -> None:
     """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the bias if g.dbias is a tensor."""
-    kv, gate, dout, dkv, dgate = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
+    kv, gate, dout, dkv, dgate = (rows_of(view, schedule.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
     operands = kv, gate, _place(o.bias), dout, dkv, dgate, _place(g.dbias)
-    _native.pool_gradients(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
+    _native.pool_gradients(torch.get_num_threads(), schedule.problem, schedule.lengths, operands, schedule.variant)
 
 
 def _place(tensor: torch.Tensor | None) -> int:

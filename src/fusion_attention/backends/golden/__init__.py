@@ -7,30 +7,16 @@ from typing import Any
 
 import torch
 
-from fusion_attention.backends.golden.attention import attention_backward, attention_forward
-from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
-from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
-from fusion_attention.backends.golden.pooling import pooling, pooling_backward
+from fusion_attention.backends.golden.attention import attention_backward as attention_backward
+from fusion_attention.backends.golden.attention import attention_forward as attention_forward
+from fusion_attention.backends.golden.indexer import indexer_backward as indexer_backward
+from fusion_attention.backends.golden.indexer import indexer_topk as indexer_topk
+from fusion_attention.backends.golden.indexer_loss import indexer_loss as indexer_loss
+from fusion_attention.backends.golden.indexer_loss import indexer_lse as indexer_lse
+from fusion_attention.backends.golden.pooling import pooling as pooling
+from fusion_attention.backends.golden.pooling import pooling_backward as pooling_backward
 from fusion_attention.ir.pooling import PoolingProblem
 from fusion_attention.ir.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
-
-__all__ = [
-    "NAME",
-    "attention_backward",
-    "attention_forward",
-    "indexer_backward",
-    "indexer_loss",
-    "indexer_lse",
-    "indexer_topk",
-    "keep",
-    "pooling",
-    "pooling_backward",
-    "prepare",
-    "reasons_against",
-    "reschedule",
-    "schedule",
-    "workspace_bytes",
-]
 
 NAME = "golden"
 # Number of buffers of heads * q_len * kv_len doubles that are in memory at once (measured, rounded up).

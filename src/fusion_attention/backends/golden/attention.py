@@ -317,7 +317,16 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
         dv = None
         if grads.dv is not None or problem.shares_kv:
             dv = weighted_sum(probabilities.mT * s.keep_factor, (live & s.keep).mT, dout)
-        _store_qk(problem, extents, grads, b, s, dscores, softmax, dv if problem.shares_kv else None)
+        dproducts = problem.scale * s.slope * dscores
+        for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
+            if dq is not None and k is not None:
+                dq.sequence(b, problem.heads_q, q_len).copy_(weighted_sum(dproducts, softmax, k))
+        for dk, more, q in ((grads.dk, grads.dk_compressed, s.q), (grads.dk_rope, None, s.q_rope)):
+            if dk is not None and q is not None:
+                gradient = weighted_sum(dproducts.mT, softmax.mT, q)
+                if dk is grads.dk and problem.shares_kv and dv is not None:  # values are the first elements of keys
+                    gradient[..., : problem.dim_v] += dv
+                _store_shared(problem, (dk, more), b, int(extents.kv_len[b]), gradient)
         if grads.dv is not None and dv is not None:
             _store_shared(problem, (grads.dv, grads.dv_compressed), b, int(extents.kv_len[b]), dv)
         if grads.dbias is not None:
@@ -328,32 +337,6 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
             dsink -= (delta * at_sink).where(row_max != -_INF, 0).sum((1, 2))
     if grads.dsink is not None:
         grads.dsink.copy_(dsink)
-
-
-def _store_qk(
-    problem: Problem,
-    extents: Extents,
-    grads: Grads,
-    b: int,
-    s: _Sequence,
-    dscores: torch.Tensor,
-    softmax: torch.Tensor,
-    dv: torch.Tensor | None,
-) -> None:
-    """Writes dq = scale * dS' k and dk = scale * dS'^T q, and the same for the rope elements.
-
-    dv: the gradient of v if v is stored in k; it is added to dk.
-    """
-    weights = problem.scale * s.slope * dscores
-    for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
-        if dq is not None and k is not None:
-            dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(weighted_sum(weights, softmax, k))
-    for dk, more, q, also in ((grads.dk, grads.dk_compressed, s.q, dv), (grads.dk_rope, None, s.q_rope, None)):
-        if dk is not None and q is not None:
-            gradient = weighted_sum(weights.mT, softmax.mT, q)
-            if also is not None:
-                gradient[..., : problem.dim_v] += also
-            _store_shared(problem, (dk, more), b, int(extents.kv_len[b]), gradient)
 
 
 def _store_shared(

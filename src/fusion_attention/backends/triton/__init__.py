@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,21 +93,7 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
     return reasons
 
 
-def against_cache(problem: Problem) -> list[str]:
-    """Returns a sentence for each property that the decode kernels do not support together with pages or an int8 cache;
-    [] if there is none, or no such cache."""
-    p = problem
-    if not p.page_size and not p.kv_dtype:
-        return []
-    reasons = []
-    if p.dropout != "none":
-        reasons.append("the triton back end computes no dropout with a paged or quantised cache.")
-    if p.empty_rows != "zero":
-        reasons.append("the triton back end computes empty rows as zeros only, with a paged or quantised cache.")
-    return reasons
-
-
-def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[str]:
+def refused(table: Iterable[tuple[str, object, tuple[object, ...]]]) -> list[str]:
     """Returns a sentence for each row (name of a property, given value, accepted values) of a table whose given value
     is not accepted."""
     return [
@@ -114,9 +103,9 @@ def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[s
     ]
 
 
-def against_dense(problem: Problem) -> list[str]:
-    """Returns a sentence for each property of a problem that the dense and decode kernels do not support; [] if there
-    is none."""
+def against_dense(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
+    """Returns a sentence for each property of a problem that the dense and decode kernels do not support on a device;
+    [] if there is none."""
     p = problem
     unknown = refused(
         (
@@ -130,41 +119,30 @@ def against_dense(problem: Problem) -> list[str]:
     )
     if p.has_blocked_tiles:
         unknown.append("the triton back end computes no blocked tiles: give them as a matrix, blocked.")
+    unknown += against_shape(p, device, op_kind)
+    if (p.page_size or p.kv_dtype) and p.dropout != "none":
+        unknown.append("the triton back end computes no dropout with a paged or quantised cache.")
+    if (p.page_size or p.kv_dtype) and p.empty_rows != "zero":
+        unknown.append("the triton back end computes empty rows as zeros only, with a paged or quantised cache.")
     return unknown
-
-
-def against_selection(problem: Problem) -> list[str]:
-    """Returns a sentence for each property that the kernels of selected keys do not support; [] if there is none."""
-    p, what = problem, "select_count" if problem.select_count else "compressed_ratio"
-    return refused(
-        (
-            ("dtype", p.dtype, DTYPES),
-            *((f"{name} with {what}", getattr(p, name), (value,)) for name, value in PLAIN_SELECTION.items()),
-        )
-    )
-
-
-def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> list[str]:
-    """Returns [a sentence] if kernels of selected keys, of the indexer or its loss have no tile for a problem's sizes,
-    else []."""
-    chip = shapes.chip_of(device)
-    if problem.dtype not in DTYPES or chip is None:
-        return []
-    return shapes_sparse.against(problem, op_kind, chip)
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
     """Returns a sentence for each property of the problem that is not supported; op_kind "": by some operation."""
     p, where = problem, torch.device(device)
     against = against_device(where)
+    table: list[tuple[str, object, tuple[object, ...]]] = [("dtype", p.dtype, DTYPES)]
     if isinstance(p, IndexerProblem | IndexerLossProblem):
-        against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
-        return against + against_family(p, where, op_kind)
-    if isinstance(p, PoolingProblem):
-        return against + refused((("dtype", p.dtype, DTYPES),))
-    if p.selects:
-        return against + against_selection(p) + against_family(p, where, op_kind)
-    return against + against_dense(p) + against_shape(p, where, op_kind) + against_cache(p)
+        table.append(("weights_dtype", p.weights_dtype, DTYPES))
+    elif isinstance(p, Problem) and p.selects:
+        what = "select_count" if p.select_count else "compressed_ratio"
+        table += [(f"{name} with {what}", getattr(p, name), (value,)) for name, value in PLAIN_SELECTION.items()]
+    elif isinstance(p, Problem):
+        return against + against_dense(p, where, op_kind)
+    against += refused(table)
+    if isinstance(p, PoolingProblem) or p.dtype not in DTYPES or (chip := shapes.chip_of(where)) is None:
+        return against
+    return against + shapes_sparse.against(p, op_kind, chip)
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
@@ -184,37 +162,27 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     return int(launches.workspace_bytes(problem, planned))
 
 
+# Operation -> (module, name of its function), and the same of attention to selected keys.
+LAUNCHES = {
+    "attention_forward": ("dense.launch", "run_forward"), "attention_backward": ("dense.launch", "run_backward"),
+    "indexer_topk": ("indexer.launch", "run_topk"), "indexer_backward": ("indexer.launch", "run_backward"),
+    "indexer_lse": ("indexer.launch_loss", "run_lse"), "indexer_loss": ("indexer.launch_loss", "run_loss"),
+    "pooling": ("windows.launch", "run"), "pooling_backward": ("windows.launch", "run_backward"),
+}  # fmt: skip
+OF_SELECTED = {
+    "attention_forward": ("selected.launch", "run"),
+    "attention_backward": ("selected.launch_backward", "run"),
+}
+_imported = functools.lru_cache(importlib.import_module)
+
+
 def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
     """Returns (module, name of its function) that runs the schedule's operation for a problem, for example
     (decode.launch, "run")."""
-    op_kind = schedule.op_kind
-    if isinstance(problem, PoolingProblem):
-        from fusion_attention.backends.triton.windows import launch as launch_pooling
-
-        return launch_pooling, "run" if op_kind == "pooling" else "run_backward"
-    if isinstance(problem, IndexerLossProblem) or op_kind == "indexer_lse":
-        from fusion_attention.backends.triton.indexer import launch_loss
-
-        return launch_loss, "run_lse" if op_kind == "indexer_lse" else "run_loss"
-    if isinstance(problem, IndexerProblem):
-        from fusion_attention.backends.triton.indexer import launch as launch_indexer
-
-        return launch_indexer, "run_topk" if op_kind == "indexer_topk" else "run_backward"
+    home, name = (OF_SELECTED if isinstance(problem, Problem) and problem.selects else LAUNCHES)[schedule.op_kind]
     if schedule.decodes:
-        from fusion_attention.backends.triton.decode import launch as launch_decode
-
-        return launch_decode, "run"
-    if not problem.selects:
-        from fusion_attention.backends.triton.dense import launch as launch_dense
-
-        return launch_dense, "run_forward" if op_kind == "attention_forward" else "run_backward"
-    if op_kind == "attention_forward":
-        from fusion_attention.backends.triton.selected import launch as launch_sparse
-
-        return launch_sparse, "run"
-    from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
-
-    return launch_sparse_backward, "run"
+        home, name = "decode.launch", "run"
+    return _imported(f"{__name__}.{home}"), name
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
@@ -243,6 +211,8 @@ def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grad
         cleared = operands.loss if isinstance(operands, IndexerLossOperands) else getattr(grads, "dsink", None)
         if cleared is not None:
             cleared.zero_()
+        return
+    if grads is None and not schedule.rows:  # Forwards write rows alone. A graph may capture this call first.
         return
     launches, name = _launches(problem, schedule)
     rows = operands.index if isinstance(operands, IndexerLossOperands) else operands

@@ -3,26 +3,16 @@
 The functions write their result to an output tensor that the caller passes.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
+from fusion_attention.contract import Op
 from fusion_attention.npu.auxiliary.atb_call import MASK_ALONE, attend, causal, ends_of, one_each, read
 from fusion_attention.npu.auxiliary.call import checked
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import atb
-
-__all__ = [
-    "_npu_flash_attention",
-    "_npu_flash_attention_qlens",
-    "_npu_flash_attention_unpad",
-    "_npu_flash_attention_unpad_v2",
-    "_npu_flash_attention_v3",
-    "_npu_paged_attention",
-    "_npu_paged_attention_get_workspace",
-    "_npu_paged_attention_mla",
-    "_npu_paged_attention_splitfuse",
-    "_npu_paged_attention_splitfuse_v2",
-]
 
 
 def _masked(args: Args) -> Args:
@@ -39,37 +29,34 @@ def _pages(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     return args["key_cache"], args["value_cache"]
 
 
+def _several_rows(op: Op, *, pages: bool = False, is_causal: bool = False) -> Callable[..., None]:
+    """Returns the public function of a definition for sequences of several query rows.
+
+    pages: keys are in pages; False: they are packed rows. is_causal: rows see the keys up to their own token.
+    """
+
+    def body(args: Args) -> None:
+        args = _masked(args) if is_causal else args
+        ends = ends_of(op, args)
+        keys, lengths = (_pages(args), args["context_lens"]) if pages else (_keys(args), ends)
+        attend(op, args, keys, ends, lengths, **(causal(args["query"]) if is_causal else {}))
+
+    body.__name__ = op.called
+    return from_record(op, host=None)(body)
+
+
+_npu_flash_attention_v3 = _several_rows(atb.FLASH_V3, is_causal=True)
+_npu_flash_attention_unpad = _several_rows(atb.FLASH_UNPAD)
+_npu_flash_attention_unpad_v2 = _several_rows(atb.FLASH_UNPAD_V2)
+_npu_flash_attention_qlens = _several_rows(atb.QLENS, pages=True, is_causal=True)
+_npu_paged_attention_splitfuse_v2 = _several_rows(atb.SPLITFUSE_V2, pages=True, is_causal=True)
+
+
 @from_record(atb.FLASH, host=None)
 def _npu_flash_attention(args: Args) -> None:
     args = _masked(args)
     ends = ends_of(atb.FLASH, args)
     attend(atb.FLASH, args, _keys(args), ends, ends, atten_mask=atb.hides(args["mask"]), sparse_mode=MASK_ALONE)
-
-
-@from_record(atb.FLASH_V3, host=None)
-def _npu_flash_attention_v3(args: Args) -> None:
-    args = _masked(args)
-    ends = ends_of(atb.FLASH_V3, args)
-    attend(atb.FLASH_V3, args, _keys(args), ends, ends, **causal(args["query"]))
-
-
-@from_record(atb.FLASH_UNPAD, host=None)
-def _npu_flash_attention_unpad(args: Args) -> None:
-    ends = ends_of(atb.FLASH_UNPAD, args)
-    attend(atb.FLASH_UNPAD, args, _keys(args), ends, ends)
-
-
-@from_record(atb.FLASH_UNPAD_V2, host=None)
-def _npu_flash_attention_unpad_v2(args: Args) -> None:
-    ends = ends_of(atb.FLASH_UNPAD_V2, args)
-    attend(atb.FLASH_UNPAD_V2, args, _keys(args), ends, ends)
-
-
-@from_record(atb.QLENS, host=None)
-def _npu_flash_attention_qlens(args: Args) -> None:
-    args = _masked(args)
-    ends = ends_of(atb.QLENS, args)
-    attend(atb.QLENS, args, _pages(args), ends, args["context_lens"], **causal(args["query"]))
 
 
 @from_record(atb.PAGED_ATTENTION, host=None)
@@ -101,10 +88,3 @@ def _npu_paged_attention_splitfuse(args: Args) -> None:
     hidden = atb.hides(args["mask"])[torch.from_numpy(line).to(args["mask"].device)]
     mask_alone = {"atten_mask": hidden, "sparse_mode": MASK_ALONE}
     attend(atb.SPLITFUSE, args, _pages(args), ends, args["context_lens"], **mask_alone)
-
-
-@from_record(atb.SPLITFUSE_V2, host=None)
-def _npu_paged_attention_splitfuse_v2(args: Args) -> None:
-    args = _masked(args)
-    ends = ends_of(atb.SPLITFUSE_V2, args)
-    attend(atb.SPLITFUSE_V2, args, _pages(args), ends, args["context_lens"], **causal(args["query"]))

@@ -9,8 +9,6 @@ from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.npu.auxiliary.rotary import npu_rotary_mul
 from fusion_attention.ops.auxiliary import atb_rows
 
-__all__ = ["_npu_reshape_and_cache", "_npu_reshape_and_cache_siso", "_npu_rotary_embedding"]
-
 Tensor = torch.Tensor
 
 

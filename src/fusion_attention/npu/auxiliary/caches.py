@@ -10,14 +10,6 @@ from fusion_attention.npu.auxiliary.quantised import rounded
 from fusion_attention.npu.auxiliary.rotary import npu_interleave_rope
 from fusion_attention.ops.auxiliary import caches, latent_caches
 
-__all__ = [
-    "npu_gather_pa_kv_cache",
-    "npu_kv_rmsnorm_rope_cache",
-    "npu_scatter_nd_update",
-    "npu_scatter_nd_update_",
-    "npu_scatter_pa_kv_cache",
-]
-
 Tensor = torch.Tensor
 
 
@@ -63,8 +55,8 @@ def npu_gather_pa_kv_cache(
         results = []
         for cache, rows in ((key_cache, key), (value_cache, value)):
             source = _slots(cache, rows)
-            lines = source[page.where(there, 0), row % size].view(rows.shape) if pages else rows
-            results.append(lines.where(there[:, None, None], 0))
+            stored = source[page.where(there, 0), row % size].view(rows.shape) if pages else rows
+            results.append(stored.where(there[:, None, None], 0))
         key.copy_(results[0])
         value.copy_(results[1])
 
@@ -109,7 +101,7 @@ def npu_kv_rmsnorm_rope_cache(
         slot_indices = _of_tokens(index, kv.shape[2], k_cache, cache_mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
         stored = [
-            (_lines(cache, cache_mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
+            (lines(cache, cache_mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
             for cache, rows, of_cache in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True)
         ]
         store(stored, slot_indices)
@@ -156,7 +148,7 @@ def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
     return cache.transpose(1, 2) if caches.is_fragmented(cache, rows, mode) else cache
 
 
-def _lines(cache: Tensor, mode: str) -> Tensor:
+def lines(cache: Tensor, mode: str) -> Tensor:
     """Returns a view of a cache as [pages or sequences, slots, elements, ...]; mode: the name of its layout ("Norm",
     "PA", "PA_NZ", ...)."""
     if mode == "Norm":

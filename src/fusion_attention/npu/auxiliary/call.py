@@ -63,7 +63,12 @@ def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Ma
         bound = bind(op, args)
         return bound.names if with_tensors else bound.settled.names
     lengths = any(isinstance(args[p.name], torch.Tensor) for p in op.params if isinstance(p, Array))
-    if not torch.compiler.is_compiling() and not lengths and _numbers(args.values()):
+    tensors = [t for value in args.values() for t in (value if isinstance(value, (list, tuple)) else (value,))]
+    sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
+    symbolic = torch.compiler.is_compiling() or any(
+        isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*tensors, *sizes)
+    )
+    if not symbolic and not lengths:
         return bind(op, args, reads=False, memory=False).names
     return {p.name: p.default if args[p.name] is None else args[p.name] for p in op.params if isinstance(p, Attr)}
 
@@ -93,10 +98,3 @@ def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def _numbers(values: Any) -> bool:
-    """True if all sizes of the tensors among `values`, or in lists among them, are numbers, not symbolic."""
-    tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
-    sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
-    return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*tensors, *sizes))

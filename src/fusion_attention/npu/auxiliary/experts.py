@@ -11,15 +11,6 @@ from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import experts
 
-__all__ = [
-    "npu_moe_token_permute",
-    "npu_moe_token_permute_grad",
-    "npu_moe_token_permute_with_routing_map",
-    "npu_moe_token_unpermute",
-    "npu_moe_token_unpermute_grad",
-    "npu_moe_token_unpermute_with_routing_map",
-]
-
 Tensor = torch.Tensor
 
 

@@ -9,17 +9,6 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import keeping
 from fusion_attention.ops.auxiliary import gates
 
-__all__ = [
-    "npu_fast_gelu",
-    "npu_fast_gelu_backward",
-    "npu_geglu",
-    "npu_geglu_grad",
-    "npu_gelu",
-    "npu_gelu_backward",
-    "npu_swiglu",
-    "npu_swiglu_backward",
-]
-
 Tensor = torch.Tensor
 _WORDS = "none", "tanh"
 _SLOPE = 1.702

@@ -8,8 +8,6 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import losses
 
-__all__ = ["npu_cross_entropy_loss", "npu_cross_entropy_loss_backward"]
-
 Tensor = torch.Tensor
 
 

@@ -8,8 +8,6 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import norms
 
-__all__ = ["npu_add_rms_norm", "npu_gemma_rms_norm", "npu_rms_norm", "npu_rms_norm_backward"]
-
 Tensor = torch.Tensor
 
 

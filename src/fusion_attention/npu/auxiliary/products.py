@@ -15,8 +15,6 @@ from fusion_attention.ops.auxiliary import products
 from fusion_attention.ops.auxiliary.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
 
-__all__ = ["npu_grouped_matmul"]
-
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
@@ -40,22 +38,17 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
         given["group_type"] = 0 if len(x) == 1 else -1
     given |= checked(products.GROUPED, given)
     with as_given(x[0]):
-        return _products(given)
-
-
-def _products(given: dict[str, Any]) -> list[Tensor]:
-    """Returns the list of products of a checked grouped matrix product; given: the operator's arguments by name."""
-    x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
-    number = given["output_dtype"]
-    product = _Product(given, x[0].dtype if number is None else DTYPES[number])
-    one = given["split_item"] in (2, 3)
-    if given["group_type"] == 2:
-        return product.of_sums(x[0], weight[0])
-    if len(x) > 1 or given["group_type"] == -1:
-        starts = [0, *torch.tensor([t.shape[0] for t in x]).cumsum(0).tolist()]
-        results = [product(t, i, starts[i]) for i, t in enumerate(x)]
-        return [torch.cat(results)] if one else results
-    return product.of_rows(x[0], one)
+        x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
+        number = given["output_dtype"]
+        product = _Product(given, x[0].dtype if number is None else DTYPES[number])
+        one = given["split_item"] in (2, 3)
+        if given["group_type"] == 2:
+            return product.of_sums(x[0], weight[0])
+        if len(x) > 1 or given["group_type"] == -1:
+            starts = [0, *torch.tensor([t.shape[0] for t in x]).cumsum(0).tolist()]
+            results = [product(t, i, starts[i]) for i, t in enumerate(x)]
+            return [torch.cat(results)] if one else results
+        return product.of_rows(x[0], one)
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:

@@ -3,20 +3,17 @@
 Products are rounded to the dtype of the rows, as on the chip. Norms and rotations are computed in float32.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
 from fusion_attention.contract import Op
-from fusion_attention.npu.auxiliary.caches import store
+from fusion_attention.npu.auxiliary.caches import lines, store
 from fusion_attention.npu.auxiliary.call import as_given, checked
 from fusion_attention.npu.auxiliary.norms import normalised
 from fusion_attention.npu.auxiliary.rotary import npu_interleave_rope
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import prolog
-
-__all__ = ["npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"]
 
 Tensor = torch.Tensor
 
@@ -49,13 +46,6 @@ def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
     """Checks and computes a call of `op` with the arguments `given`; returns (query, query_rope, cq: the normalised
     latent query) and writes keys to the caches."""
     given = {**given, **checked(op, given)}
-    with torch.no_grad(), as_given(given["token_x"]):
-        return _computed(given)
-
-
-def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes a checked call; given: the operator's arguments by name. Returns (query, query_rope, cq), and stores the
-    latent and the rotated keys in the caches."""
     shape, uk, caches = given["token_x"].shape[:-1], given["weight_uk"], (given["kv_cache"], given["kr_cache"])
     heads, dim, latent = uk.shape
     x = given["token_x"].flatten(0, -2)
@@ -69,21 +59,13 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows [T, heads, Dr] rotated by the angles of their tokens."""
         return npu_interleave_rope(rows.transpose(0, 1)[None], *angles)[0].transpose(0, 1)
 
-    cq = norm(x @ given["weight_dq"], "cq", "qc_qr_scale")
-    u = (cq @ given["weight_uq_qr"]).view(len(x), heads, given["weight_uq_qr"].shape[1] // heads)
-    query = torch.bmm(u[..., :dim].transpose(0, 1), uk).transpose(0, 1)
-    kv = x @ given["weight_dkv_kr"]
-    ckv, kr = norm(kv[:, :latent], "ckv", "kc_scale"), turned(kv[:, None, latent:])[:, 0]
-    lines = [_lines(cache, given["cache_mode"]) for cache in caches]
-    store(list(zip(lines, (ckv, kr), strict=True)), given["cache_index"].flatten())
-    query, query_rope = (rows.unflatten(0, shape).contiguous() for rows in (query, turned(u[..., dim:])))
-    return query, query_rope, cq.unflatten(0, shape)
-
-
-def _lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache as [pages, slots, ...]; mode: the name of its layout, "PA_BSND" or one in fragments of
-    rows."""
-    if mode == "PA_BSND":
-        return cache[:, :, 0]
-    pages, slots, _, width = cache.shape
-    return cache.view(pages, width // prolog.FRAGMENT, slots, prolog.FRAGMENT).transpose(1, 2)
+    with torch.no_grad(), as_given(given["token_x"]):
+        cq = norm(x @ given["weight_dq"], "cq", "qc_qr_scale")
+        u = (cq @ given["weight_uq_qr"]).view(len(x), heads, given["weight_uq_qr"].shape[1] // heads)
+        query = torch.bmm(u[..., :dim].transpose(0, 1), uk).transpose(0, 1)
+        kv = x @ given["weight_dkv_kr"]
+        ckv, kr = norm(kv[:, :latent], "ckv", "kc_scale"), turned(kv[:, None, latent:])[:, 0]
+        slots = [lines(cache, given["cache_mode"]) for cache in caches]
+        store(list(zip(slots, (ckv, kr), strict=True)), given["cache_index"].flatten())
+        query, query_rope = (rows.unflatten(0, shape).contiguous() for rows in (query, turned(u[..., dim:])))
+        return query, query_rope, cq.unflatten(0, shape)

@@ -8,14 +8,6 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.interface import Args
 from fusion_attention.ops.auxiliary import quantised
 
-__all__ = [
-    "npu_convert_weight_to_int4pack",
-    "npu_dynamic_quant",
-    "npu_quant_matmul",
-    "npu_quantize",
-    "npu_trans_quant_param",
-]
-
 Tensor = torch.Tensor
 
 

@@ -12,8 +12,6 @@ from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch
 
-__all__ = ["npu_kv_quant_sparse_flash_attention", "npu_quant_lightning_indexer"]
-
 Tensor = torch.Tensor
 
 

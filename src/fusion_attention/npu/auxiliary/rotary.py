@@ -7,8 +7,6 @@ import torch
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary import rotary
 
-__all__ = ["npu_apply_rotary_pos_emb", "npu_interleave_rope", "npu_mrope", "npu_rotary_mul", "npu_rotary_mul_backward"]
-
 Tensor = torch.Tensor
 
 
@@ -41,7 +39,8 @@ def npu_apply_rotary_pos_emb(
 @computed(rotary.INTERLEAVE_ROPE)
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     with as_given(x):
-        return _rotated(halves_of_pairs(x), cos, sin, "half")
+        halves = torch.cat((x[..., ::2], x[..., 1::2]), -1)  # of pairs (x0, x1), (x2, x3), ...
+        return _rotated(halves, cos, sin, "half")
 
 
 @computed(rotary.MROPE)
@@ -59,7 +58,11 @@ def npu_mrope(
     if positions.dim() == 2:
         # In a trace the argument is not converted to an array.
         sections = [int(n) for n in (() if mrope_section is None else mrope_section)]
-        kinds = _kind_of_angle(sections, cos.shape[-1], cache_mode)
+        # The kind of position that each angle uses: 0 time, 1 height, 2 width; one after the other, or interleaved.
+        kinds = [kind for kind, count in enumerate(sections) for _ in range(count)]
+        if cache_mode != "default":
+            turns = [range(kind, min(3 * sections[1], cos.shape[-1]), 3) for kind in (1, 2)]
+            kinds = [next((kind for kind in (1, 2) if i in turns[kind - 1]), 0) for i in range(cos.shape[-1])]
         kind = torch.tensor(kinds, device=cos.device).expand(1, *cos.shape[1:])
         cos, sin = cos.gather(0, kind)[0], sin.gather(0, kind)[0]
     width = cos_sin_cache.shape[1]
@@ -72,11 +75,6 @@ def npu_mrope(
 
     with as_given(query):
         return turned(query), turned(key)
-
-
-def halves_of_pairs(x: Tensor) -> Tensor:
-    """Reorders pairs (x0, x1), (x2, x3), ... of the last axis to halves (x0, x2, ..., x1, x3, ...)."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
@@ -95,14 +93,3 @@ def _turned(x: Tensor, mode: str) -> Tensor:
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-
-
-def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Returns a list with the kind of position that each of `angles` angles uses: 0 time, 1 height, 2 width.
-
-    sections: number of angles of each kind. cache_mode: "default": kinds one after the other; else interleaved.
-    """
-    if cache_mode == "default":
-        return [kind for kind, count in enumerate(sections) for _ in range(count)]
-    turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]
-    return [next((kind for kind in (1, 2) if i in turns[kind - 1]), 0) for i in range(angles)]

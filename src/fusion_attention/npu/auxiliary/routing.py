@@ -10,13 +10,6 @@ from fusion_attention.npu.auxiliary.quantised import rounded, row_scales
 from fusion_attention.npu.interface import Args
 from fusion_attention.ops.auxiliary import routing
 
-__all__ = [
-    "npu_moe_finalize_routing",
-    "npu_moe_gating_top_k",
-    "npu_moe_gating_top_k_softmax",
-    "npu_moe_init_routing_v2",
-]
-
 Tensor = torch.Tensor
 
 

@@ -8,8 +8,6 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import keeping
 from fusion_attention.ops.auxiliary import softmax
 
-__all__ = ["npu_scaled_masked_softmax", "npu_scaled_masked_softmax_backward"]
-
 Tensor = torch.Tensor
 _MASKED = -10000.0
 

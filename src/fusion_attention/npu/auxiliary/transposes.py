@@ -11,14 +11,7 @@ from fusion_attention.npu.auxiliary.quantised import read_scale, rounded
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import transposes
 
-__all__ = [
-    "get_npu_format",
-    "npu_confusion_transpose",
-    "npu_confusion_transpose_backward",
-    "npu_format_cast",
-    "npu_format_cast_",
-    "npu_transpose_batchmatmul",
-]
+__all__ = ["get_npu_format"]  # from_record() adds the functions that are made from definitions
 
 Tensor = torch.Tensor
 _ND, _BASE = 2, {4: 0, 5: 30}  # the default format by rank: NCHW, NCDHW, else ND

@@ -26,16 +26,6 @@ _FORMER = "privateuseone"  # torch's name of the device before it is renamed
 _loaded = ""  # the type of the computing device, after the device is loaded
 
 
-def claim() -> None:
-    """Raises RuntimeError if another library has renamed PrivateUse1, of which torch has only one."""
-    name = torch._C._get_privateuse1_backend_name()
-    if name not in (_FORMER, NAME):
-        raise RuntimeError(
-            f'npu.install: expected no other library to use torch\'s PrivateUse1, got its device "{name}" '
-            '(use a process without that library, or install(device="host"))'
-        )
-
-
 def load(base: str) -> None:
     """Loads the device unless it is loaded.
 
@@ -47,7 +37,12 @@ def load(base: str) -> None:
         RuntimeError: another library uses PrivateUse1, or "npu" already computes on another device in this process.
     """
     global _loaded  # noqa: PLW0603
-    claim()
+    name = torch._C._get_privateuse1_backend_name()  # torch has one PrivateUse1, which another library may have renamed
+    if name not in (_FORMER, NAME):
+        raise RuntimeError(
+            f'npu.install: expected no other library to use torch\'s PrivateUse1, got its device "{name}" '
+            '(use a process without that library, or install(device="host"))'
+        )
     if _loaded and _loaded != base:
         raise RuntimeError(
             f'npu.install: device: expected "{_loaded}", which this process already uses for npu, got "{base}" '

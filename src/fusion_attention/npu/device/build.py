@@ -33,7 +33,14 @@ def library() -> str:
     target = folder() / "npu.so"
     if target.exists():
         return str(target)
-    compiler = _compiler()
+    command_set = os.environ.get("CXX", "").split()
+    commands = (command_set,) if command_set else (["c++"], ["g++"], ["clang++"])
+    compiler = next((command for command in commands if shutil.which(command[0])), None)
+    if compiler is None:
+        got = f"CXX={command_set[0]}, which is not found" if command_set else "none"
+        raise BuildError(
+            f"npu.install: expected a C++ compiler (c++, g++ or clang++, or one that CXX names), got {got}"
+        )
     import fcntl  # Windows has none
 
     try:
@@ -58,16 +65,6 @@ def folder() -> Path:
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return Path(root) / f"fusion_attention_npu-torch{torch.__version__}-{digest.hexdigest()[:16]}"
-
-
-def _compiler() -> list[str]:
-    """Returns the command of the C++ compiler: CXX, or the first of c++, g++ and clang++ that exists."""
-    command_set = os.environ.get("CXX", "").split()
-    for command in (command_set,) if command_set else (["c++"], ["g++"], ["clang++"]):
-        if shutil.which(command[0]):
-            return command
-    got = f"CXX={command_set[0]}, which is not found" if command_set else "none"
-    raise BuildError(f"npu.install: expected a C++ compiler (c++, g++ or clang++, or one that CXX names), got {got}")
 
 
 def _compile(compiler: list[str], target: Path) -> None:

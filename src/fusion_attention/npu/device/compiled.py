@@ -49,18 +49,14 @@ def _counts(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
-def _results(model: Any) -> list[Any]:
-    """Returns the fake tensors (shapes without memory) that a traced graph `model` returns."""
-    results: list[Any] = []
-    for node in _nodes(model):
-        if node.op == "output":
-            torch.fx.node.map_arg(node.args, lambda n: results.append(n.meta.get("example_value")))
-    return results
-
-
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
     """Wraps torch's compile_fx(): a graph with tensors on "npu" is compiled for the computing device `base`; others
     unchanged. A graph that mixes devices raises NotImplementedError."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device(base) if value.type == "npu" else value
+        return base if isinstance(value, str) and _NAME.fullmatch(value) else value
 
     @functools.wraps(layer.below)
     def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +69,14 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
                 "lengths and seeds, got some on another device (copy to and from npu outside the graph, or compile "
                 'with backend="aot_eager")'
             )
-        stay = [n for n, value in enumerate(_results(model)) if _counts(value)]
-        _rename(model, base)
+        results: list[Any] = []  # fake tensors, which have shapes without memory
+        for node in _nodes(model):
+            if node.op == "output":
+                torch.fx.node.map_arg(node.args, lambda n: results.append(n.meta.get("example_value")))
+            node.args = torch.fx.node.map_aggregate(node.args, named)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, named)
+        model.recompile()
+        stay = [n for n, value in enumerate(results) if _counts(value)]
         traced = [node.meta["example_value"] for node in _nodes(model) if node.op == "placeholder"]
         there = [_elsewhere(fake, value, base) for fake, value in zip(traced, inputs, strict=True)]
         return _crossing(layer.below(model, there, *args, **kwargs), stay)
@@ -86,20 +88,6 @@ def _nodes(model: Any) -> Sequence[Any]:
     """Returns the nodes of a traced graph; () for a model without one."""
     graph = getattr(model, "graph", None)
     return () if graph is None else list(graph.nodes)
-
-
-def _rename(model: Any, base: str) -> None:
-    """Replaces "npu" by the computing device `base` in the calls of a traced graph `model`."""
-
-    def named(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device(base) if value.type == "npu" else value
-        return base if isinstance(value, str) and _NAME.fullmatch(value) else value
-
-    for node in _nodes(model):
-        node.args = torch.fx.node.map_aggregate(node.args, named)
-        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, named)
-    model.recompile()
 
 
 def _elsewhere(fake: Any, value: Any, base: str) -> Any:

@@ -41,27 +41,20 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
     if not torch.distributed.is_available():
         return
     changes.set(torch.distributed, "is_hccl_available", lambda: True)
-    changes.when_loaded("torch.distributed.distributed_c10d", lambda c10d: _add(changes, c10d, base, kind))
 
+    def change(c10d: ModuleType) -> None:
+        """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed."""
+        backend = c10d.Backend
+        plugin = backend._BackendPlugin(lambda options, given=None: _carrier(c10d, base, options), True)
+        changes.set(backend, NAME.upper(), NAME)
+        changes.set(backend, "backend_list", [*backend.backend_list, NAME])
+        changes.set(backend.backend_capability, NAME, list(dict.fromkeys((base.type, kind))))
+        changes.set(backend.backend_type_map, NAME, c10d.ProcessGroup.BackendType.CUSTOM)
+        changes.set(backend._plugins, NAME.upper(), plugin)
+        if kind != base.type:
+            changes.set(backend.default_device_backend_map, kind, NAME)
 
-def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> None:
-    """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed.
-
-    c10d: the module torch.distributed.distributed_c10d. base: the computing device. kind: device type of tensors on
-    "npu".
-    """
-    backend = c10d.Backend
-
-    def create(options: Any, given: Any = None) -> Any:
-        return _carrier(c10d, base, options)
-
-    changes.set(backend, NAME.upper(), NAME)
-    changes.set(backend, "backend_list", [*backend.backend_list, NAME])
-    changes.set(backend.backend_capability, NAME, list(dict.fromkeys((base.type, kind))))
-    changes.set(backend.backend_type_map, NAME, c10d.ProcessGroup.BackendType.CUSTOM)
-    changes.set(backend._plugins, NAME.upper(), backend._BackendPlugin(create, True))
-    if kind != base.type:
-        changes.set(backend.default_device_backend_map, kind, NAME)
+    changes.when_loaded("torch.distributed.distributed_c10d", change)
 
 
 def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
@@ -93,11 +86,11 @@ def read_meshes(changes: Changes, mapped: Callable[[Layer, int, str], Any]) -> N
         changes: records the patches.
         mapped: wraps a patched function so that the argument with this position or name is translated.
     """
+
+    def change(module: ModuleType) -> None:
+        changes.wrap(module.DeviceMesh, "__init__", lambda layer: mapped(layer, 1, "device_type"))
+        changes.wrap(module, "init_device_mesh", lambda layer: mapped(layer, 0, "device_type"))
+        changes.set(torch.distributed, "init_device_mesh", module.init_device_mesh)
+
     if torch.distributed.is_available():
-        changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))
-
-
-def _meshes(changes: Changes, module: ModuleType, mapped: Callable[[Layer, int, str], Any]) -> None:
-    changes.wrap(module.DeviceMesh, "__init__", lambda layer: mapped(layer, 1, "device_type"))
-    changes.wrap(module, "init_device_mesh", lambda layer: mapped(layer, 0, "device_type"))
-    changes.set(torch.distributed, "init_device_mesh", module.init_device_mesh)
+        changes.when_loaded("torch.distributed.device_mesh", change)

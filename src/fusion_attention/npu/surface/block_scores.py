@@ -46,7 +46,10 @@ def msa_index_score(
         out = result[:, first:end, :count]
         with as_given(query):
             _write_scores(out, query[first:end].float(), rows, sparse_mode == 3)
-        _raise_blocks(out, start_loc[b], init_blocks, local_blocks)
+        # FIRST and LOCAL exceed all usual scores, so that these blocks are selected, visible or not.
+        block, last = torch.arange(count, device=out.device), start_loc[b]
+        out.masked_fill_(block < init_blocks, FIRST)
+        out.masked_fill_((block >= last + 1 - local_blocks) & (block <= last), LOCAL)
     return result
 
 
@@ -67,14 +70,3 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
         scores = torch.nn.functional.pad(some @ keys.T, (0, len(key) - length)).masked_fill(~visible, -torch.inf)
         best = scores.unflatten(-1, (-1, BLOCK)).amax(-1)
         out[:, first : first + step] = best.masked_fill(~visible.unflatten(-1, (-1, BLOCK)).any(-1), NOT_SCORED)
-
-
-def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
-    """Sets the scores of the first init_blocks blocks to FIRST, and of the last local_blocks blocks up to block number
-    `at` to LOCAL, for all rows of out [heads, rows, blocks].
-
-    These numbers exceed all usual scores, so that the blocks are selected, visible or not.
-    """
-    block = torch.arange(out.shape[-1], device=out.device)
-    out.masked_fill_(block < init_blocks, FIRST)
-    out.masked_fill_((block >= at + 1 - local_blocks) & (block <= at), LOCAL)

@@ -25,10 +25,11 @@ from fusion_attention.npu.surface.metadata import METADATA
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
+_FUNCTIONS = vars(from_definitions)
 # Functions by the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
-    for one in (*(getattr(from_definitions, name) for name in from_definitions.__all__), msa_index_score, compressor)
+    for one in (*(_FUNCTIONS[name] for name in _FUNCTIONS["__all__"]), msa_index_score, compressor)
 }
 _SLICE_ADVICE = "slice the packed rows instead"
 

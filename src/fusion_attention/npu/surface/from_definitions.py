@@ -8,7 +8,7 @@ target probabilities of the indexer's losses are an argument.
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.interface import Args, from_record, in_order
 from fusion_attention.ops.auxiliary import losses
 from fusion_attention.ops.block_sparse import call as blocks_call
 from fusion_attention.ops.block_sparse import definitions as blocks
@@ -20,13 +20,11 @@ from fusion_attention.ops.indexer.call import RESULTS
 from fusion_attention.ops.indexer_loss import target_definitions as targets
 from fusion_attention.torch_ops import dispatch
 
-__all__ = [
-    "block_sparse_attention", "block_sparse_attention_grad", "dense_lightning_indexer_kl_loss_grad",
-    "dense_lightning_indexer_softmax_lse", "lightning_indexer", "lightning_indexer_kl_loss", "sparse_flash_mla",
-    "sparse_flash_mla_grad", "sparse_flash_mla_softmax_l1_norm", "sparse_lightning_indexer_kl_loss_grad",
-]  # fmt: skip
-
 Tensor = torch.Tensor
+sparse_flash_mla_grad = in_order(compressed.TORCH_GRAD, __name__, "query")
+block_sparse_attention_grad = in_order(blocks.CANN_GRAD, __name__, "query")
+sparse_lightning_indexer_kl_loss_grad = in_order(targets.TORCH, __name__, "query_index")
+dense_lightning_indexer_kl_loss_grad = in_order(targets.TORCH_DENSE, __name__, "query_index")
 
 
 @from_record(compressed.TORCH)
@@ -35,14 +33,6 @@ def sparse_flash_mla(args: Args) -> tuple[Tensor, Tensor]:
     results = dispatch.results(compressed.TORCH, args, complete=args["return_softmax_lse"])
     out = results[compressed_call.OUT]
     return out, results[compressed_call.LSE] if args["return_softmax_lse"] else out.new_zeros((), dtype=torch.float32)
-
-
-@from_record(compressed.TORCH_GRAD)
-def sparse_flash_mla_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q = args["query"]
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-    results = dispatch.in_order(compressed.TORCH_GRAD, args, q)
-    return results
 
 
 @from_record(l1_norm.TORCH)
@@ -58,27 +48,12 @@ def block_sparse_attention(args: Args) -> tuple[Tensor, Tensor]:
     return results[blocks_call.OUT], lse if args["softmax_lse_flag"] else lse.new_empty(0)
 
 
-@from_record(blocks.CANN_GRAD)
-def block_sparse_attention_grad(args: Args) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.in_order(blocks.CANN_GRAD, args, args["query"])
-
-
 @from_record(second.TORCH)
 def lightning_indexer(args: Args) -> tuple[Tensor, Tensor]:
     dispatch.autocast(args, ("query", "key"))
     results = dispatch.results(second.TORCH, args)
     indices = results[RESULTS[0]]
     return indices, results[RESULTS[1]] if args["return_values"] else indices.new_empty(0, dtype=torch.float32)
-
-
-@from_record(targets.TORCH)
-def sparse_lightning_indexer_kl_loss_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(targets.TORCH, args, args["query_index"])
-
-
-@from_record(targets.TORCH_DENSE)
-def dense_lightning_indexer_kl_loss_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(targets.TORCH_DENSE, args, args["query_index"])
 
 
 @from_record(targets.TORCH_LSE)

@@ -196,19 +196,14 @@ def _run(steps: Iterator[Any]) -> None:
                 continue
             func, args, kwargs, result, given = step
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and id(old) not in given and old is not new:
-                    _write(old, new, func)
-
-
-def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
-    """Copies `new`, the result of a replayed operator, to `old`, its result in the capture; RuntimeError if shapes
-    differ; func: the operator, for the error."""
-    if old.shape != new.shape:
-        raise RuntimeError(
-            f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when it was "
-            f"captured, got {list(new.shape)} (a graph has one shape)"
-        )
-    old.copy_(new)
+                if not isinstance(old, torch.Tensor) or id(old) in given or old is new:
+                    continue
+                if old.shape != new.shape:
+                    raise RuntimeError(
+                        f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when "
+                        f"it was captured, got {list(new.shape)} (a graph has one shape)"
+                    )
+                old.copy_(new)
 
 
 class capture:

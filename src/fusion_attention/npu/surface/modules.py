@@ -36,23 +36,8 @@ from fusion_attention.torch_ops.misspelled_arguments import suggested
 NAME = "torch_npu"
 INTERFACES = (
     *(training, dropout, fused_inference, sparse, merging),
-    *(
-        norms,
-        gates,
-        rotary,
-        caches,
-        transposes,
-        softmax,
-        experts,
-        routing,
-        quantised,
-        products,
-        losses,
-        atb,
-        atb_rows,
-        quantised_sparse,
-        prolog,
-    ),
+    *(norms, gates, rotary, caches, transposes, softmax, experts, routing),
+    *(quantised, products, losses, atb, atb_rows, quantised_sparse, prolog),
 )
 
 # Submodules of torch_npu.npu that repeat names of torch_npu.npu.
@@ -119,20 +104,18 @@ def beside() -> dict[str, ModuleType]:
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Returns full name -> new module, with the given attributes; submodules become attributes of their packages."""
-    modules = {name: _module(name, names) for name, names in contents.items()}
+    """Returns full name -> new module, with the given attributes; submodules become attributes of their packages, and
+    other attributes raise AttributeError with advice."""
+    modules = {
+        name: ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
+        for name in contents
+    }
     for name, module in modules.items():
+        vars(module).update(contents[name], __path__=[], __getattr__=_absent(module))
         owner, _, last = name.rpartition(".")
         if owner:
             setattr(modules[owner], last, module)
     return modules
-
-
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """Returns a new module `name` with the attributes `names`; other attributes raise AttributeError with advice."""
-    module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
-    vars(module).update(names, __path__=[], __getattr__=_absent(module))
-    return module
 
 
 def _absent(module: ModuleType) -> Callable[[str], Any]:

@@ -6,6 +6,7 @@ device_module.py has those for devices, streams and seeds. On a host, statistics
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import itertools
@@ -145,32 +146,15 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.of_machine()
 
 
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Returns {}: the host's memory is not counted."""
-    number(device)
-    return {}
+def _of_device(result: Any, why: str = "the host's memory is not counted") -> Callable[..., Any]:
+    """Returns a function of a device (checked) that returns a copy of `result`; why: the reason, for its docstring."""
 
+    def function(device: Any = None, *_: Any, **__: Any) -> Any:
+        number(device)
+        return copy.copy(result)
 
-def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """Returns a sentence that the host's memory is not counted."""
-    number(device)
-    return "fusion_attention does not count the host's memory"
-
-
-def memory_allocated(device: Any = None) -> int:
-    """Returns 0: the host's memory is not counted."""
-    number(device)
-    return 0
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    """Does nothing: the host's memory is not counted."""
-    number(device)
-
-
-def get_device_capability(device: Any = None) -> None:
-    """Returns None, as torch_npu does by default."""
-    number(device)
+    function.__doc__ = f"Returns {result!r}: {why}."
+    return function
 
 
 def can_device_access_peer(device: Any, peer: Any) -> bool:
@@ -212,12 +196,11 @@ def names(base: torch.device) -> dict[str, Any]:
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
         "mstx": mstx,
         "mem_get_info": mem_get_info,
-        "memory_stats": memory_stats,
-        "memory_summary": memory_summary,
-        **dict.fromkeys(_COUNTERS.split(), memory_allocated),
-        "utilization": memory_allocated,
-        "reset_peak_memory_stats": reset_peak_memory_stats,
-        "get_device_capability": get_device_capability,
+        "memory_stats": _of_device({}),
+        "memory_summary": _of_device("fusion_attention does not count the host's memory"),
+        **dict.fromkeys((*_COUNTERS.split(), "utilization"), _of_device(0)),
+        "reset_peak_memory_stats": _of_device(None),
+        "get_device_capability": _of_device(None, "so does torch_npu by default"),
         "can_device_access_peer": can_device_access_peer,
         "get_sync_debug_mode": lambda: 0,
         "get_mm_bmm_format_nd": lambda: True,

@@ -49,25 +49,14 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: di
     kernel[grid](*arguments, **options)
 
 
-def launch_named(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constexprs: Constants, tile: shapes.Tile
-) -> None:
-    """Launches a kernel (one that uses no tensor descriptors) with arguments by name, without caching anything.
-
-    arguments, constexprs: values of run-time and compile-time arguments, by name. tile: its warps and stages.
-    """
-    values = arguments | constexprs
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
-
-
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel with those of the arguments `given` (by name) that it has; constexprs: compile-time arguments;
-    tile: its numbers of warps and stages."""
-    arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
-    launch_named(kernel, grid, arguments, constexprs, tile)
+    """Launches a kernel that uses no tensor descriptors, with those of the arguments `given` (by name) that it has;
+    nothing is cached. constexprs: compile-time arguments. tile: its numbers of warps and stages."""
+    values = given | constexprs
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
 
 
 class Family:

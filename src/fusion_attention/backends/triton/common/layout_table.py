@@ -18,6 +18,7 @@ import torch
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import MatrixView, PagedView, RowView
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents
+from fusion_attention.ir.tiles import divided
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]
@@ -299,6 +300,13 @@ class CallMemory:
     def on(self, name: str, make: Maker) -> Copied:
         """Returns the table make(extents) on the call's device; it is made at the first use of `name` there."""
         return self._tables.on(self.device, name, make)
+
+
+def tiles_of(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Returns int32 [tiles, 8], tiles of at most `size` rows (or keys) of sequences with these lengths: sequence, first
+    row, end, and zeros."""
+    ranges = np.stack(divided(lengths, size), 1).astype(np.int32)
+    return np.pad(ranges, ((0, 0), (0, TILE_FIELDS - 3)))
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:

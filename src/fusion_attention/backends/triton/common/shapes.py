@@ -4,12 +4,14 @@ The entries are the largest shapes that, when compiled, spill no registers and f
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from fusion_attention.ir.problem import AnyProblem, Problem
 
+T = TypeVar("T")
 WIDEST_PART = 256  # most columns of a block; wider accumulators do not fit in registers
 MOST_PARTS = 3  # most column blocks of a row
 WIDEST_ROPE = 256
@@ -243,6 +245,17 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def on(device: torch.device, table: Callable[..., T | None], problem: AnyProblem, *more: int) -> T:
+    """Returns table(problem, chip, *more), the tile shape of a kernel (or several shapes), for the chip of `device`.
+
+    table: a function that returns None for problems that it does not support. more: alignments of rows, in elements.
+    """
+    chip = chip_of(device)
+    result = None if chip is None else table(problem, chip, *more)
+    assert result is not None  # reasons_against() ensures it
+    return result
+
+
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
     """Returns the tile shape of the kernel named `kernel`, which computes rows with infinite or NaN results again."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
@@ -251,17 +264,6 @@ def recompute_tile(kernel: str, problem: Problem) -> Tile:
 def heavy(problem: Problem) -> bool:
     """Returns True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
-
-
-def crowded(problem: Problem) -> bool:
-    """Returns True if at least two of bias matrix, blocked matrix and dropout bits are read for every (row, key)
-    pair."""
-    return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
-
-
-def has_no_modifiers(problem: Problem) -> bool:
-    """Returns True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
-    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
@@ -280,12 +282,6 @@ def widest(problem: AnyProblem) -> int:
     return 4 if problem.dtype == "float32" else 8
 
 
-def halved(tile: Tile) -> Tile:
-    """Returns a tile with half the rows (BM); below 64 rows without TMA, because such products (mma.sync) are faster
-    with pointers."""
-    return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
-
-
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
     """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; None if no tile fits the problem's sizes.
     align: alignment of rows, in elements.
@@ -296,9 +292,12 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if row is None:
         return None
     light, weighed, _ = row
-    if kernel == "forward" and crowded(problem) and weighed.BM > FEW:
-        weighed = halved(weighed)
-    if align == widest(problem) and kernel == "key" and has_no_modifiers(problem):
+    read = problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits"  # per (row, key) pair
+    if kernel == "forward" and sum(read) > 1 and weighed.BM > FEW:
+        few = weighed.BM // 2  # products of fewer than 64 rows (mma.sync) are faster with pointers
+        weighed = weighed._replace(BM=few, TMA=weighed.TMA and few >= 64)
+    unmodified = not heavy(problem) and problem.bias == "none" and problem.softcap == 0  # scores are scaled products
+    if align == widest(problem) and kernel == "key" and unmodified:
         return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
     if align == widest(problem):
         return weighed if heavy(problem) else light

@@ -17,6 +17,7 @@ from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
+from fusion_attention.ir.tiles import divided
 
 # The number of programs is about WAVES times what the GPU runs at once; more ranges only add partial results to merge.
 WAVES = 3
@@ -52,18 +53,6 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
     return *many, "decode"
 
 
-def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of the kernel decode() on a device, from the first table with an entry for the problem.
-
-    BM is reduced to the number of rows that share a key head. align: alignment of rows, in elements of q.
-    """
-    chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
-    assert chip is not None  # reasons_against() has looked
-    result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
-    tile = next(tile for tile in result if tile is not None)
-    return tile._replace(BM=min(tile.BM, shapes.power(most)))
-
-
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
@@ -78,8 +67,13 @@ def decode_constants(
         "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
         "BUFFER": buffer(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
     }  # fmt: skip
-    of_join = {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
-    return {name: value for name, value in constexprs.items() if name not in ("MEAN", "DROPOUT")}, of_join
+    of_decode = {name: value for name, value in constexprs.items() if name not in ("MEAN", "DROPOUT")}
+    return of_decode, join_constants(constexprs)
+
+
+def join_constants(constexprs: launching.Constants) -> launching.Constants:
+    """Returns the compile-time arguments of the kernel join, among those of the kernel whose results it merges."""
+    return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
 
 def buffer(problem: Problem) -> int:
@@ -108,20 +102,10 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def shares_wanted(problem: Problem, device: torch.device) -> int:
-    """Returns the number of ranges into which the keys of all sequences should be split for each key head, so that the
-    programs fill the GPU."""
-    return max(1, WAVES * processors(device) // problem.heads_kv)
-
-
 def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the tiles of at most BM rows as three int arrays [tiles]: sequence, first row and end. A row is a pair
     (query row, query head of a key head)."""
-    most = extents.q_len * problem.group
-    tiles = -(-most // tile.BM)
-    seq = np.repeat(np.arange(len(extents)), tiles)
-    first = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.BM
-    return seq, first, np.minimum(first + tile.BM, most[seq])
+    return divided(extents.q_len * problem.group, tile.BM)
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
@@ -221,6 +205,16 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
     return table, min(pool_of(view, problem.heads_kv) for view in paged.values())
 
 
+def page_arguments(table: torch.Tensor | None, last: int, suffix: str = "") -> dict[str, int]:
+    """Returns the kernel arguments about a page table, their names followed by `suffix`: pages per sequence, elements
+    from a sequence's row to the next one's, and the last page number in the pool's memory.
+
+    Without a table, or a complete page (last: -1), sequences have no pages, and no key is read.
+    """
+    width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
+    return {f"width{suffix}": width, f"step{suffix}": step, f"last{suffix}": last}
+
+
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
     """Writes out and the statistics (max, sum) of all rows: the kernels decode and join, then the one that recomputes
     rows which are not finite."""
@@ -234,27 +228,27 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
         given["table"] = o.k.table
     result = schedule.once(
         layout_table.layout(views, given),
-        lambda: ready(p, extents, schedule.rows, CallMemory(views, given, schedule.device_tables)),
+        lambda: ready(p, extents, CallMemory(views, given, schedule.device_tables)),
     )
     result.run(given | launch_dense.draws(o))
 
 
-def ready(p: Problem, e: Extents, rows_of_all: int, m: CallMemory) -> launching.Ready:
-    """Returns the launches that run() starts, for the memory layout of a call; rows_of_all: query rows of all
-    sequences."""
+def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
+    """Returns the launches that run() starts, for the memory layout of a call."""
     table, last = pages(p, m.views)
-    if not rows_of_all:
-        return launching.Ready([], ())
     device, align = m.device, m.align
-    tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
+    chip, most = shapes.chip_of(device), int(e.q_len.max(initial=1)) * p.group
+    assert chip is not None  # reasons_against() has looked
+    tiles = (shapes.tile_of(table, p, chip, align) for table in tables_for(p, most))
+    tile = next(tile for tile in tiles if tile is not None)
+    tile = tile._replace(BM=min(tile.BM, shapes.power(most)))
+    wanted = max(1, WAVES * processors(device) // p.heads_kv)  # ranges of all keys per key head, which fill the GPU
     split_tiles, shares = buffer_for_shares(p, e, tile, wanted)
     constexprs, known_join = decode_constants(p, tile, align, within(p, m.views, tile))
     listed = m.on(f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
-    # Without a complete page no key is read.
-    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | m.fixed
-    arguments |= {"width": width, "step": stride, "last": last, "rows": rows, "work": listed.tensor}
+    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | m.fixed | page_arguments(table, last)
+    arguments |= {"rows": rows, "work": listed.tensor}
     scratch = {"partials": launching.Scratch((shares * p.heads_kv * rows * buffer(p),))}
     names = [*m.given, *launch_dense.DRAWS, *scratch]
     launches = [

@@ -7,6 +7,7 @@ the layout table) and the tensors and numbers (by kernel argument name) of a cal
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,15 +146,6 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
         return True
     t = tiles.by_query(extents, 1)
     return bool(((t.full_end <= t.full_begin) & (extents.kv_len[t.seq] > 0)).any())
-
-
-def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of a kernel (its name in shapes.TABLES) on a device; align: alignment of rows, in elements
-    of q."""
-    chip = shapes.chip_of(device)
-    tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
-    assert tile is not None  # reasons_against() ensures it
-    return tile
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
@@ -353,17 +345,15 @@ def memory_of(
 def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
     """Returns the launches that run_forward() starts, for the memory layout of a call."""
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
-    tile = tile_on("forward", p, device, align if layout_table.apart(m.views) else 1)
+    tile = shapes.on(device, partial(shapes.tile_of, "forward"), p, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, forward_constants(p, tile, align), {}
     if launch_gluon.serves(p, device, tile):
         kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
         constexprs = launch_gluon.constants(p, align)
     tiled = m.on(f"forward {tile}", lambda e: forward_tiles(p, e, tile))
-    count = len(tiled.tensor)
-    if not count:
-        return Ready([], ())
     arguments = ABSENT | numbers(p) | m.fixed | {"tiles": tiled.tensor}
-    launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, names, constexprs, tile, **options)]
+    grid = len(tiled.tensor), p.heads_q
+    launches = [FAMILY.launch(kernel, grid, arguments, names, constexprs, tile, **options)]
     launches += launch_recompute(
         recompute_out, p, e.q_len, p.heads_q, arguments, names, recompute_out_constants(p, align)
     )
@@ -443,8 +433,9 @@ def ready_backward(
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)
     m = memory_of(p, e, schedule, views, given, {"flat": flat})
     device, align, apart = m.device, m.align, layout_table.apart(views)
-    query = tile_on("query", p, device, align if apart else 1)
-    key = tile_on("key", p, device, align if apart and layout_table.heads_apart(views) else 1)
+    query = shapes.on(device, partial(shapes.tile_of, "query"), p, align if apart else 1)
+    apart = apart and layout_table.heads_apart(views)
+    key = shapes.on(device, partial(shapes.tile_of, "key"), p, align if apart else 1)
     known_prepare, known_query, _ = backward_constants(p, query, align)
     known_key = backward_constants(p, key, align)[2]
     mean = p.empty_rows != "zero"

@@ -25,17 +25,13 @@ def kernel() -> Any:
     return gluon_forward
 
 
-def has_nothing_but_a_band(problem: Problem) -> bool:
-    """Returns True if rows have the one size that the Gluon kernel supports, and nothing but a band masks or changes
-    scores."""
+def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
+    """Returns True if the Gluon kernel can compute the forward in place of the Triton kernel with this tile shape: rows
+    have the one size that it supports, and nothing but a band masks or changes scores."""
     p = problem
     is_unmodified = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
-    return is_unmodified and p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
-
-
-def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
-    """Returns True if the Gluon kernel can compute the forward in place of the Triton kernel with this tile shape."""
-    if not tile.TMA or device.type != "cuda" or not has_nothing_but_a_band(problem):
+    has_size = p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
+    if not tile.TMA or device.type != "cuda" or not is_unmodified or not has_size:
         return False
     return torch.cuda.get_device_capability(device) == _CAPABILITY and kernel() is not None
 

@@ -7,7 +7,6 @@ Common parameters: `align` is layout_table.alignment(), in elements of q; `given
 argument name; `fixed` and `names` are those of launching.Family.launch().
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,13 +63,7 @@ def candidates(top_k: int, block: int) -> int:
 def row_tiles(extents: Extents) -> np.ndarray:
     """Returns int32 [tiles, 8], tiles of query rows, each of one sequence: columns 0 to 2 are the sequence, the first
     row and the end; the others are 0."""
-    size = shapes_sparse.SCORED
-    turns = -(-extents.q_len // size)
-    seq = np.repeat(np.arange(len(extents)), turns)
-    row0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * size
-    table = np.zeros((len(seq), layout_table.TILE_FIELDS), np.int32)
-    table[:, 0], table[:, 1], table[:, 2] = seq, row0, np.minimum(row0 + size, extents.q_len[seq])
-    return table
+    return layout_table.tiles_of(extents.q_len, shapes_sparse.SCORED)
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
@@ -135,28 +128,6 @@ class Sorting:
         self.written.start(given | {"entries": result})
 
 
-def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
-    """Returns table(problem, chip, *more), the tile shape of a kernel, for the chip of `device`.
-
-    table: a function such as scores_tile() that returns None for problems that it does not support; more: the
-    alignment.
-    """
-    chip = shapes.chip_of(device)
-    tile = None if chip is None else table(problem, chip, *more)
-    assert tile is not None  # reasons_against() ensures it
-    return tile
-
-
-def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page that is completely in the pool's memory) of the keys' view `k`; (None, 0) if they
-    are not in pages. Raises BackendError for rows in fragments."""
-    if not isinstance(k, PagedView):
-        return None, 0
-    if k.fragment:
-        raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
-    return k.table, launch_decode.pool_of(k, 1)
-
-
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Computes scores, and writes indices (and values) of the top_k keys of every query row, chunk by chunk of rows."""
     views: dict[str, layout_table.View | None] = {
@@ -170,18 +141,19 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
 
 def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
     """Returns the launches that run_topk() starts, for the memory layout of a call."""
-    table, last = pages_of(m.views["k"])
+    k, table, last = m.views["k"], None, 0
+    if isinstance(k, PagedView):
+        if k.fragment:
+            raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
+        table, last = k.table, launch_decode.pool_of(k, 1)
     device, align, capacity = m.device, m.align, m.capacity
-    tile = tile_on(shapes_sparse.scores_tile, p, device, align)
+    tile = shapes.on(device, shapes_sparse.scores_tile, p, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(capacity)
-    if not len(planned):
-        return launching.Ready([], ())
     tiled, ends = m.on("rows", row_tiles), ends_of(capacity, planned, p.ratio)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
-    width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    shared = m.fixed | {"tiles": tiled.tensor, "width": width, "step": step, "last": last, "pitch": pitch}
+    shared = m.fixed | launch_decode.page_arguments(table, last) | {"tiles": tiled.tensor, "pitch": pitch}
     names: list[str] = [*m.given, "scores", "entries", "counts"]
     launches: list[Any] = []
     sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
@@ -373,7 +345,7 @@ def ready_backward(
     m = CallMemory(views, given, schedule.device_tables, {"ids": numbered(given["q"], capacity.kv_len, 1)})
     # dk is written by KeySum, whose rows need no alignment.
     align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, m.table)
-    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, m.device, align), shapes_sparse.sizes_of_gradient(p)
+    tile, sizes = shapes.on(m.device, shapes_sparse.gradient_tile, p, align), shapes_sparse.sizes_of_gradient(p)
     listed, tiles = m.on("tokens", tokens), m.on("keys", key_tiles)
     shared = m.fixed | {"tokens": listed.tensor}
     per = tokens_per_chunk(p, schedule.rows)

@@ -39,15 +39,6 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """Returns the tile shapes of the kernels of a loss or statistics over all keys, on a device; align: alignment of
-    rows, in elements of q."""
-    chip = shapes.chip_of(device)
-    result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
-    assert result is not None  # reasons_against() ensures it
-    return result
-
-
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
     """Returns kernel argument name -> tensor, for the views that are not None."""
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
@@ -124,7 +115,7 @@ def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
 def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
     """Returns the launches that run_lse() starts, for the memory layout of a call."""
     e, device, align = m.capacity, m.device, m.align
-    tile = tiles_on(p, device, align).lse
+    tile = shapes.on(device, shapes_loss.warm_tiles, p, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
 
@@ -136,17 +127,13 @@ def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
     split_tiles, full, rows = of_ranges.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = m.fixed | {"heads": p.heads, "plane": rows}
     names = [*m.given, "partial"]
-    launches = []
-    if len(split_tiles):
-        launches.append(
-            FAMILY.launch(
-                dense_kl_loss.warm_lse, (len(split_tiles),), numbers | {"tiles": split_tiles}, names, constexprs, tile
-            )
+    launches = [
+        FAMILY.launch(kernel, (len(listed),), numbers | {"tiles": listed}, names, values, tile)
+        for kernel, listed, values in (
+            (dense_kl_loss.warm_lse, split_tiles, constexprs), (dense_kl_loss.join_lse, full, known_join)
         )
-    if len(full):
-        launches.append(
-            FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
-        )
+        if len(listed)
+    ]  # fmt: skip
     return Ready(launches, (m.strides, m.lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
 
 
@@ -265,7 +252,7 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
 def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
     """Returns the launches of a loss over all keys of a band (without selection), for the memory layout of a call."""
     e, device, align, given = m.capacity, m.device, m.align, m.given
-    t = tiles_on(p, device, align)
+    t = shapes.on(device, shapes_loss.warm_tiles, p, align)
     work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
     tables = m.strides, m.lengths, m.on(f"rows {t.target}", work.rows), m.on(f"keys {t.target}", work.keys)
     of_rows, of_keys = (each.tensor for each in tables[2:])
@@ -324,12 +311,12 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
     """Returns the bytes of scratch of the operation indexer_lse; e: the largest lengths of its schedule."""
-    return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
+    return bytes_of(lse_buffers(p, e, shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
     """Returns the most bytes of scratch of a loss without selection for the planned lengths `e`; its tiles depend on
     the alignment of rows."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
-    served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
+    served = {shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p, align).target for align in (8, 1)}
     return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

@@ -29,7 +29,6 @@ from fusion_attention.backends.triton.indexer.launch import (
     gradient_buffers,
     gradient_launches,
     list_constants,
-    tile_on,
 )
 from fusion_attention.backends.triton.indexer.launch_dense_kl_loss import (
     MOST,
@@ -164,7 +163,8 @@ def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
 def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
     """Returns the launches of a loss over selected keys, for the memory layout of a call whose layout table has the
     view "ids", the ids of keys in sums."""
-    e, device, given, align, t = m.capacity, m.device, m.given, m.align, tiles_on(p, m.device)
+    e, device, given, align = m.capacity, m.device, m.given, m.align
+    t = shapes.on(device, shapes_loss.selected_tiles, p)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     listed, of_rows, to_write = (
         m.on("tokens", launch_sparse.tokens),
@@ -179,7 +179,7 @@ def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
         "tokens": listed.tensor, "tiles": of_rows.tensor, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
     names = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
-    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
+    tile = shapes.on(device, shapes_sparse.gradient_tile, p, align)
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
         return FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile)
@@ -202,11 +202,3 @@ def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
     where, keys = Where(m.strides.tensor, to_write.tensor, len(e)), int(e.kv_len.sum())
     tables = m.strides, m.lengths, listed, of_rows, to_write
     return Gradient(first, tables, buffers, chunks, where, keys, p.select_count, p.dim_index)
-
-
-def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
-    """Returns the tile shapes of the kernels of a loss over selected keys, for the chip of `device`."""
-    chip = shapes.chip_of(device)
-    result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
-    assert result is not None  # reasons_against() has looked
-    return result

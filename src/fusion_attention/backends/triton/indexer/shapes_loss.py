@@ -21,48 +21,24 @@ class Warm(NamedTuple):
     columns: int  # elements of a row per iteration of target
 
 
+def warm(num_stages: int, *sizes: tuple[int, int], columns: int = 64) -> Warm:
+    """Returns the tile shapes of 8 warps for the kernels in the order of Warm's fields; sizes: (BM, BN) of each."""
+    lse, target, difference, query, key = (Tile(*size, 8, num_stages) for size in sizes)
+    return Warm(lse, target, difference, query, key, columns)
+
+
 # Chip (CHIPS) and bytes of an element -> (most elements of an indexer's row, tiles).
 WARM: dict[tuple[int, int], tuple[tuple[int, Warm], ...]] = {
     (90, 2): (
-        (
-            128,
-            Warm(
-                Tile(64, 128, 8, 3),
-                Tile(128, 128, 8, 3),
-                Tile(128, 128, 8, 3),
-                Tile(128, 64, 8, 3),
-                Tile(64, 128, 8, 3),
-                64,
-            ),
-        ),
-        (
-            256,
-            Warm(
-                Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), 64
-            ),
-        ),
+        (128, warm(3, (64, 128), (128, 128), (128, 128), (128, 64), (64, 128))),
+        (256, warm(2, (64, 64), (64, 64), (64, 64), (64, 32), (32, 64))),
     ),
     (80, 2): (
-        (
-            128,
-            Warm(
-                Tile(64, 64, 8, 3),
-                Tile(128, 64, 8, 3),
-                Tile(128, 64, 8, 3),
-                Tile(128, 32, 8, 3),  # 64 keys leave no room to load ahead in 99 KB
-                Tile(64, 64, 8, 3),
-                64,
-            ),
-        ),
-        (
-            256,
-            Warm(
-                Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 64
-            ),
-        ),
+        # 64 keys of the kernel `query` leave no room to load ahead in 99 KB.
+        (128, warm(3, (64, 64), (128, 64), (128, 64), (128, 32), (64, 64))),
+        (256, warm(2, (32, 64), (64, 32), (64, 32), (64, 32), (32, 32))),
     ),
-    (90, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
-    (80, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
+    **dict.fromkeys(((90, 4), (80, 4)), ((256, warm(1, *((16, 16),) * 5, columns=16)),)),
 }
 for _width in (2, 4):
     WARM[86, _width] = WARM[80, _width]
@@ -116,9 +92,3 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
     return next((tiles for tiles, fits in candidates if fits), None)
-
-
-def holds_lse(problem: IndexerProblem, chip: int) -> bool:
-    """Returns True if there are tile shapes for the indexer's statistics over all keys, for this problem on a chip of
-    CHIPS."""
-    return warm_tiles(problem, chip) is not None

@@ -9,11 +9,10 @@ names in the layout table) and the tensors and numbers (by kernel argument name)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.common.layout_table import CallMemory
@@ -25,6 +24,7 @@ from fusion_attention.backends.triton.selected.forward import PAGES, sparse_forw
 from fusion_attention.backends.triton.selected.recompute import recompute_lists
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
+from fusion_attention.ir.tiles import divided
 
 FAMILY = launching.Family(sparse_forward, join, recompute_lists)
 ABSENT: dict[str, Any] = dict.fromkeys(
@@ -38,9 +38,7 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 def tokens(extents: Extents) -> np.ndarray:
     """Returns int32 [tokens, 2]: (sequence, query row within it) of each token, for the tokens of all sequences in
     order."""
-    seq = np.repeat(np.arange(len(extents)), extents.q_len)
-    row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
-    return np.stack((seq, row), 1).astype(np.int32)
+    return np.stack(divided(extents.q_len, 1)[:2], 1).astype(np.int32)
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
@@ -115,12 +113,6 @@ def forward_constants(
     return constants(p, tile, align) | more
 
 
-def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """Returns the compile-time arguments of join(), which merges the partial results of the programs of a token."""
-    constexprs = forward_constants(problem, launch_decode.JOIN, align)
-    return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
-
-
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
@@ -191,64 +183,33 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     result.run(given)
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Arguments of kernels for the page table of one source of keys; a table without pages has no keys.
-
-    Attributes:
-        size: tokens of a page; 0: keys are not in pages.
-        width: pages per sequence in the table, [sequences, width].
-        step: elements from a sequence's row in the table to the next one's.
-        last: the last page number in the pool's memory; -1: none.
-    """
-
-    size: int
-    width: int
-    step: int
-    last: int
-
-    @classmethod
-    def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
-        """Returns the arguments for a page table with pages of `size` tokens and page numbers up to `last`; table None:
-        keys are not in pages."""
-        if table is None:
-            return cls(0, 0, 0, last)
-        return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
-
-    def arguments(self, suffix: str = "") -> dict[str, int]:
-        """Returns the kernel arguments "width", "step" and "last", their names followed by `suffix`."""
-        return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
-
-
-def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[Pages, Pages]:
-    """Returns the Pages (arguments about page tables) of the keys, and those of the compressed keys."""
-    p, second = problem, views["k_compressed"]
-    first = Pages.of(p.page_size, *launch_decode.pages(p, views))
+def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[dict[str, int], int]:
+    """Returns (kernel arguments about the page tables of keys and of compressed keys, tokens of a page of compressed
+    keys: 0 if they are not in pages)."""
+    arguments = launch_decode.page_arguments(*launch_decode.pages(problem, views))
+    second = views["k_compressed"]
     if not isinstance(second, PagedView):
-        return first, Pages.of(0, None, 0)
+        return arguments | launch_decode.page_arguments(None, 0, "_compressed"), 0
     of_second = {"k": second, "v": views["v_compressed"]}
-    size = second.page_size
-    return first, Pages.of(size, *launch_decode.pages(replace(p, page_size=size), of_second))
+    listed = launch_decode.pages(replace(problem, page_size=second.page_size), of_second)
+    return arguments | launch_decode.page_arguments(*listed, "_compressed"), second.page_size
 
 
 def ready(p: Problem, m: CallMemory) -> launching.Ready:
     """Returns the launches that run() starts, for the memory layout of a call."""
-    first, second = pages(p, m.views)
+    of_pages, page_compressed = pages(p, m.views)
     device, align, listed = m.device, m.align, m.on("tokens", tokens)
-    if not len(listed.tensor):
-        return launching.Ready([], ())
-    tile = tile_on(p, device, align)
+    tile = shapes.on(device, shapes_sparse.forward_tile, p, align)
     numbers = launch_dense.numbers(p)
     arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | m.fixed
-    arguments |= {**first.arguments(), **second.arguments("_compressed")}
-    arguments |= {"heads_kv": p.heads_kv, "tokens": listed.tensor}
+    arguments |= of_pages | {"heads_kv": p.heads_kv, "tokens": listed.tensor}
     is_near, recompute = near(m.views, m.capacity), shapes.recompute_tile("recompute_out", p)
-    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, second.size)
+    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, page_compressed)
     most = sum(slots(p, m.capacity))
     keys_per_split = slots_per_program(p, most, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = m.strides, m.lengths, listed
     shares, names = programs_per_token(most, keys_per_split), list(m.given)
-    constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
+    constexprs = forward_constants(p, tile, align, is_near, shares > 1, page_compressed)
     scratch: dict[str, launching.Scratch] = {}
     if shares > 1:
         joined = m.on(f"shares {shares}", lambda e: work(p, e, shares))
@@ -258,17 +219,9 @@ def ready(p: Problem, m: CallMemory) -> launching.Ready:
     grid = count * programs(p, tile), max(shares, 1)
     launches = [FAMILY.launch(sparse_forward, grid, arguments, names, constexprs, tile)]
     if shares > 1:
-        grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
+        grid, of_join = (count * p.group, p.heads_kv), launch_decode.join_constants(constexprs)
         launches.append(FAMILY.launch(join, grid, arguments, names, of_join, launch_decode.JOIN))
     launches.append(
         FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, names, recomputed, recompute)
     )
     return launching.Ready(launches, tables, scratch)
-
-
-def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of the forward kernel on a device; align: alignment of rows, in elements of q."""
-    chip = shapes.chip_of(device)
-    tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
-    assert tile is not None  # reasons_against() ensures it
-    return tile

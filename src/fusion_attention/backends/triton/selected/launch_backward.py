@@ -17,7 +17,7 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Schedule, launch_some
+from fusion_attention.backends.triton.common.launching import Constants, Schedule, Scratch, bytes_of, launch_some
 from fusion_attention.backends.triton.dense.backward import prepare
 from fusion_attention.backends.triton.dense.launch import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.selected import launch_key_sum
@@ -83,10 +83,23 @@ def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
     """Returns the bytes of scratch per query token with `slots` keys; row: dtype of its contributions to gradients of
     keys."""
-    p = problem
-    weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
-    rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
-    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # key and id of a slot, length and flag of a list
+    sums = 0 if ATOMIC else problem.heads_kv * slots * launch_key_sum.BYTES_OF_ENTRY
+    return sums + bytes_of(buffers_of(problem, 1, slots, row))
+
+
+def buffers_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> dict[str, Scratch]:
+    """Returns kernel argument name -> scratch tensor, through which the kernels of a chunk of `tokens` tokens with
+    `slots` slots each pass results to each other; row: dtype of gradient rows.
+
+    keys, ids: key (in its sequence) and id (in the sums) of every slot, -1 for none. used: end of the slots with a key,
+    and noted: flag of a recomputation, per token and key head. weights, ds: P and dS of every slot and query head.
+    rows: gradient rows; absent if ATOMIC.
+    """
+    p, lists, token_heads = problem, tokens * problem.heads_kv * slots, tokens * problem.heads_kv
+    numbers = {"keys": lists, "ids": lists, "used": token_heads, "noted": token_heads}
+    results = {name: Scratch((count,), torch.int32) for name, count in numbers.items()}
+    results |= dict.fromkeys(("weights", "ds"), Scratch((tokens * p.heads_q * slots,), p.torch_dtype))
+    return results if ATOMIC else results | {"rows": Scratch((lists, columns_of(p)[1]), row)}
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
@@ -193,7 +206,7 @@ def prepare_layout(
     if capacity.compressed is not None:
         lengths, first = capacity.compressed.kv_len, int(capacity.kv_len.sum())
         ids["ids_compressed"] = launch_key_sum.numbered(like, lengths, p.heads_kv, first)
-        second = device_tables.on(device, "compressed keys", launch_key_sum.compressed_tiles)
+        second = device_tables.on(device, "compressed keys", lambda e: launch_key_sum.key_tiles(e, True))
     table = layout_table.strides(views | {"flat": flat} | ids, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() ensures it
@@ -227,11 +240,13 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
     given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
     partials = note_rows(p, prepared, given, o)
-    sums, float32_rows = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    sums, row = KeySum(like, prepared.keys, columns_of(p)[1]), rows_dtype(p, given["dk"].dtype == torch.float32)
     if tokens:
-        buffer = Buffer.of(p, tokens, prepared.slots[1], rows_dtype(p, float32_rows), like)
-        for first in range(0, tokens, buffer.tokens):
-            run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
+        per = tokens_of(p, tokens, prepared.slots[1], row)
+        buffers = buffers_of(p, per, prepared.slots[1], row)
+        given |= {name: empty(like, shape, dtype) for name, (shape, dtype, _) in buffers.items()}
+        for first in range(0, tokens, per):  # all chunks use the same memory, one after the other
+            run_chunk(p, prepared, sums, given | {"first": first}, min(per, tokens - first))
     where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
@@ -258,64 +273,23 @@ def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Op
     return partials
 
 
-@dataclass(eq=False)
-class Buffer:
-    """The scratch memory of a chunk, through which its kernels pass results to each other.
-
-    Attributes:
-        tokens: number of tokens of a chunk.
-        slots: slots per token.
-        keys, ids: key (in its sequence) and id (in the sums) of every slot, -1 for none.
-        used: end of the slots with a key, per token and key head.
-        noted: flag of a recomputation, per token and key head.
-        weights, ds: P and dS of every slot and query head.
-        rows: gradient rows [slots of all tokens and key heads, columns]; None if ATOMIC.
-    """
-
-    tokens: int
-    slots: int
-    keys: torch.Tensor
-    ids: torch.Tensor
-    used: torch.Tensor
-    noted: torch.Tensor
-    weights: torch.Tensor
-    ds: torch.Tensor
-    rows: torch.Tensor | None
-
-    @classmethod
-    def of(cls, p: Problem, tokens: int, slots: int, row: torch.dtype, like: torch.Tensor) -> Buffer:
-        """Allocates the scratch of a chunk; all chunks use the same memory one after the other.
-
-        tokens: all tokens, the upper limit of a chunk. slots: slots per token. row: dtype of gradient rows. like: a
-        tensor on the device, with the dtype of P and dS.
-        """
-        tokens_in_chunk = tokens_of(p, tokens, slots, row)
-        lists, pairs = tokens_in_chunk * p.heads_kv * slots, tokens_in_chunk * p.heads_q * slots
-        keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
-        weights, ds = (empty(like, (pairs,)) for _ in range(2))
-        rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
-        used, noted = (empty(like, (tokens_in_chunk * p.heads_kv,), torch.int32) for _ in range(2))
-        return cls(tokens_in_chunk, slots, keys, ids, used, noted, weights, ds, rows)
-
-
-def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
+def run_chunk(p: Problem, prepared: Prepared, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
     """Computes the gradients of the query rows of a chunk of `tokens` tokens, and adds those of their keys to `sums`.
 
     given: kernel arguments by name; "first" is the chunk's first token.
     """
-    rows = sums.total if buffer.rows is None else buffer.rows
-    given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
-    given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
+    given = {"rows": sums.total} | given | {"scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope", "indices", "k_compressed", "v_compressed"):
         given.setdefault(name, None)
     token_heads = tokens * p.heads_kv
-    for one in launches(p, prepared.cuts, prepared.align, prepared.slots, buffer.rows is None):
+    for one in launches(p, prepared.cuts, prepared.align, prepared.slots, ATOMIC):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "token_heads": token_heads}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
         launch_some(one.kernel, grid, given | named, one.constexprs, one.tile)
-    if buffer.rows is not None:
-        entries = token_heads * buffer.slots
-        sums.add(buffer.rows[:entries], buffer.ids[:entries], p.heads_kv * buffer.slots)
+    if not ATOMIC:
+        slots = prepared.slots[1]
+        entries = token_heads * slots
+        sums.add(given["rows"][:entries], given["ids"][:entries], p.heads_kv * slots)
 
 
 @dataclass(frozen=True)

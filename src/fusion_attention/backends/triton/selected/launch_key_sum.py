@@ -10,14 +10,14 @@ An entry is one gradient row with the id of its key; a token has `of_token` entr
 all sequences and heads: numbered().
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
-from fusion_attention.backends.triton.common.launching import launch_named, launch_some
+from fusion_attention.backends.triton.common.launching import launch_some
 from fusion_attention.backends.triton.selected.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
@@ -58,21 +58,12 @@ def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
 
 
-def compressed_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], as key_tiles() does, but for the compressed keys of all sequences."""
-    assert extents.compressed is not None
-    return key_tiles(replace(extents, kv_len=extents.compressed.kv_len))
-
-
-def key_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], tiles of the keys of all sequences: columns 0 to 2 are the sequence, the first key and
-    the end, the others 0."""
-    turns = -(-extents.kv_len // WRITE.BN)
-    seq = np.repeat(np.arange(len(extents)), turns)
-    key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
-    table = np.zeros((len(seq), layout_table.TILE_FIELDS), np.int32)
-    table[:, 0], table[:, 1], table[:, 2] = seq, key0, np.minimum(key0 + WRITE.BN, extents.kv_len[seq])
-    return table
+def key_tiles(extents: Extents, compressed: bool = False) -> np.ndarray:
+    """Returns int32 [tiles, 8], tiles of the keys, or of the compressed keys, of all sequences: columns 0 to 2 are the
+    sequence, the first key and the end, the others 0."""
+    source = extents.compressed if compressed else extents
+    assert source is not None
+    return layout_table.tiles_of(source.kv_len, WRITE.BN)
 
 
 def block_of(of_token: int) -> int:
@@ -174,4 +165,4 @@ class KeySum:
         }
         tables = {"strides": where.strides, "tiles": where.tiles, "count": where.count}
         arguments = {"total": self.total, "out": out, **tables}
-        launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, constexprs, WRITE)
+        launch_some(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, constexprs, WRITE)

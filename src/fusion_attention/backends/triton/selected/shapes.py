@@ -88,9 +88,6 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     return result[0 if p.group > 32 else 1 if p.group > 16 else 2]
 
 
-# --------------------------------------------------------------------------------------- its backward, sums per key
-
-
 # ---------------------------------------------------------------------------------------------------- the indexer
 
 SCORED = 16  # rows per program of scores, at most the columns of a product
@@ -201,13 +198,6 @@ def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align
     return tile._replace(BM=max(NARROWEST, heads_held(p.heads, tile.BM)))
 
 
-def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
-    """Returns True if the kernels of the indexer's loss have tile shapes for the problem's sizes on a chip of CHIPS."""
-    if not problem.select_count:
-        return shapes_loss.warm_tiles(problem, chip) is not None
-    return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
-
-
 # ---------------------------------------------------------------------------------------------------- unsupported calls
 
 # Operation kind -> a function that returns true if its kernels have a tile for a problem on a chip; kinds that are not
@@ -216,19 +206,16 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
     "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
     "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
-    "indexer_lse": shapes_loss.holds_lse,
-    "indexer_loss": holds_loss,
+    "indexer_lse": lambda p, chip: shapes_loss.warm_tiles(p, chip) is not None,
+    "indexer_loss": lambda p, chip: shapes_loss.warm_tiles(p, chip) is not None if not p.select_count else (
+        shapes_loss.selected_tiles(p, chip) is not None and gradient_tile(p, chip) is not None
+    ),
+}  # fmt: skip
+OPERATIONS: dict[type[AnyProblem], tuple[str, ...]] = {
+    Problem: ("attention_forward", "attention_backward"),
+    IndexerProblem: ("indexer_topk", "indexer_backward", "indexer_lse"),
+    IndexerLossProblem: ("indexer_loss",),
 }
-
-
-def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
-    """Returns the names of the operations that a problem of this type has, such as "attention_forward" and
-    "attention_backward"."""
-    if isinstance(problem, Problem):
-        return "attention_forward", "attention_backward"
-    return ("indexer_loss",) if isinstance(problem, IndexerLossProblem) else (
-        "indexer_topk", "indexer_backward", "indexer_lse"
-    )  # fmt: skip
 
 
 def sizes_of(problem: AnyProblem) -> str:
@@ -247,7 +234,7 @@ def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
 
     op_kind: the operation's name; "": all operations of the problem. chip: a key of CHIPS.
     """
-    op_kinds = (op_kind,) if op_kind else op_kinds_of(problem)
+    op_kinds = (op_kind,) if op_kind else OPERATIONS[type(problem)]
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []
     sizes = f"{sizes_of(problem)} in {problem.dtype}"

@@ -24,42 +24,23 @@ class SlotTile(NamedTuple):
 
 LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # tile and slots per iteration of selection.read_lists()
 
+SERVED = (16, 32, 64, 128)  # most heads of each entry of a table
 # Kernel -> (chip, bytes of an element) -> tiles, fewest heads first; the last one is also for more heads.
 KERNELS = ("weigh_slots", "backward_rows", "backward_slots")
 TABLES: dict[str, dict[tuple[int, int], tuple[SlotTile, ...]]] = {
     "weigh_slots": {
-        (90, 2): (
-            SlotTile(16, 128, 64, 4, 3),
-            SlotTile(32, 128, 64, 4, 3),
-            SlotTile(64, 128, 64, 4, 3),
-            SlotTile(128, 128, 64, 8, 3),
-        ),
-        (80, 2): (
-            SlotTile(16, 64, 64, 4, 3),
-            SlotTile(32, 128, 64, 4, 3),
-            SlotTile(64, 128, 32, 4, 3),
-        ),  # 128 x 128 spills
+        (90, 2): tuple(SlotTile(heads, 128, 64, 8 if heads > 64 else 4, 3) for heads in SERVED),
+        (80, 2): (SlotTile(16, 64, 64, 4, 3), SlotTile(32, 128, 64, 4, 3), SlotTile(64, 128, 32, 4, 3)),
     },
     "backward_rows": {
-        (90, 2): (
-            SlotTile(16, 64, 256, 4, 3),
-            SlotTile(32, 64, 256, 4, 3),
-            SlotTile(64, 64, 256, 8, 3),
-            SlotTile(128, 64, 256, 8, 3),
-        ),
-        (80, 2): (
-            SlotTile(16, 64, 128, 4, 3),
-            SlotTile(32, 64, 128, 4, 3),
-            SlotTile(64, 64, 128, 4, 3),
-            SlotTile(128, 64, 128, 8, 3),
-        ),
+        (90, 2): tuple(SlotTile(heads, 64, 256, 8 if heads > 32 else 4, 3) for heads in SERVED),
+        (80, 2): tuple(SlotTile(heads, 64, 128, 8 if heads > 64 else 4, 3) for heads in SERVED),
     },
     # Heads are summed a few at a time, so that others are loaded meanwhile.
     "backward_slots": dict.fromkeys(
         ((90, 2), (80, 2)), (SlotTile(16, 128, 128, 8, 3), SlotTile(16, 128, 128, 8, 3), SlotTile(32, 128, 256, 8, 3))
     ),
 }
-SERVED = (16, 32, 64, 128)  # most heads of each entry
 # float32 products are multiply-adds, whose operands stay in registers.
 FLOAT32 = {
     "weigh_slots": SlotTile(16, 32, 32, 4, 1),
