@@ -5,6 +5,7 @@ Every function writes to a tensor of the caller. npu_fused_infer_attention_score
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,9 +155,7 @@ COVERS_LENGTHS = invalid("covers(mask, seq_len)",
 DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
                   code=INVALID,
                   reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
-ROWS_DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
-                       code=INVALID,
-                       reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
+ROWS_DECIDED = replace(DECIDED, invalid={"mask": torch.full((4, 4), -1.0)})
 CAUSAL = meaning("triangle(mask)", "mask: torch.ones(S, S).triu(1) (the function is causal, for any mask)",
                  code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
 NO_GRADIENT = "attention with a gradient is npu_fusion_attention; or call it under torch.no_grad()"

@@ -31,6 +31,7 @@ from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
     group,
+    keys_lie,
     limit,
     meaning,
     needed,
@@ -39,7 +40,7 @@ from fusion_attention.ops.shared.rules import (
     of_lengths,
     only_dim,
     presence,
-    typed,
+    tabled,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
@@ -131,18 +132,8 @@ LENGTHS = (
     ),
 )
 FORMS = (
-    typed(
-        f"layout_kv in (layout, '{PAGES}')",
-        f"layout_kv: layout, or {PAGES} (keys have the axes of queries, or are paged)",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_kv": "BNSD"},
-    ),
-    presence(
-        f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        f"block_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
-        given=IN_PAGES,
-        invalid={"block_table": None},
-    ),
+    keys_lie(PAGES),
+    tabled("block_table", PAGES, given=IN_PAGES, invalid={"block_table": None}),
     meaning(
         "index_offset.dim() > 1 or len(index_offset) == len(q_len)",
         "index_offset: one number for every sequence (or one for every row: [B, S1, 1], packed [T1, 1])",
