@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import IDS, apart, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.caches import IDS, apart, in_place
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
@@ -190,8 +191,7 @@ def attends(
             *rules,
             groups_of_heads("num_heads"),
             finite_scale("scale_value", optional=False),
-            *waits_for_none("out", shape=shapes["out"]),
-            *own_memory("out", shape=shapes["out"]),
+            *in_place(out=shapes["out"]),
             *untrained(NO_GRADIENT, None, invalid, **floating),
         ),
         formula=FORMULA.format(keys=visible),
@@ -254,8 +254,7 @@ FLASH_UNPAD_V2 = attends(
     "_npu_flash_attention_unpad with kernel_type, which has no effect here.",
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
-        Attr("kernel_type", "Without effect: selects a kernel of the chip.", default=0,
-             domain="kernel_type in (0, 2)"),
+        one_of("kernel_type", "Without effect: selects a kernel of the chip.", (0, 2)),
         out("T"),
     ),
     ENDS,

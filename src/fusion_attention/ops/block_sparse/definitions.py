@@ -15,9 +15,9 @@ from fusion_attention.ir.mask import TILE, UNLIMITED
 from fusion_attention.memory import empty
 from fusion_attention.ops.block_sparse import rules
 from fusion_attention.ops.block_sparse.call import LSE, MASK, OUT, lower
-from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.training.definitions import DK, DQ, KEY, QUERY, rows
+from fusion_attention.ops.training.definitions import DK, DQ, KEY, QUERY
 from fusion_attention.ops.training.run import GRADIENTS
 
 INPUTS = ("query", "key", "value")
@@ -59,7 +59,7 @@ WINDOW = (
     Attr("pre_tokens", "Without effect.", default=UNLIMITED),
     Attr("next_tokens", "Without effect.", default=UNLIMITED),
 )
-FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)")
+FLAG = one_of("softmax_lse_flag", "1: return softmax_lse.", (0, 1))
 QUANT = (
     Attr("quant_mode", "0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.", default=0),
     Attr("dst_type_max", "Without effect: it is for fp4.", type=float, default=0.0),

@@ -42,7 +42,7 @@ from fusion_attention.ops.compressed.rules import (
 )
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
-from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import own_scale
 from fusion_attention.ops.sparse import definitions as sparse
@@ -88,7 +88,7 @@ SCALE = Attr("scale_value", "Factor on q . key; the default is 1.0.", type=float
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
              spelled="cmp_ratio")  # fmt: skip
 MODES = (
-    Attr("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)"),
+    one_of("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", (0, 3, 4)),
     Attr("cmp_mask_mode", "3: a row sees the first (position + 1) // cmp_ratio compressed keys.", default=0),
     Attr("ori_win_left", "Visible keys before the diagonal, in ori_mask_mode 4; -1: all.", default=-1),
     Attr("ori_win_right", "Visible keys behind the diagonal, in ori_mask_mode 4; -1: all.", default=-1),

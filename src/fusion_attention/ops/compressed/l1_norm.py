@@ -20,7 +20,7 @@ from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TensorCall, TorchCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import metadata
-from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, keys_lie, limit, meaning, of_lengths, own_scale
 from fusion_attention.ops.sparse import definitions as sparse
@@ -162,11 +162,8 @@ V1 = of_cann(
         ),
         *(
             forward.RATIO,
-            Attr(
-                "mask_mode",
-                "0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.",
-                default=0,
-                domain="mask_mode in (0, 3)",
+            one_of(
+                "mask_mode", "0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.", (0, 3)
             ),
         ),
         spelled(sparse.LAYOUT, "layout_q"),

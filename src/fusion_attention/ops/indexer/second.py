@@ -26,7 +26,7 @@ from fusion_attention.ops.indexer.definitions import (
 )
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared import cumulative
-from fusion_attention.ops.shared.params import spelled
+from fusion_attention.ops.shared.params import one_of, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
@@ -85,8 +85,8 @@ METADATA = Tensor("metadata", "Without effect: back ends here divide the work th
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
 RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576",
              spelled="cmp_ratio")  # fmt: skip
-RETURN_VALUES = Attr("return_values", "1: return the scores of the selected keys.", default=0,
-                     domain="return_values in (0, 1)", spelled="return_value")  # fmt: skip
+RETURN_VALUES = one_of("return_values", "1: return the scores of the selected keys.",
+                       (0, 1), spelled="return_value")  # fmt: skip
 PARAMS = (
     spelled(QUERY, "q"),
     spelled(KEY, "k", form=_key_layout),

@@ -21,6 +21,7 @@ from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.shared import params, rules
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import elements, paged
 
 RESULTS = ("out", "max", "sum")
@@ -96,12 +97,6 @@ def scales_fit(
     if offset is None:
         return True
     return (scale is not None and offset.shape == scale.shape) or f"{show(offset)} beside {show(scale)}"
-
-
-def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
-    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
-    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
-    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
 
 RULES: tuple[Rule, ...] = (
@@ -240,11 +235,6 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(side: str, last: str) -> dict[str, str]:
-    s, n = f"S{side}", f"N{side}"
-    return {"BSND": f"B {s} {n} {last}", "BNSD": f"B {n} {s} {last}"}
-
-
 def _scale_param(name: str, text: str) -> Tensor:
     return Tensor(name, text, True, dtypes="float32")
 
@@ -324,17 +314,12 @@ RECORD = Op(
     "decode_attention",
     "Softmax attention of the newest tokens of each sequence to the keys in its cache.",
     (
-        Tensor("q", "Query rows, the newest tokens.", dtypes=params.OWN_FLOATS, shape=_rows("1", "D")),
-        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
-        Tensors("v", "Values, in the form of k.", True, dtypes="=k", shape=_rows("2", "D")),
+        Tensor("q", "Query rows, the newest tokens.", dtypes=params.OWN_FLOATS, shape=params.rows("1", "D")),
+        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=params.rows("2", "D")),
+        Tensors("v", "Values, in the form of k.", True, dtypes="=k", shape=params.rows("2", "D")),
         Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
-        Attr(
-            "cache_layout",
-            "Axis order of k and v; if paged, the first axis is pages.",
-            type=str,
-            default="BSND",
-            domain="cache_layout in ('BSND', 'BNSD')",
-            code=INVALID,
+        one_of(
+            "cache_layout", "Axis order of k and v; if paged, the first axis is pages.", ("BSND", "BNSD"), code=INVALID
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),
         Array("kv_len", "Tokens of every sequence in its cache.", True),
@@ -371,8 +356,7 @@ out_i &= \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}} + e^{sink}}
     layout_attr="layout",
     neutral={"N2": None},
     derive=geometry,
-    functions=FUNCTIONS
-    | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, rows_within, broadcasts, band_fits)},
+    functions=FUNCTIONS | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, broadcasts, band_fits)},
     lower=lower,
     results=RESULTS,
     fresh=fresh,

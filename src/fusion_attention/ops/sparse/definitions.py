@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
-from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, or_none, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, one_of, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import rules
@@ -84,19 +84,13 @@ SCALE = Attr("scale_value", "Factor on query . key.", type=float)
 BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128")
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of keys: the layout of queries, or {PAGED}.", type=str, default="BSND")
-MODE = Attr(
-    "sparse_mode",
-    "0: all keys are visible; 3: causal, the last row sees the last key.",
-    default=3,
-    domain="sparse_mode in (0, 3)",
-)
+MODE = one_of("sparse_mode", "0: all keys are visible; 3: causal, the last row sees the last key.", (0, 3), default=3)
 PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
 NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
-ATTENTION_MODE = Attr(
+ATTENTION_MODE = one_of(
     "attention_mode",
     "Without effect; the chip supports 2 alone, with values that are the first elements of keys.",
-    default=0,
-    domain="attention_mode in (0, 1, 2)",
+    (0, 1, 2),
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)

@@ -15,11 +15,11 @@ from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, to_float32
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, scale_of
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, one_of, rows, scale_of
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
-from fusion_attention.ops.training.definitions import KEEP_PROB, OFFSET, SIZES, rows
+from fusion_attention.ops.training.definitions import KEEP_PROB, OFFSET, SIZES
 from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -288,13 +288,7 @@ RECORD = Op(
         ),
         Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
         OFFSET,
-        Attr(
-            "empty_rows",
-            "Result of rows without visible keys: 'zero', or the 'mean' of V.",
-            type=str,
-            default="zero",
-            domain="empty_rows in ('zero', 'mean')",
-        ),
+        one_of("empty_rows", "Result of rows without visible keys: 'zero', or the 'mean' of V.", ("zero", "mean")),
         SOFTCAP,
         Tensor(
             "blocked_tiles",

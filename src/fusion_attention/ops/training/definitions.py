@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training import rules
@@ -21,19 +21,6 @@ from fusion_attention.ops.training.formulas import BACKWARD_FORMULA, BACKWARD_TE
 from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradients, fresh_results
-
-
-def rows(side: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
-    s, n, t = f"S{side}", f"N{side}", f"T{side}"
-    return {
-        "BSH": f"B {s} {n}*{dim}",
-        "SBH": f"{s} B {n}*{dim}",
-        "BSND": f"B {s} {n} {dim}",
-        "BNSD": f"B {n} {s} {dim}",
-        "TND": f"{t} {n} {dim}",
-    }
-
 
 STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
@@ -125,12 +112,10 @@ PSE_TYPE = Attr(
     default=1,
     domain="0 <= pse_type <= 3",
 )
-STATS_LAYOUT = Attr(
+STATS_LAYOUT = one_of(
     "softmax_layout",
     'Order of packed statistics: "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1, N1, 8].',
-    type=str,
-    default="",
-    domain="softmax_layout in ('', 'same_as_input')",
+    ("", "same_as_input"),
     code=INVALID,
 )
 TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')")
