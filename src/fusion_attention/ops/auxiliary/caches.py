@@ -43,7 +43,7 @@ def written(name: str, text: str, like: str) -> Tensor:
     return Tensor(name, text, dtypes=f"={like}")
 
 
-def in_place(dtype: torch.dtype = torch.float16, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
+def in_place(dtype: torch.dtype = torch.float16, /, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
     """Rules: tensors that are written in place do not require gradients, and no two of their elements share memory.
 
     shapes: names of the tensors, with sample shapes; dtype: of the samples.

@@ -169,15 +169,8 @@ RECORD = V1.version(
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
         *(spelled(KEY, "k"), KEY_COMPRESSED, SHARED_LISTS, RATIO, BAND),
-        *(
-            spelled(VALUE, "v"),
-            VALUE_COMPRESSED,
-            LAYOUT,
-            sparse.Q_LENGTHS,
-            sparse.KV_LENGTHS,
-            LENGTHS_COMPRESSED,
-            RESIDUAL,
-        ),
+        *(spelled(VALUE, "v"), VALUE_COMPRESSED, LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, LENGTHS_COMPRESSED),
+        RESIDUAL,
         sparse.OPTIONAL_SCALE,
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),

@@ -42,23 +42,24 @@ def _sequences(n: Mapping[str, Any]) -> Sequences:
 def _lower(bound: Bound) -> TorchCall:
     n = bound.names
     tensors = {name: n[name] for name in ("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")}
-    of, saves = _sequences(n), n["grad_enabled"]
+    x, wkv, wgate, state_cache, ape, table = tensors.values()
+    of, saves, mode = _sequences(n), n["grad_enabled"], n["cache_mode"]
 
     def compute(results: Results) -> None:
         saved = Saved(*(results[name] for name in SAVED)) if saves else None
-        results[OUT].copy_(compressed(*tensors.values(), n["cache_mode"], of, saved=saved))
+        results[OUT].copy_(compressed(x, wkv, wgate, state_cache, ape, table, mode, of, saved=saved))
 
-    allocate = partial(_results, n["x"], n["wkv"], of, saves)
+    allocate = partial(_results, x, wkv, of, saves)
     return TorchCall(NO_SEQUENCE, "", tensors, allocate, compute, clears=SAVED if saves else ())
 
 
 def _lower_grad(bound: Bound) -> TorchCall:
     n = bound.names
     tensors = {name: n[name] for name in ("x", "wkv", "wgate", "dcmp_kv")}
-    of = _sequences(n)
+    (x, wkv, wgate, dcmp_kv), of = tensors.values(), _sequences(n)
 
     def compute(results: Results) -> None:
-        computed = gradients(*tensors.values(), Saved(*(n[name] for name in SAVED)), of)
+        computed = gradients(x, wkv, wgate, dcmp_kv, Saved(*(n[name] for name in SAVED)), of)
         for name, gradient in zip(GRADIENTS, computed, strict=True):
             results[name].copy_(gradient)
 

@@ -168,19 +168,17 @@ PADDING = (
         invalid={"kv_padding_size": [2]},
     ),
 )
-PREFIXES = (
+PREFIXES = rules.group(
     rules.meaning(
         "(key_shared_prefix is None) == (value_shared_prefix is None)",
         "key_shared_prefix: key_shared_prefix and value_shared_prefix, or neither (a prefix has keys and values)",
         stage="presence",
-        given=PREFIX,
         invalid={"value_shared_prefix": None},
     ),
     rules.of_lengths(
         f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
         "key_shared_prefix: a tensor of key's layout, heads, elements and dtype, with a batch of 1 (all sequences "
         "share it)",
-        given=PREFIX,
         invalid={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
     ),
     rules.of_lengths(
@@ -189,26 +187,22 @@ PREFIXES = (
         "value_shared_prefix: the shape of key_shared_prefix except for the last axis (one value per key)",
         when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
         needs=("key_shared_prefix",),
-        given=PREFIX,
         invalid={"value_shared_prefix": "1 3 N2*Dv"},
     ),
     rules.meaning(
         "of_elements(value_shared_prefix, input_layout, N2) == Dv",
         "value_shared_prefix: rows as long as value's (they are rows of one attention)",
-        given=PREFIX,
         invalid={"value_shared_prefix": "1 4 N2*32"},
     ),
     rules.of_lengths(
         "len(actual_shared_prefix_len) == 1",
         "actual_shared_prefix_len: one number (all sequences share one prefix)",
-        given=PREFIX,
         invalid={"actual_shared_prefix_len": [2, 2]},
     ),
     rules.meaning(
         "0 <= common <= prefix_keys",
         "actual_shared_prefix_len: 0 <= length <= keys of key_shared_prefix (a prefix is no longer than its tensor)",
         when="key_shared_prefix is not None",
-        given=PREFIX,
         invalid={"actual_shared_prefix_len": [5]},
     ),
     rules.meaning(
@@ -216,14 +210,12 @@ PREFIXES = (
         "key_shared_prefix: no rope parts beside a shared prefix (its keys have no rope part)",
         when="key_shared_prefix is not None",
         needs=("query_rope",),
-        given=PREFIX,
         invalid=ROPE,
     ),
     rules.limit(
         "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and dtype_of(query) != 'int8' and len(key) == 1",
         "key_shared_prefix: a prefix of padded keys in one tensor, under a query of floats (the chip shares no "
         "prefix there)",
-        given=PREFIX,
         invalid={
             "input_layout": "TND",
             "actual_seq_lengths": [3, 8],
@@ -232,6 +224,7 @@ PREFIXES = (
             "value_shared_prefix": "4 N2 Dv",
         },
     ),
+    given=PREFIX,
 )
 ROPES = (
     rules.rope_pair("query_rope", "key_rope", ROPE),

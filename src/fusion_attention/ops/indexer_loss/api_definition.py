@@ -28,11 +28,8 @@ RECORD = definitions.V1.version(
             dtypes="float32 float64",
             shape={"BSND": "B N1 S1", "TND": "T1 N1"},
         ),
-        *(
-            spelled(definitions.QUERY_INDEX, "index_q"),
-            spelled(definitions.KEY_INDEX, "index_k"),
-            replace(definitions.WEIGHTS, dtypes=OWN_FLOATS),
-        ),
+        *(spelled(definitions.QUERY_INDEX, "index_q"), spelled(definitions.KEY_INDEX, "index_k")),
+        replace(definitions.WEIGHTS, dtypes=OWN_FLOATS),
         LISTS,
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
         *(sparse.OPTIONAL_SCALE, sparse.CAUSAL, spelled(SINKS, "sink", dtypes=OWN_FLOATS)),

@@ -60,14 +60,8 @@ RECORD = definitions.V1.version(
     source="",
     params=(
         spelled(definitions.QUERY, "q", dtypes=OWN_FLOATS),
-        *(
-            spelled(definitions.KEY, "k"),
-            spelled(definitions.VALUE, "v"),
-            spelled(definitions.INDICES, "indices"),
-            definitions.LAYOUT,
-            Q_LENGTHS,
-            KV_LENGTHS,
-        ),
+        *(spelled(definitions.KEY, "k"), spelled(definitions.VALUE, "v"), spelled(definitions.INDICES, "indices")),
+        *(definitions.LAYOUT, Q_LENGTHS, KV_LENGTHS),
         *(spelled(definitions.QUERY_ROPE, "q_rope"), spelled(definitions.KEY_ROPE, "k_rope")),
         OPTIONAL_SCALE,
         spelled(definitions.BLOCK, "block", default=1),

@@ -166,20 +166,10 @@ RULES = (
 
 
 # Parameter names of a DenseCall's tensors.
-_NAMES: tuple[str, ...] = (
-    "q",
-    "k",
-    "v",
-    "q_rope",
-    "k_rope",
-    "bias",
-    "alibi_slopes",
-    "blocked",
-    "drop_bits",
-    "sink",
-    "blocked_tiles",
+_NAMES = (
+    *("q", "k", "v", "q_rope", "k_rope", "bias", "alibi_slopes", "blocked", "drop_bits", "sink"),
+    *("blocked_tiles", "blocked_bits"),
 )
-_NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
