@@ -21,8 +21,7 @@ from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
-from fusion_attention.ops.shared.call import OfCall
-from fusion_attention.ops.shared.metadata import NO_SEQUENCE
+from fusion_attention.ops.shared.call import NO_SEQUENCE, OfCall
 
 Tensor = torch.Tensor
 

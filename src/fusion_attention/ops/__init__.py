@@ -10,13 +10,8 @@ FAMILIES = (
     *("training.api_definition", "inference.api_definition", "training.definitions", "training.score_v4"),
     *("block_sparse.definitions", "inference.definitions", "fused.definitions"),
     *("indexer.definitions", "indexer.second", "indexer.api_definition", "sparse.definitions", "sparse.api_definition"),
-    *(
-        "compressed.definitions",
-        "compressed.l1_norm",
-        "compressed.api_definition",
-        "compressed.compressor",
-        "compressed.pooling",
-    ),
+    *("compressed.definitions", "compressed.l1_norm", "compressed.api_definition", "compressed.compressor"),
+    "compressed.pooling",
     *("indexer_loss.definitions", "indexer_loss.api_definition"),
     *("indexer_loss.target_definitions", "indexer_loss.api_target_definition"),
 )

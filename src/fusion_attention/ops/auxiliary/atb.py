@@ -5,14 +5,16 @@ Every function writes to a tensor of the caller. npu_fused_infer_attention_score
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import IDS, apart, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.caches import IDS, apart, in_place
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
@@ -154,9 +156,7 @@ COVERS_LENGTHS = invalid("covers(mask, seq_len)",
 DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
                   code=INVALID,
                   reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
-ROWS_DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
-                       code=INVALID,
-                       reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
+ROWS_DECIDED = replace(DECIDED, invalid={"mask": torch.full((4, 4), -1.0)})
 CAUSAL = meaning("triangle(mask)", "mask: torch.ones(S, S).triu(1) (the function is causal, for any mask)",
                  code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
 NO_GRADIENT = "attention with a gradient is npu_fusion_attention; or call it under torch.no_grad()"
@@ -191,8 +191,7 @@ def attends(
             *rules,
             groups_of_heads("num_heads"),
             finite_scale("scale_value", optional=False),
-            *waits_for_none("out", shape=shapes["out"]),
-            *own_memory("out", shape=shapes["out"]),
+            *in_place(out=shapes["out"]),
             *untrained(NO_GRADIENT, None, invalid, **floating),
         ),
         formula=FORMULA.format(keys=visible),
@@ -255,8 +254,7 @@ FLASH_UNPAD_V2 = attends(
     "_npu_flash_attention_unpad with kernel_type, which has no effect here.",
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
-        Attr("kernel_type", "Without effect: selects a kernel of the chip.", default=0,
-             domain="kernel_type in (0, 2)"),
+        one_of("kernel_type", "Without effect: selects a kernel of the chip.", (0, 2)),
         out("T"),
     ),
     ENDS,

@@ -10,9 +10,8 @@ from fusion_attention.ops.auxiliary.caches import (
     IDS,
     WRITTEN,
     apart,
-    own_memory,
+    in_place,
     stores_fragments,
-    waits_for_none,
     written,
 )
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
@@ -75,7 +74,7 @@ def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
                         invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
                 for c, n in zip(caches, names, strict=True)
             ),
-            *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
+            *(rule for c in caches for rule in in_place(**{c: pages[c]})),
             *untrained(STORED, None, invalid, **{n: sizes[n] for n in names}),
         ),
         formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]",
@@ -137,8 +136,7 @@ ROTARY = auxiliary(
         meaning("within(positions, L)", "positions: numbers of rows of cos_sin_cache (one row per position)",
                 code=INVALID,
                 reads=True, invalid={"positions": torch.full((6,), 32)}),
-        *(rule for n in ("query", "key")
-          for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
+        *(rule for n in ("query", "key") for rule in in_place(**{n: (6, 32)})),
     ),
     formula="x = x * cos + rotated(x) * sin,  for queries and keys",
     functions=FUNCTIONS,

@@ -9,7 +9,7 @@ from fusion_attention.contract import Array, Attr, Op, Tensor
 from fusion_attention.ops.auxiliary.common import result
 from fusion_attention.ops.shared.checks import float32, pages_exist
 from fusion_attention.ops.shared.cumulative import ends_fit
-from fusion_attention.ops.shared.params import PAGE_IDS, in_order
+from fusion_attention.ops.shared.params import PAGE_IDS, in_order, one_of
 from fusion_attention.ops.shared.rules import group, limit, meaning, needed, of_lengths, presence, typed
 
 BLOCK = 128  # keys of a block, and of a page
@@ -46,8 +46,7 @@ PARAMS = (
     Array("actual_seq_qlen", "0, then the cumulative ends of the sequences' rows; required.", True),
     Array("actual_seq_klen", "Keys of every sequence; packed keys: 0, then cumulative ends. Required.", True),
     Attr("layout_key", "BBND or BNBD: pages; TND: packed.", type=str, default="BBND"),
-    Attr("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", default=3,
-         domain="sparse_mode in (0, 3)"),
+    one_of("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", (0, 3), default=3),
     Attr("init_blocks", "Number of first blocks, which score 1e30.", default=0, domain="init_blocks >= 0"),
     Attr("local_blocks", "Number of blocks up to that of the rows, which score 1e29.", default=1,
          domain="local_blocks >= 0"),

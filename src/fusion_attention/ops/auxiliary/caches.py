@@ -6,6 +6,7 @@ import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, result, writes
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 IDS = "int32 int64"
@@ -42,21 +43,19 @@ def written(name: str, text: str, like: str) -> Tensor:
     return Tensor(name, text, dtypes=f"={like}")
 
 
-def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors `names`, written in place, do not require gradients; tests break them by a tensor of `shape`."""
-    leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
-    text, advice = (
-        "a tensor that does not require a gradient",
-        "it is written in place: detach() it, or use torch.no_grad()",
+def in_place(dtype: torch.dtype = torch.float16, /, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Rules: tensors that are written in place do not require gradients, and no two of their elements share memory.
+
+    shapes: names of the tensors, with sample shapes; dtype: of the samples.
+    """
+    leaves = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+    expanded = {n: torch.zeros(s[0], *(1,) * (len(s) - 1), dtype=dtype).expand(s) for n, s in shapes.items()}
+    waits = "a tensor that does not require a gradient (it is written in place: detach() it, or use torch.no_grad())"
+    shares = "a separate memory address for every element (an expanded tensor cannot be written: clone() it)"
+    return (
+        *(invalid(f"not trained({n})", f"{n}: {waits}", invalid={n: leaf}) for n, leaf in leaves.items()),
+        *(invalid(f"apart({n})", f"{n}: {shares}", invalid={n: view}) for n, view in expanded.items()),
     )
-    return tuple(invalid(f"not trained({name})", f"{name}: {text} ({advice})", invalid={name: leaf}) for name in names)
-
-
-def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors `names`, written in place, have no elements that share memory; tests break them by `shape`."""
-    expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
-    advice, text = "an expanded tensor cannot be written: clone() it", "a separate memory address for every element"
-    return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:
@@ -120,13 +119,12 @@ SCATTER_PA = auxiliary(
             Tensor(name, "Not supported: for compressed caches.", True)
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
-        Attr(
+        one_of(
             "cache_mode",
             '"Norm": pages of contiguous rows; "PA_NZ": fragments, if the shape of a cache allows them; if it allows '
             "both, fragments of 32 bytes.",
-            type=str,
+            ("Norm", "PA_NZ"),
             default="PA_NZ",
-            domain="cache_mode in ('Norm', 'PA_NZ')",
         ),
     ),
     (),
@@ -157,8 +155,7 @@ SCATTER_PA = auxiliary(
             reads=True,
             invalid={"slot_mapping": torch.tensor([0, 1, 2, 12])},
         ),
-        *waits_for_none("key_cache", "value_cache", shape=PAGES),
-        *own_memory("key_cache", "value_cache", shape=PAGES),
+        *in_place(key_cache=PAGES, value_cache=PAGES),
         *untrained(STORED, key=(4, 2, 8), value=(4, 2, 8)),
         *(
             invalid(f"{name} is None", f"{name}: None (compressed caches are not supported)")
@@ -236,8 +233,7 @@ GATHER_PA = auxiliary(
             reads=True,
             invalid={"seq_lens": torch.tensor([3, 4])},
         ),
-        *waits_for_none("key", "value", shape=(6, 2, 8)),
-        *own_memory("key", "value", shape=(6, 2, 8)),
+        *in_place(key=(6, 2, 8), value=(6, 2, 8)),
     ),
     formula="key[token] = key_cache[block_tables[sequence, (offset + i) // size], i % size] for row i; values likewise",
     functions=FUNCTIONS,

@@ -1,15 +1,15 @@
 """The operator definition of CANN's compressor, which projects rows and pools their windows to compressed keys."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import torch
 
-from fusion_attention.contract import Array, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import apart, own_memory, waits_for_none
+from fusion_attention.contract import Array, Attr, Tensor
+from fusion_attention.ops.auxiliary.caches import apart, in_place
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
-from fusion_attention.ops.shared.params import TENSOR_FIRST
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 
 
@@ -104,12 +104,6 @@ _LENGTHS = "x, cu_seqlens, seqused, start_pos"
 _FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes_fit, apart)
 
 
-def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
-    """The result of `rules` for state_cache, whose invalid sample calls pass the float32 tensor `sample`."""
-    shape, name = tuple(sample.shape), "state_cache"
-    return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
-
-
 COMPRESSOR = replace(
     auxiliary(
         "cann_ops_transformer.compressor",
@@ -135,10 +129,9 @@ COMPRESSOR = replace(
             Array("cu_seqlens", "Packed rows: 0, then the cumulative ends of the sequences.", True),
             Array("seqused", "Number of used rows of each sequence; None: all.", True),
             Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
-            Attr("coff", "2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: "
-                 "they do not.", default=1, domain="coff in (1, 2)"),
-            Attr("cache_mode", "1: a page table of blocks; 2: one block per sequence, used as a ring.", default=1,
-                 domain="cache_mode in (1, 2)"),
+            one_of("coff", "2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: "
+                   "they do not.", (1, 2)),
+            one_of("cache_mode", "1: a page table of blocks; 2: one block per sequence, used as a ring.", (1, 2)),
         ),
         (
             result("cmp_kv", "[B, ceil(S / cmp_ratio), D], zeros behind the windows of each sequence; or packed "
@@ -173,8 +166,7 @@ COMPRESSOR = replace(
                     "state_block_table: numbers of blocks of state_cache (from 0 on)", reads=True,
                     when="state_cache.dim() == 3",
                     invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
-            *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),
-            *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
+            *in_place(torch.float32, state_cache=(3, 4, 8)),
         ),
         functions={one.__name__: one for one in _FUNCTIONS},
         sizes={"Cw": 4},

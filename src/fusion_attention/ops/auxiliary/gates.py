@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fusion_attention.contract import Attr
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape, two_halves
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "The tensor with both halves.")
@@ -45,7 +46,7 @@ True""",
 )
 
 GEGLU_FORMULA = "a, b = the halves of x along dim\ny = a * gelu(b);  with activate_left gelu(a) * b"
-APPROXIMATE = Attr("approximate", "GELU by 1: tanh, 0: the error function.", default=1, domain="approximate in (0, 1)")
+APPROXIMATE = one_of("approximate", "GELU by 1: tanh, 0: the error function.", (0, 1), default=1)
 LEFT = Attr("activate_left", "Apply GELU to the first half; False: to the second.", type=bool, default=False)
 GEGLU = auxiliary(
     "npu_geglu",
@@ -89,13 +90,7 @@ GEGLU_GRAD = auxiliary(
 >>> torch.allclose(npu_geglu_grad(torch.ones(3, 4), x.detach(), gelu), x.grad, atol=1e-6)
 True""",
 )
-WORD = Attr(
-    "approximate",
-    'GELU by "none": the error function, "tanh": tanh.',
-    type=str,
-    default="none",
-    domain="approximate in ('none', 'tanh')",
-)
+WORD = one_of("approximate", 'GELU by "none": the error function, "tanh": tanh.', ("none", "tanh"))
 ANY = floats("input", "A tensor of any shape.")
 SAME = result("y", "In the shape of input.", "=input")
 GELU = auxiliary(

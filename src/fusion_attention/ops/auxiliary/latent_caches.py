@@ -3,7 +3,7 @@
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor, functions_in
-from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, in_place
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
@@ -193,10 +193,7 @@ KV_RMSNORM_ROPE = auxiliary(
             },
             invalid={"v": "B 1 3 128"},
         ),
-        *waits_for_none("k_cache", shape=(2, 1, 6, 4)),
-        *waits_for_none("ckv_cache", shape=(2, 1, 6, 8)),
-        *own_memory("k_cache", shape=(2, 1, 6, 4)),
-        *own_memory("ckv_cache", shape=(2, 1, 6, 8)),
+        *in_place(k_cache=(2, 1, 6, 4), ckv_cache=(2, 1, 6, 8)),
         *untrained(STORED, kv=(2, 1, 4, 12)),
     ),
     formula="""latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)

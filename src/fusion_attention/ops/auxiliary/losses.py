@@ -8,6 +8,7 @@ import torch
 from fusion_attention.contract import INVALID, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.auxiliary.experts import counting
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 
 SIZES = {"T": 6, "C": 5}
@@ -28,8 +29,7 @@ SCALE = Attr(
     "lse_square_scale_for_zloss", f"0: {NOT_HERE}.", type=float, default=0.0, domain="lse_square_scale_for_zloss == 0"
 )
 HOW = (
-    Attr("reduction", '"mean" (weighted), "sum" or "none" of the rows.', type=str, default="mean",
-         domain="reduction in ('mean', 'sum', 'none')"),
+    one_of("reduction", '"mean" (weighted), "sum" or "none" of the rows.', ("mean", "sum", "none")),
     Attr("ignore_index", "Label of ignored rows; it may be negative.", default=-100),
     Attr("label_smoothing", "s: weight of the uniform distribution over classes in a row's target.", type=float,
          default=0.0,
@@ -130,8 +130,8 @@ KL_LOSS = replace(
             floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_numbers),
             Attr("eps", "Lower bound of q, and addend of p, in the logarithms.", type=float, default=1e-9,
                  domain="0 < eps < 3.4e38", code=INVALID),
-            Attr("weight_type", 'Weights of the logarithms: "logits": y, "probs": q.', type=str,
-                 default="logits", domain="weight_type in ('logits', 'probs')", code=INVALID),
+            one_of("weight_type", 'Weights of the logarithms: "logits": y, "probs": q.',
+                   ("logits", "probs"), code=INVALID),
         ),
         (result("loss", "A scalar.", "=target_score"),),
         rules=(

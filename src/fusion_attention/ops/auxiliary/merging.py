@@ -7,7 +7,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensor, Tensors
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
-from fusion_attention.ops.shared.params import TENSOR_FIRST
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, presence, untrained
 
 SIZES = {"T": 6, "N": 2, "D": 8, "S": 3, "L": 2, "H": 16}
@@ -87,9 +87,8 @@ RING = auxiliary(
         statistic("cur_softmax_sum", "Row sums of exp(score - max) of the current step."),
         Array("actual_seq_qlen", "TND: cumulative ends of the sequences, with or without a leading 0.", True),
         Attr("input_layout", '"SBH" or "TND".', type=str, default="SBH"),
-        Attr("input_softmax_layout", 'Order of statistics in layout TND: "TND": [T, N, 8]; "" or "SBH": [N, q_len, 8] '
-             "of each sequence, concatenated.", type=str, default="",
-             domain="input_softmax_layout in ('', 'SBH', 'TND')"),
+        one_of("input_softmax_layout", 'Order of statistics in layout TND: "TND": [T, N, 8]; "" or "SBH": '
+               "[N, q_len, 8] of each sequence, concatenated.", ("", "SBH", "TND")),
     ),
     (
         result("attn_out", "The merged output rows, in the shape of prev_attn_out.", "=prev_attn_out"),

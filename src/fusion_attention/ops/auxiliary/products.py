@@ -10,7 +10,7 @@ import torch
 from fusion_attention.contract import Array, Attr, Tensors
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, result
 from fusion_attention.ops.auxiliary.quantised import DTYPE, SCALES
-from fusion_attention.ops.shared.params import TENSOR_FIRST
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 
 Given = Sequence[torch.Tensor]
@@ -112,15 +112,12 @@ GROUPED = auxiliary(
         Tensors("per_token_scale", "Scales of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
         Array("group_list", "Per group its end, its number of rows, or a pair (group_list_type).", optional=True),
         *(Tensors(name, "Not supported.", optional=True) for name in RESERVED[1:]),
-        Attr("split_item", "0, 1: one result per group; 2, 3: one result.", default=0,
-             domain="split_item in (0, 1, 2, 3)"),
+        one_of("split_item", "0, 1: one result per group; 2, 3: one result.", (0, 1, 2, 3)),
         Attr("group_type", "-1: x is a list, without groups; 0: groups are rows of x; 2: groups are columns of x and "
              "rows of weight, [K, M] and [M, N], with the result [E, K, N]. Optional if group_list is a list.",
              default=None),
-        Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
-             domain="group_list_type in (0, 1, 2)"),
-        Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
-             domain="act_type in (0, 1, 2, 4, 5)"),
+        one_of("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", (0, 1, 2)),
+        one_of("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", (0, 1, 2, 4, 5)),
         Array("tuning_config", "Accepted without effect.", optional=True),
         Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
              default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)"),

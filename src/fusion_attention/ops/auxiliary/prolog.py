@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import FUNCTIONS, own_memory, waits_for_none, written
+from fusion_attention.ops.auxiliary.caches import FUNCTIONS, in_place, written
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
@@ -64,12 +65,8 @@ def epsilon(name: str) -> Attr:
 
 
 EPSILONS = epsilon("rmsnorm_epsilon_cq"), epsilon("rmsnorm_epsilon_ckv")
-MODE = Attr(
-    "cache_mode",
-    "PA_BSND: pages of contiguous rows; PA_NZ: of fragments of 16 elements.",
-    type=str,
-    default="PA_BSND",
-    domain="cache_mode in ('PA_BSND', 'PA_NZ')",
+MODE = one_of(
+    "cache_mode", "PA_BSND: pages of contiguous rows; PA_NZ: of fragments of 16 elements.", ("PA_BSND", "PA_NZ")
 )
 QUERIES = (
     result("query", "Query heads, projected to the key's latent: [.., N1, Ckv].", "=token_x"),
@@ -112,10 +109,7 @@ RULES = (
     invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]",
             "kr_cache: as many slots as kv_cache has (an index is for both)", invalid={"kr_cache": "P 5 1 Dr"}),
     *none(SCALES),
-    *waits_for_none("kv_cache", shape=(3, 4, 1, 16)),
-    *waits_for_none("kr_cache", shape=(3, 4, 1, 4)),
-    *own_memory("kv_cache", shape=(3, 4, 1, 16)),
-    *own_memory("kr_cache", shape=(3, 4, 1, 4)),
+    *in_place(kv_cache=(3, 4, 1, 16), kr_cache=(3, 4, 1, 4)),
     *untrained(GRADIENT, token_x=(5, 12), weight_dq=(12, 8)),
 )  # fmt: skip
 SLOT_RULES = (

@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, has_axis, result
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
@@ -155,9 +156,8 @@ DYNAMIC = auxiliary(
                make=lambda shape: torch.full(shape, 4)),
         Attr("dst_type", "torch.int8 (1); or torch.quint4x2 (16), with 7 in place of 127. None: torch.int8.",
              default=None, domain="dst_type in (None, 1, 16)"),
-        Attr("quant_mode", "One scale per row (pertoken), column (perchannel) or tensor (pertensor).", type=str,
-             default="pertoken",
-             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
+        one_of("quant_mode", "One scale per row (pertoken), column (perchannel) or tensor (pertensor).",
+               ("pertoken", "perchannel", "pertensor")),
         Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0"),
     ),
     (
@@ -215,8 +215,7 @@ PARAM = auxiliary(
     (
         Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
         Tensor("offset", "Offset of int8 results; it broadcasts with scale.", optional=True, dtypes="float32"),
-        Attr("round_mode", "Conversion of scale to 19 bits: 0: truncated; 1: rounded.", default=0,
-             domain="round_mode in (0, 1)"),
+        one_of("round_mode", "Conversion of scale to 19 bits: 0: truncated; 1: rounded.", (0, 1)),
     ),
     (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(

@@ -8,6 +8,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, same_shape
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 
 X = floats("input", "The rows that are rotated.")
@@ -134,12 +135,11 @@ APPLY = auxiliary(
     "npu_rotary_mul of queries and keys.",
     (
         *(QUERY, KEY, floats("cos", "Cosines, which broadcast to both."), floats("sin", "Sines, in the shape of cos.")),
-        Attr(
+        one_of(
             "layout",
             "Axis order of query and key; without effect, as cos broadcasts.",
-            type=str,
+            ("BSH", "BSND", "SBND", "BNSD", "TND"),
             default="BSND",
-            domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
         ),
         MODE,
     ),
@@ -205,12 +205,10 @@ MROPE = auxiliary(
         Attr("head_size", "Elements of a head; those behind the rotary size are unchanged.", domain="head_size > 0"),
         Array("mrope_section", "Number of angles of each kind of positions.", True),
         MODE,
-        Attr(
+        one_of(
             "cache_mode",
             'Order of angles: "default": section by section; "interleave": height at 1, 4, ... and width at 2, 5, ...',
-            type=str,
-            default="default",
-            domain="cache_mode in ('default', 'interleave')",
+            ("default", "interleave"),
         ),
     ),
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),

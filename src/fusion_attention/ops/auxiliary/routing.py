@@ -8,6 +8,7 @@ import torch
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, floats, result
 from fusion_attention.ops.auxiliary.experts import counting, moe, within
+from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 X = floats("x", "A score of every expert for every token.", shape="T E")
@@ -65,11 +66,9 @@ GATING = moe(
         Tensor("tid2eid", "Not supported: a table of experts.", optional=True, dtypes="int32 int64"),
         Attr("k_group", "Number of groups from which experts are selected.", default=1, domain="k_group >= 1"),
         Attr("group_count", "Number of groups.", default=1, domain="group_count >= 1"),
-        Attr("group_select_mode", "Score of a group: 0: its largest score; 1: the sum of its two largest.", default=0,
-             domain="group_select_mode in (0, 1)"),
+        one_of("group_select_mode", "Score of a group: 0: its largest score; 1: the sum of its two largest.", (0, 1)),
         Attr("renorm", "Reserved: 0.", default=0, domain="renorm == 0"),
-        Attr("norm_type", "0: softmax; 1: sigmoid, with weights divided by their sum.", default=0,
-             domain="norm_type in (0, 1)"),
+        one_of("norm_type", "0: softmax; 1: sigmoid, with weights divided by their sum.", (0, 1)),
         Attr("out_flag", "Without effect: out is always returned.", type=bool, default=False),
         Attr("routed_scaling_factor", "Factor on the weights.", type=float, default=1.0),
         Attr("eps", "Added to the sum of the weights.", type=float, default=1e-20, domain="eps >= 0"),
@@ -116,16 +115,14 @@ INIT = moe(
         Attr("expert_capacity", "Without effect: for drop_pad_mode 1.", default=-1),
         Attr("expert_num", "Number of experts.", default=-1, domain="1 <= expert_num <= 10240"),
         Attr("drop_pad_mode", "0: no rows are dropped or padded.", default=0, domain="drop_pad_mode == 0"),
-        Attr("expert_tokens_num_type", "Form of the counts: 0: cumulative; 1: per expert; 2: pairs (expert, count) of "
-             "experts with rows.", default=0, domain="expert_tokens_num_type in (0, 1, 2)"),
+        one_of("expert_tokens_num_type", "Form of the counts: 0: cumulative; 1: per expert; 2: pairs (expert, count) "
+               "of experts with rows.", (0, 1, 2)),
         Attr("expert_tokens_num_flag", "Return counts; False: they are empty.", type=bool, default=False),
-        Attr("quant_mode", "-1: none; 0: static; 1: dynamic, by the largest element of each row.", default=-1,
-             domain="quant_mode in (-1, 0, 1)"),
+        one_of("quant_mode", "-1: none; 0: static; 1: dynamic, by the largest element of each row.", (-1, 0, 1)),
         Array("active_expert_range", "[start, end) of the active experts; empty: all. One number is both.",
               optional=True, default=()),
-        Attr("row_idx_type", "0: per token and expert its row, -1 if it has none; 1: per row its token and expert, "
-             "t * K + k; rows of active experts, then of higher ones, then of lower ones.", default=0,
-             domain="row_idx_type in (0, 1)"),
+        one_of("row_idx_type", "0: per token and expert its row, -1 if it has none; 1: per row its token and expert, "
+               "t * K + k; rows of active experts, then of higher ones, then of lower ones.", (0, 1)),
         Attr("x_dtype", "None: dtypes that torch does not have are not supported.", default=None,
              domain="x_dtype is None"),
     ),
@@ -185,8 +182,8 @@ FINALIZE = moe(
                "zeros.", dtypes="int32 int64", shape="P", make=counting(12)),
         Tensor("export_for_source_row", "The experts of every token; required for bias.", optional=True,
                default=REQUIRED, dtypes="int32 int64", shape="T K", make=counting(3)),
-        Attr("drop_pad_mode", "Index of expert j of token i in expanded_src_to_dst_row: 0, 1: j * T + i; 2, 3: "
-             "i * K + j. 1 and 3: rows are [E, C, H].", default=0, domain="drop_pad_mode in (0, 1, 2, 3)"),
+        one_of("drop_pad_mode", "Index of expert j of token i in expanded_src_to_dst_row: 0, 1: j * T + i; 2, 3: "
+               "i * K + j. 1 and 3: rows are [E, C, H].", (0, 1, 2, 3)),
         Attr("k", "Number of experts per token, if there are no scales.", default=1, domain="k >= 1"),
     ),
     (result("out", "[T, H].", "=expanded_permuted_rows"),),

@@ -24,12 +24,10 @@ class BlockForward(DenseForward):
     """A lowered forward call of BlockSparseAttention; softmax_lse: log(sum(exp(s))), -inf in a row without keys."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the output and softmax_lse."""
         out, lse, _ = fresh(self.call)
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(

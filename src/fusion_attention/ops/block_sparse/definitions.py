@@ -13,23 +13,11 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import TILE, UNLIMITED
 from fusion_attention.memory import empty
+from fusion_attention.ops.block_sparse import rules
 from fusion_attention.ops.block_sparse.call import LSE, MASK, OUT, lower
-from fusion_attention.ops.block_sparse.rules import (
-    BACKWARD,
-    BLOCK,
-    BLOCKS,
-    FORMS,
-    FORWARD,
-    FUNCTIONS,
-    LENGTHS,
-    LIMITS,
-    SAME_DTYPE,
-    UNMASKED,
-    is_block,
-)
-from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.training.definitions import rows
+from fusion_attention.ops.training.definitions import DK, DQ, KEY, QUERY
 from fusion_attention.ops.training.run import GRADIENTS
 
 INPUTS = ("query", "key", "value")
@@ -37,8 +25,6 @@ LAYOUTS = ("TND", "BNSD", "BSND")
 OLDER = LAYOUTS[:2]
 _LSE = {"TND": "T1 N1", "BNSD": "B N1 S1", "BSND": "B S1 N1"}
 
-QUERY = Tensor("query", "Query rows.", dtypes=FLOATS, shape=rows("1", "D"))
-KEY = Tensor("key", "Key rows; N1 is a multiple of N2.", dtypes="=query", shape=rows("2", "D"))
 VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=rows("2", "D"))
 BLOCK_MASK = Tensor(
     MASK,
@@ -73,7 +59,7 @@ WINDOW = (
     Attr("pre_tokens", "Without effect.", default=UNLIMITED),
     Attr("next_tokens", "Without effect.", default=UNLIMITED),
 )
-FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)")
+FLAG = one_of("softmax_lse_flag", "1: return softmax_lse.", (0, 1))
 QUANT = (
     Attr("quant_mode", "0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.", default=0),
     Attr("dst_type_max", "Without effect: it is for fp4.", type=float, default=0.0),
@@ -87,8 +73,7 @@ DY = Tensor("dy", "Gradient of the output.", dtypes=FLOATS, shape=rows("1", "D")
 OUT_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "D"), spelled=OUT)
 LSE_IN = Tensor(LSE, "As the forward returned it; its last axis, of 1, may be missing.", dtypes="float32")
 GRADS = (
-    output("dq", "Gradient of query.", rows("1", "D")),
-    output("dk", "Gradient of key.", rows("2", "D")),
+    *(DQ, DK),
     output("dv", "Gradient of value.", rows("2", "D")),
 )
 
@@ -103,7 +88,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     elif n["B"] is not None:
         q_len = np.full(n["B"], n["S1"], np.int64) if q_len is None else q_len
         kv_len = np.full(n["B"], n["S2"], np.int64) if kv_len is None else kv_len
-    block = (int(shape[0]), int(shape[1])) if shape is not None and is_block(shape) else (TILE, TILE)
+    block = (int(shape[0]), int(shape[1])) if shape is not None and rules.is_block(shape) else (TILE, TILE)
     result |= {"q_len": q_len, "kv_len": kv_len, "block": block, "L": 1 if n["softmax_lse_flag"] else None}
     sizes = (("Xs", "S1", block[0]), ("Ys", "S2", block[1]))
     axes = {**n, **result}
@@ -138,7 +123,8 @@ NEUTRAL: dict[str, Any] = {
     "softmax_lse_flag": 1,
 }
 SAMPLE: dict[str, Any] = {
-    "num_key_value_heads": 2, "block_shape": list(BLOCK), MASK: "B N1 Xs Ys", "inner_precise": 0, "scale_value": 0.125
+    "num_key_value_heads": 2, "block_shape": list(rules.BLOCK), MASK: "B N1 Xs Ys", "inner_precise": 0,
+    "scale_value": 0.125,
 }  # fmt: skip
 PACKED_SAMPLE = {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [130, 7]}
 
@@ -150,7 +136,7 @@ V1 = of_cann(
         *(QUERY, KEY, VALUE, BLOCK_MASK, ATTEN_MASK, BLOCK_SHAPE, *LENGTHS_OF, BLOCK_TABLE, LAYOUT, LAYOUT_KV),
         *(KEY_HEADS, MASK_TYPE, SCALE, PRECISE, PAGE_SIZE, *WINDOW, FLAG, OUT_OF, LSE_OF),
     ),
-    (*LENGTHS, *BLOCKS, *FORMS, *LIMITS, *FORWARD),
+    (*rules.LENGTHS, *rules.BLOCKS, *rules.FORMS, *rules.LIMITS, *rules.FORWARD),
     formula=FORMULA,
     tex=TEX,
     rulings=(46,),
@@ -158,7 +144,7 @@ V1 = of_cann(
     layout_attr="layout",
     neutral=NEUTRAL,
     derive=derive,
-    functions=FUNCTIONS,
+    functions=rules.FUNCTIONS,
     lower=lower,
     c=C.of_page(softmax_lse="softmaxLseOptional"),
     results=(OUT, LSE),
@@ -187,23 +173,11 @@ GRAD = V1.version(
     "aclnnBlockSparseAttentionGrad",
     "Gradients of BlockSparseAttention, from its output and its softmax_lse.",
     params=(
-        *(
-            DY,
-            replace(QUERY, dtypes="=dy"),
-            KEY,
-            VALUE,
-            OUT_IN,
-            LSE_IN,
-            BLOCK_MASK,
-            ATTEN_MASK,
-            BLOCK_SHAPE,
-            *LENGTHS_OF,
-            LAYOUT,
-            LAYOUT_KV,
-        ),
+        *(DY, replace(QUERY, dtypes="=dy"), KEY, VALUE, OUT_IN, LSE_IN, BLOCK_MASK, ATTEN_MASK, BLOCK_SHAPE),
+        *(*LENGTHS_OF, LAYOUT, LAYOUT_KV),
         *(KEY_HEADS, MASK_TYPE, SCALE, *WINDOW, *GRADS),
     ),
-    rules=(*LENGTHS, *BLOCKS, *FORMS, *LIMITS, *BACKWARD),
+    rules=(*rules.LENGTHS, *rules.BLOCKS, *rules.FORMS, *rules.LIMITS, *rules.BACKWARD),
     formula=GRAD_FORMULA,
     tex=GRAD_TEX,
     results=GRADIENTS[:3],
@@ -223,7 +197,7 @@ TORCH = V1.version(
     "npu_block_sparse_attention",
     V1.summary,
     source="Ascend op-plugin",
-    rules=tuple(rule for rule in V1.rules if rule is not UNMASKED),
+    rules=tuple(rule for rule in V1.rules if rule is not rules.UNMASKED),
     layouts=LAYOUTS,
     keywords="q_input_layout",
     params=(
@@ -241,7 +215,7 @@ TORCH_GRAD = GRAD.version(
     "npu_block_sparse_attention_backward",
     "Gradients of npu_block_sparse_attention, from its output and its softmax_lse.",
     source="Ascend op-plugin",
-    rules=tuple(rule for rule in GRAD.rules if rule is not UNMASKED),
+    rules=tuple(rule for rule in GRAD.rules if rule is not rules.UNMASKED),
     layouts=LAYOUTS,
     params=(
         *(spelled(DY, "d_out"), *GRAD.params[1:6], replace(BLOCK_MASK, optional=False)),
@@ -270,7 +244,7 @@ CANN = V3.version(
         *(_OF[name] for name in ["atten_mask", "block_table", "q_dequant_scale", "k_dequant_scale", "v_dequant_scale"]),
         *(P_SCALE, OUT_DTYPE, OUT_OF, LSE_OF),
     ),
-    rules=(*TORCH.rules, SAME_DTYPE),
+    rules=(*TORCH.rules, rules.SAME_DTYPE),
     returns="(attention_out, softmax_lse), both differentiable; softmax_lse is empty without return_softmax_lse.",
     example=TORCH.example.replace("npu_block_sparse_attention(", "block_sparse_attention(").replace(
         ", scale_value", ", return_softmax_lse=True, scale_value"
@@ -283,13 +257,8 @@ CANN_GRAD = GRAD.version(
     keywords="q_input_layout",
     layouts=OLDER,
     params=(
-        *(
-            *TORCH_GRAD.params[:8],
-            replace(LAYOUT, default="BNSD"),
-            replace(LAYOUT_KV, default="BNSD"),
-            KEY_HEADS,
-            SCALE,
-        ),
+        *(*TORCH_GRAD.params[:8], replace(LAYOUT, default="BNSD"), replace(LAYOUT_KV, default="BNSD"), KEY_HEADS),
+        SCALE,
         *(*LENGTHS_OF, ATTEN_MASK, MASK_TYPE, *GRADS),
     ),
     rules=TORCH_GRAD.rules,

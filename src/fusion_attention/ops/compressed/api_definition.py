@@ -8,18 +8,9 @@ from fusion_attention.contract import Array, Attr, Tensor
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.lower import lower
 from fusion_attention.ops.compressed.rules import own_entries
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.checks import band_fits
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import (
-    doubt,
-    group,
-    invalid,
-    meaning,
-    needed,
-    of_lengths,
-    one_length_each,
-    presence,
-)
 from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
@@ -86,70 +77,67 @@ COMPRESSED_TABLE = replace(
 
 COMPRESSED_KEYS = "keys_in(layout, None, compressed_table)"
 RULES = (
-    of_lengths(
+    rules.of_lengths(
         f"keys_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
         "compressed_len: the lengths of the sequences in the tensor of compressed keys (one per sequence: its tokens "
         "// ratio)",
         invalid={"compressed_len": [2, 13]},
     ),
-    needed(
+    rules.needed(
         "compressed_len",
         "packed and paged keys do not show where a sequence ends",
         text="the lengths of packed or paged compressed keys",
         when=f"{COMPRESSED_KEYS} in ('TND', '{PAGED}')",
         given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
     ),
-    replace(one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
-    of_lengths(
+    replace(rules.one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
+    rules.of_lengths(
         "residual is None or len(residual) == B",
         "residual: one number per sequence (the tokens of each sequence % ratio)",
         only=("BSND",),
         invalid={"residual": [0, 0, 0]},
     ),
-    replace(one_length_each("actual_seq_qlen", "residual"), invalid={"residual": [0]}),
-    invalid(
+    replace(rules.one_length_each("actual_seq_qlen", "residual"), invalid={"residual": [0]}),
+    rules.invalid(
         "residual is None or all(0 <= n < ratio for n in residual)",
         "residual: numbers from 0 to ratio - 1 (ratio tokens or more are further compressed keys)",
         given={"residual": [0, 1]},
         invalid={"residual": [0, 3]},
     ),
-    presence(
+    rules.presence(
         "(value is None) == (value_compressed is None)",
         "value_compressed: compressed values if v is a tensor, otherwise None (keys are the values of both sources, or "
         "of none)",
         given={"value": True, "value_compressed": True},
         invalid={"value_compressed": None},
     ),
-    meaning(
+    rules.meaning(
         "band is None or band_fits(band, len(q_len))",
         "band: a band with integer edges, and no prefix or one per sequence (make it with Band.causal(), "
         "Band.window() or Band.prefix_causal())",
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
-    meaning(
+    rules.meaning(
         "Nl in (1, N2)",
         "sparse_indices: N2 lists per row, or one (one for each of the N2 heads, or one for all)",
         when="sparse_indices is not None",
         invalid={"sparse_indices": True, "Nl": 3},
     ),
     *own_entries("sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)"),
-    doubt(
+    rules.doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
         "compressed_len: the tokens of the keys // ratio (compressed keys stand for `ratio` tokens each)",
         invalid={"ratio": 1},
     ),
-    *group(
-        meaning(
+    *rules.group(
+        rules.meaning(
             "len(compressed_table) == len(q_len)",
             "compressed_table: one row per sequence (a row of pages for each)",
             invalid={"compressed_table": "3 Mc"},
         ),
-        meaning(
-            "pages_exist(compressed_table, c_len, Pcs, Pc)",
-            "compressed_table: numbers of pages (entries behind a sequence's last page are not read)",
+        rules.page_numbers(
+            *("compressed_table", "c_len", "Pcs", "Pc"),
             when="compressed_table is not None and len(compressed_table) == len(q_len)",
-            reads=True,
-            invalid={"Pc": 0},
         ),
         given=IN_PAGES,
     ),
@@ -181,15 +169,8 @@ RECORD = V1.version(
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
         *(spelled(KEY, "k"), KEY_COMPRESSED, SHARED_LISTS, RATIO, BAND),
-        *(
-            spelled(VALUE, "v"),
-            VALUE_COMPRESSED,
-            LAYOUT,
-            sparse.Q_LENGTHS,
-            sparse.KV_LENGTHS,
-            LENGTHS_COMPRESSED,
-            RESIDUAL,
-        ),
+        *(spelled(VALUE, "v"), VALUE_COMPRESSED, LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, LENGTHS_COMPRESSED),
+        RESIDUAL,
         sparse.OPTIONAL_SCALE,
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),

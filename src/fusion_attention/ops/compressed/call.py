@@ -67,7 +67,6 @@ class FlashMla(Sparse):
         return lists.where(slots < counts[..., None], -1)  # Kernels read lists to their first -1.
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         result = replace_statistics(super().results())
         return result if self.stats else {OUT: result[OUT]}
 
@@ -76,7 +75,6 @@ class FlashMla(Sparse):
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
@@ -160,13 +158,11 @@ class FlashMlaBackward(SparseBackward):
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         q = self.call.given("query")
         shape = (*q.shape[:-2], 1, self.entries or 0)
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the results by name."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
         if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")

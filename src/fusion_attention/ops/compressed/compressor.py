@@ -1,99 +1,24 @@
 """Operator definitions of CANN's Compressor and CompressorGrad, which torch's operators compute."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fusion_attention.contract import Attr, Bound, Declared, Param, Rule, Tensor
-from fusion_attention.ir.call import Filled
-from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.auxiliary.common import floats, result
 from fusion_attention.ops.auxiliary.compressed_rows import Saved, Sequences, compressed, gradients
 from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
-from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TorchCall
 from fusion_attention.ops.shared.checks import float32
-from fusion_attention.ops.shared.metadata import NO_ATTENTION, NO_SEQUENCE
 from fusion_attention.ops.shared.prototypes import ON_DEVICE
 from fusion_attention.ops.shared.rules import invalid, no_float32, refused
 
 OUT, SAVED = "cmp_kv", ("softmax_score", "kv")
 GRADIENTS = ("dx", "dwkv", "dwgate", "dape")
-
-
-@dataclass(frozen=True, eq=False)
-class Compressor(TensorCall):
-    """A lowered call of CANN's compressor, computed by torch in finish(); no back end runs.
-
-    Args:
-        of: the sequences.
-        cache_mode: the operator's argument.
-        saves: softmax_score and kv are results too.
-    """
-
-    of: Sequences
-    cache_mode: int
-    saves: bool
-    problem: Problem = NO_ATTENTION
-    op_kind = "attention_forward"
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's results, by name."""
-        return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
-
-    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns a Filled that computes the results by torch to `outputs`, tensors by name."""
-        return _Run(self, outputs)
-
-
-class _Run(Filled):
-    __slots__ = ("call", "results")
-
-    def __init__(self, call: Compressor, results: Mapping[str, torch.Tensor]) -> None:
-        super().__init__((), clears=tuple(results[name] for name in SAVED) if call.saves else ())
-        self.call, self.results = call, results
-
-    def finish(self) -> None:
-        c = self.call
-        x, wkv, wgate, state_cache, ape = (c.given(name) for name in ("x", "wkv", "wgate", "state_cache", "ape"))
-        saved = Saved(*(self.results[name] for name in SAVED)) if c.saves else None
-        table = c.tensors["state_block_table"]
-        rows = compressed(x, wkv, wgate, state_cache, ape, table, c.cache_mode, c.of, saved=saved)
-        self.results[OUT].copy_(rows)
-
-
-@dataclass(frozen=True, eq=False)
-class CompressorGrad(TensorCall):
-    """A lowered gradient call of CANN's compressor, computed by torch in finish(); no back end runs."""
-
-    of: Sequences
-    problem: Problem = NO_ATTENTION
-    op_kind = "attention_backward"
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's gradients, by name."""
-        return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
-
-    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns a Filled that computes the gradients by torch to `outputs`, tensors by name."""
-        return _GradRun(self, outputs)
-
-
-class _GradRun(Filled):
-    __slots__ = ("call", "results")
-
-    def __init__(self, call: CompressorGrad, results: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(())
-        self.call, self.results = call, results
-
-    def finish(self) -> None:
-        c = self.call
-        x, wkv, wgate, dcmp_kv = (c.given(name) for name in ("x", "wkv", "wgate", "dcmp_kv"))
-        computed = gradients(x, wkv, wgate, dcmp_kv, Saved(*(c.given(name) for name in SAVED)), c.of)
-        for name, gradient in zip(GRADIENTS, computed, strict=True):
-            self.results[name].copy_(gradient)
 
 
 def _results(x: torch.Tensor, wkv: torch.Tensor, of: Sequences, saves: bool) -> dict[str, torch.Tensor]:
@@ -114,16 +39,31 @@ def _sequences(n: Mapping[str, Any]) -> Sequences:
     return Sequences.of(n["x"], n["cmp_ratio"], n["coff"], n["cu_seqlens"], n["seqused"], n["start_pos"])
 
 
-def _lower(bound: Bound) -> Compressor:
+def _lower(bound: Bound) -> TorchCall:
     n = bound.names
     tensors = {name: n[name] for name in ("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")}
-    return Compressor(NO_SEQUENCE, "", tensors, _sequences(n), n["cache_mode"], n["grad_enabled"])
+    x, wkv, wgate, state_cache, ape, table = tensors.values()
+    of, saves, mode = _sequences(n), n["grad_enabled"], n["cache_mode"]
+
+    def compute(results: Results) -> None:
+        saved = Saved(*(results[name] for name in SAVED)) if saves else None
+        results[OUT].copy_(compressed(x, wkv, wgate, state_cache, ape, table, mode, of, saved=saved))
+
+    allocate = partial(_results, x, wkv, of, saves)
+    return TorchCall(NO_SEQUENCE, "", tensors, allocate, compute, clears=SAVED if saves else ())
 
 
-def _lower_grad(bound: Bound) -> CompressorGrad:
+def _lower_grad(bound: Bound) -> TorchCall:
     n = bound.names
-    tensors = {name: n[name] for name in ("x", "wkv", "wgate", "dcmp_kv", *SAVED)}
-    return CompressorGrad(NO_SEQUENCE, "", tensors, _sequences(n))
+    tensors = {name: n[name] for name in ("x", "wkv", "wgate", "dcmp_kv")}
+    (x, wkv, wgate, dcmp_kv), of = tensors.values(), _sequences(n)
+
+    def compute(results: Results) -> None:
+        computed = gradients(x, wkv, wgate, dcmp_kv, Saved(*(n[name] for name in SAVED)), of)
+        for name, gradient in zip(GRADIENTS, computed, strict=True):
+            results[name].copy_(gradient)
+
+    return TorchCall(NO_SEQUENCE, "", tensors, partial(_gradients, n), compute, op_kind="attention_backward")
 
 
 # -------------------------------------------------------------------------------------------------------------- records

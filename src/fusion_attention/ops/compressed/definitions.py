@@ -40,8 +40,9 @@ from fusion_attention.ops.compressed.rules import (
     SIDES,
     lengths_of,
 )
+from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
-from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import own_scale
 from fusion_attention.ops.sparse import definitions as sparse
@@ -55,19 +56,13 @@ def _key_layout(names: Mapping[str, Any]) -> str:
     return keys_in(names.get("layout", ""), None, names.get("block_table"))
 
 
-def _ends(side: str, of: str) -> Array:
-    text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
-    return Array(f"cu_seqlens_{side}", text, True)
+def used_rows(side: str, of: str, required: str = "") -> Array:
+    """The parameter seqused_SIDE, the number of used rows of each sequence; of: word for the rows; required: when."""
+    return Array(f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all.{required}", True)
 
 
-def _used(side: str, of: str) -> Array:
-    return Array(
-        f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all. Required if paged.", True
-    )
-
-
-CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
-USED = tuple(_used(*side[:2]) for side in SIDES)
+CUMULATIVE = tuple(cumulative.ends_param(*side[:2]) for side in SIDES)
+USED = tuple(used_rows(*side[:2], " Required if paged.") for side in SIDES)
 RESIDUAL = Array("cmp_residual_kv", "Tokens of every sequence behind those of its last compressed key.", True)
 SINKS = sparse.SINKS
 METADATA = Tensor("metadata", "Without effect: back ends here divide the work themselves.", True)
@@ -93,7 +88,7 @@ SCALE = Attr("scale_value", "Factor on q . key; the default is 1.0.", type=float
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
              spelled="cmp_ratio")  # fmt: skip
 MODES = (
-    Attr("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)"),
+    one_of("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", (0, 3, 4)),
     Attr("cmp_mask_mode", "3: a row sees the first (position + 1) // cmp_ratio compressed keys.", default=0),
     Attr("ori_win_left", "Visible keys before the diagonal, in ori_mask_mode 4; -1: all.", default=-1),
     Attr("ori_win_right", "Visible keys behind the diagonal, in ori_mask_mode 4; -1: all.", default=-1),

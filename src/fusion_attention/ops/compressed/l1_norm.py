@@ -1,15 +1,13 @@
 """The operator definition of CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys, by torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Bound, Declared, Rule, Tensor, dtype_text
-from fusion_attention.ir.call import Filled
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed import definitions as forward
@@ -17,63 +15,18 @@ from fusion_attention.ops.compressed.api_definition import LISTS
 from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
-from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
-from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of, own_entries
+from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TensorCall, TorchCall
 from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
-from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.metadata import metadata
+from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, meaning, of_lengths, own_scale, typed
+from fusion_attention.ops.shared.rules import invalid, keys_lie, limit, meaning, of_lengths, own_scale
 from fusion_attention.ops.sparse import definitions as sparse
 
 OUT = "l1_norm"
 SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2", "T2", "", ""))
-
-
-@dataclass(frozen=True, eq=False)
-class L1Norm(TensorCall):
-    """A lowered call of SparseFlashMlaSoftmaxL1Norm, computed by torch in finish(); no back end runs.
-
-    Args:
-        problem: the attention whose probabilities are computed.
-        placed: lengths of query rows and of compressed keys.
-        ends: per sequence and row, the number of visible compressed keys.
-        columns: number of columns of the result.
-    """
-
-    problem: Problem
-    placed: Placed
-    ends: tuple[np.ndarray, ...]
-    columns: int
-    op_kind = "attention_forward"
-
-    def rows(self, tensor: torch.Tensor, heads: int = 1) -> RowView:
-        """View of a tensor that has a row per query token and head."""
-        return row_view(tensor, self.layout, heads, self.placed, "q")
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's result, by name."""
-        return fresh(self.tensors, self.columns)
-
-    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns a Filled that computes the result by torch to `outputs`, tensors by name."""
-        return _Run(self, outputs[OUT])
-
-
-class _Run(Filled):
-    __slots__ = ("call", "out")
-
-    def __init__(self, call: L1Norm, out: torch.Tensor) -> None:
-        super().__init__(())
-        self.call, self.out = call, out
-
-    def finish(self) -> None:
-        c, q = self.call, self.call.given("query")
-        keys = row_view(c.given("key"), c.layout, 1, c.placed, "kv")
-        lengths, lse = c.placed.q_len.tolist(), c.given(LSE)
-        lists, counts = c.tensors["sparse_indices"], c.tensors["topk_length"]
-        rows = ListedRows(c, c.problem.scale, q, lengths, keys, c.placed.kv_len, c.ends, lse, lists, counts)
-        write_probabilities(rows, self.out)
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
@@ -89,7 +42,7 @@ def _columns(n: Mapping[str, Any]) -> int:
     return int(n["max_seqlen_k"] if n["layout"] == "TND" else n["key"].shape[1])
 
 
-def lower(bound: Bound) -> L1Norm:
+def lower(bound: Bound) -> TorchCall:
     """Lowers a checked call (`bound`)."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
@@ -102,7 +55,15 @@ def lower(bound: Bound) -> L1Norm:
             end = np.clip((np.arange(count) + n["tokens"][b] - count + 1) // n["ratio"], 0, k_len[b])
         ends.append(end)
     tensors = {name: n[name] for name in ("query", "key", LSE, "sparse_indices", "topk_length")}
-    return L1Norm(NO_SEQUENCE, n["layout"], tensors, problem, placed, tuple(ends), _columns(n))
+    views = TensorCall(placed, n["layout"], tensors)
+
+    def compute(results: Results) -> None:
+        keys = row_view(n["key"], n["layout"], 1, placed, "kv")
+        lists = n["sparse_indices"], n["topk_length"]
+        rows = ListedRows(views, problem.scale, n["query"], q_len.tolist(), keys, k_len, ends, n[LSE], *lists)
+        write_probabilities(rows, results[OUT])
+
+    return TorchCall(NO_SEQUENCE, n["layout"], tensors, lambda: fresh(n, _columns(n)), compute, problem)
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
@@ -131,18 +92,8 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 KEY = {"BSND": "B S2 N2 D", "TND": "T2 N2 D"}
 LENGTHS = (
-    *(
-        Array(
-            f"cu_seqlens_{side}",
-            f"0, then the cumulative ends of the sequences of {side}: required in layout TND, None in other layouts.",
-            True,
-        )
-        for side in ("q", "k")
-    ),
-    *(
-        Array(f"seqused_{side}", f"Number of used rows of {side} in each sequence; None: all.", True)
-        for side in ("q", "k")
-    ),
+    *(cumulative.ends_param(side, side) for side in ("q", "k")),
+    *(forward.used_rows(side, side) for side in ("q", "k")),
     Array("cmp_residual_k", "Tokens of every sequence behind those of its last compressed key.", True),
 )
 TOPK = Tensor(
@@ -154,12 +105,7 @@ TOPK = Tensor(
 )
 RULES: tuple[Rule, ...] = (
     *lengths_of(SIDES, "cmp_residual_k"),
-    typed(
-        "layout_k == layout",
-        "layout_k: layout (keys have the axes of queries)",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_k": "BNSD"},
-    ),
+    keys_lie(param="layout_k"),
     *ROWS,
     SAVED,
     meaning(
@@ -173,13 +119,9 @@ RULES: tuple[Rule, ...] = (
         only=("TND",),
         invalid={"sparse_indices": None, "max_seqlen_k": 1},
     ),
-    meaning(
-        "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)",
-        "sparse_indices: -1, or the number of one of the compressed keys of the row's sequence (numbered from 0 in "
-        "each sequence; -1 ends a list)",
-        reads=True,
-        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
-    ),
+    own_entries(
+        "sparse_indices", "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)"
+    )[0],
     invalid(
         "l1_norm is None or l1_norm.shape[-1] == Kc",
         f"{OUT}: a column for each entry of a list, or without lists for each of the compressed keys (max_seqlen_k "
@@ -220,11 +162,8 @@ V1 = of_cann(
         ),
         *(
             forward.RATIO,
-            Attr(
-                "mask_mode",
-                "0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.",
-                default=0,
-                domain="mask_mode in (0, 3)",
+            one_of(
+                "mask_mode", "0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.", (0, 3)
             ),
         ),
         spelled(sparse.LAYOUT, "layout_q"),

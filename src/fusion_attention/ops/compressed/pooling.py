@@ -40,7 +40,6 @@ class Pooling(TensorCall):
     op_kind = "pooling"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's results, by name."""
         kv = self.given("kv")
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
@@ -57,7 +56,6 @@ class Pooling(TensorCall):
         return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out = buffer(outputs[OUT])
         clears = () if self.covers(out) else (out,)
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
@@ -69,7 +67,6 @@ class Pooling(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Returns the gradients of the inputs; arguments: as of ir.call.Differentiable.gradients()."""
         result = run(PoolingBackward(self, upstream[OUT], wanted is None or "position_bias" in wanted))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in result}
 
@@ -86,13 +83,11 @@ class PoolingBackward(OfCall):
         self.bias = bias if of_bias else None
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's gradients, by name."""
         like = {"dkv": self.call.given("kv"), "dgate": self.call.given("gate")}
         like |= {} if self.bias is None else {"dposition_bias": self.bias}
         return {name: empty(t, t.shape) for name, t in like.items()}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs.values())
         dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
         # Back ends write the gradient of a bias in the precision of its sums.

@@ -5,25 +5,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.shared.rules import (
-    OF_950,
-    absent,
-    content,
-    doubt,
-    elements,
-    finite_scale,
-    group,
-    invalid,
-    limit,
-    meaning,
-    needed,
-    no_float32,
-    note,
-    of_lengths,
-    only_dim,
-    presence,
-    typed,
-)
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.sparse.rules import packed_lists
 
 
@@ -33,7 +15,7 @@ def own_entries(param: str, check: str, keys: str = "compressed keys", count: in
     check: the expression for the first rule.
     """
     return (
-        meaning(
+        rules.meaning(
             check,
             f"{param}: -1, or the number of one of the {keys} of the row's sequence (numbered from 0 in each sequence; "
             "-1 ends a list)",
@@ -91,7 +73,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
-            of_lengths(
+            rules.of_lengths(
                 f"ends_fit(cu_seqlens_{side}, {packed})",
                 f"cu_seqlens_{side}: cumulative ends that cover all rows of the tensor (a 0, then the end of every "
                 "sequence)",
@@ -101,7 +83,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
             for side, _, _, packed, _, _ in sides
         ),
         *(
-            of_lengths(
+            rules.of_lengths(
                 f"cu_seqlens_{side} is None or {ends} is None or len(cu_seqlens_{side}) == len({ends})",
                 f"cu_seqlens_{side}: as many ends as {ends} (both have a 0, then one end per sequence)",
                 only=("TND",),
@@ -110,7 +92,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
             for side, _, _, packed, _, _ in sides[1:]
         ),
         *(
-            presence(
+            rules.presence(
                 f"cu_seqlens_{side} is None",
                 f"cu_seqlens_{side}: None, as rows are not packed (padded rows have seqused_{side})",
                 only=("BSND",),
@@ -126,15 +108,15 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
-    rules = []
+    results = []
     for layout, begins, count in counts:
         padded = layout == "BSND"
         for side, _, rows, _, *pages in sides:
             capacity = (
                 f"None, {_capacity(rows, *pages)}" if padded else f"cu_seqlens_{side}, {_capacity('None', *pages)}"
             )
-            rules.append(
-                of_lengths(
+            results.append(
+                rules.of_lengths(
                     f"{begins}used_fit(seqused_{side}, {count}, {capacity})",
                     f"seqused_{side}: one length per sequence, within its {'tensor' if padded else 'rows'} (further "
                     "rows are padding)",
@@ -142,15 +124,15 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
                     invalid={f"seqused_{side}": [1, 1, 99]},
                 )
             )
-        rules.append(
-            of_lengths(
+        results.append(
+            rules.of_lengths(
                 f"{begins}used_fit({residual}, {count}, None, None)",
                 f"{residual}: one number per {'' if padded else 'packed '}sequence (the tokens of each % cmp_ratio)",
                 only=(layout,),
                 invalid={residual: [1, 1, 1]},
             )
         )
-    return tuple(rules)
+    return tuple(results)
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
@@ -158,7 +140,7 @@ def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(
-            needed(
+            rules.needed(
                 f"cu_seqlens_{side}",
                 "the tensor does not show where a sequence ends",
                 text="the ends of packed sequences",
@@ -168,7 +150,7 @@ def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
             for side, tensor, *_ in sides
         ),
         *(
-            needed(
+            rules.needed(
                 f"seqused_{side}",
                 "pages do not show where a sequence ends",
                 text="the lengths of keys in pages",
@@ -181,24 +163,18 @@ def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
     )
 
 
-OF_TABLES = group(
-    meaning(
+OF_TABLES = rules.group(
+    rules.meaning(
         "len(block_table) == len(q_len)",
         "block_table: one row per sequence (a row of pages for each)",
         invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
     ),
     *(
-        meaning(
-            f"pages_exist({table}, {lengths}, {page}, {pages})",
-            f"{table}: numbers of pages (entries behind a sequence's last page are not read)",
-            when=f"{table} is not None and len({table}) == len(q_len)",
-            reads=True,
-            invalid={pages: 0},
-        )
+        rules.page_numbers(*(table, lengths, page, pages), when=f"{table} is not None and len({table}) == len(q_len)")
         for (*_, table, page), lengths, pages in zip(KEYS, ("kv_len", "c_len"), ("P", "Pc"), strict=True)
     ),
     *(
-        limit(
+        rules.limit(
             f"1 <= {page} <= 1024",
             f"{table}: pages of at most 1024 tokens (the chip takes no larger pages)",
             when=f"{table} is not None and {page} is not None",
@@ -209,56 +185,36 @@ OF_TABLES = group(
     given=IN_PAGES,
 )
 LAYOUT = (
-    typed(
-        f"layout_kv in (layout, '{PAGES}')",
-        f"layout_kv: layout, or {PAGES} (keys have the axes of queries, or are paged)",
-        when="layout in ('BSND', 'TND')",
-        needs=("block_table",),
-        invalid={"layout_kv": "BNSD"},
-    ),
-    presence(
-        f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        f"block_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
-        invalid={"block_table": "2 M"},
-    ),
-    presence(
-        f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
-        f"compressed_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
-        invalid={"compressed_table": "2 Mc"},
-    ),
+    rules.keys_lie(PAGES, needs=("block_table",)),
+    rules.tabled("block_table", PAGES, invalid={"block_table": "2 M"}),
+    rules.tabled("compressed_table", PAGES, "key_compressed is None or ", invalid={"compressed_table": "2 Mc"}),
 )
-# Keys in pages have no gradient.
-LAYOUT_OF_GRADIENT = typed(
-    "layout_kv == layout",
-    "layout_kv: layout (paged keys have no gradient)",
-    when="layout in ('BSND', 'TND')",
-    invalid={"layout_kv": PAGES},
-)
+LAYOUT_OF_GRADIENT = rules.keys_lie(advice="paged keys have no gradient", bad=PAGES)
 ROWS = (
-    meaning("N1 > 0 and N2 == 1", "key (one KV head serves all heads)", invalid={"N2": 2}),
-    elements("D", "query"),
-    finite_scale("scale_value"),
+    rules.meaning("N1 > 0 and N2 == 1", "key (one KV head serves all heads)", invalid={"N2": 2}),
+    rules.elements("D", "query"),
+    rules.finite_scale("scale_value"),
 )
 FORMS = (
-    needed("key", "for attention to compressed keys alone call sparse_attention", text="rows of keys"),
-    absent("cmp_topk_length"),
-    presence(
+    rules.needed("key", "for attention to compressed keys alone call sparse_attention", text="rows of keys"),
+    rules.absent("cmp_topk_length"),
+    rules.presence(
         "sparse_indices is None or key_compressed is not None",
         "sparse_indices: lists only with cmp_kv (they select compressed keys)",
         invalid={"key_compressed": None, "sparse_indices": "B S1 1 K", "cmp_mask_mode": 0, "ratio": 1},
     ),
-    meaning(
+    rules.meaning(
         "key_compressed is None or cmp_mask_mode == 3",
-        f"cmp_mask_mode: 3 with cmp_kv (0: {OF_950})",
+        f"cmp_mask_mode: 3 with cmp_kv (0: {rules.OF_950})",
         invalid={"cmp_mask_mode": 0},
     ),
-    meaning(
+    rules.meaning(
         "key_compressed is not None or cmp_mask_mode == 0",
         "cmp_mask_mode: 0 without cmp_kv (there are no compressed keys to mask)",
         given={"key_compressed": None, "cmp_residual_kv": None, "ratio": 1, "cmp_mask_mode": 0},
         invalid={"cmp_mask_mode": 3},
     ),
-    meaning(
+    rules.meaning(
         "ori_mask_mode == 4 or (ori_win_left, ori_win_right) == (-1, -1)",
         "ori_win_left: -1, and ori_win_right -1, except in ori_mask_mode 4 (only mode 4 is a window)",
         invalid={"ori_mask_mode": 3, "ori_win_left": 4},
@@ -266,26 +222,26 @@ FORMS = (
     *ROWS,
 )
 # Lists of keys, without compressed keys.
-CHOSEN = group(
-    presence(
+CHOSEN = rules.group(
+    rules.presence(
         "key_compressed is None",
         "ori_sparse_indices: None beside cmp_kv (lists for both sources, a 950 form, are not computed here)",
         when="ori_sparse_indices is not None",
         invalid={"key_compressed": True, "ratio": 3, "cmp_mask_mode": 3},
     ),
-    presence(
+    rules.presence(
         "ori_topk_length is None or ori_sparse_indices is not None",
         "ori_topk_length: None without ori_sparse_indices (it has the lengths of its lists)",
         invalid={"ori_sparse_indices": None, "ori_topk_length": "B S1 1"},
     ),
-    meaning(
+    rules.meaning(
         "ori_mask_mode == 0",
         "ori_mask_mode: 0 beside ori_sparse_indices (a row reads the keys that it lists, whatever their positions)",
         when="ori_sparse_indices is not None",
         invalid={"ori_mask_mode": 3},
     ),
     *own_entries("ori_sparse_indices", "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)", "keys", 4),
-    limit(
+    rules.limit(
         "ori_sparse_indices is None or ori_topk_length is not None",
         "ori_topk_length: the entries of every list (without it a list ends at its first -1)",
         invalid={"ori_topk_length": None},
@@ -299,20 +255,20 @@ CHOSEN = group(
     },
 )
 COMPRESSED = (
-    meaning(
+    rules.meaning(
         "all(0 <= n < ratio for n in residual)",
         "cmp_residual_kv: numbers from 0 to cmp_ratio - 1 (cmp_ratio tokens or more are further compressed keys)",
         when="key_compressed is not None",
         invalid={"cmp_residual_kv": [9, 9]},
     ),
-    doubt(
+    rules.doubt(
         "tokens_agree(kv_len, c_len, ratio, residual)",
         "cmp_residual_kv: as many tokens in compressed keys and residual as in ori_kv (visible compressed keys follow "
         "from the former: pass tokens % cmp_ratio)",
         when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
         invalid={"cmp_residual_kv": [1, 0]},
     ),
-    note(
+    rules.note(
         "ori_mask_mode != 0 or max(q_len, default=0) <= 1",
         "ori_mask_mode: 3 or 4 beside causal compressed keys (with the default, 0, rows see keys of later tokens; "
         "models pass 4 and their window)",
@@ -322,7 +278,7 @@ COMPRESSED = (
     *own_entries(
         "sparse_indices", "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)"
     ),
-    content(
+    rules.content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
         "sparse_indices: entries that are visible to their rows (row i sees the first (i + tokens - rows + 1) // "
         "cmp_ratio compressed keys, and reads at most as many entries)",
@@ -332,33 +288,33 @@ COMPRESSED = (
     ),
 )
 LIMITS_OF_ROWS = (
-    no_float32("query"),
-    only_dim("D", 512, "query"),
-    limit("N1 <= 128", "query (the chip takes no more heads)", invalid={"N1": 129, "G": 129}),
+    rules.no_float32("query"),
+    rules.only_dim("D", 512, "query"),
+    rules.limit("N1 <= 128", "query (the chip takes no more heads)", invalid={"N1": 129, "G": 129}),
 )
 LIMITS = (
-    limit(
+    rules.limit(
         "key_compressed is None or cmp_residual_kv is not None",
         "cmp_residual_kv: one number per sequence (here None is 0, for lengths that are multiples of cmp_ratio)",
         invalid={"cmp_residual_kv": None},
     ),
-    limit(
+    rules.limit(
         "key_compressed is not None or ratio == 1",
         "ratio: 1 without cmp_kv (there are no compressed keys)",
         given={"key_compressed": None, "cmp_residual_kv": None, "cmp_mask_mode": 0, "ratio": 1},
         invalid={"ratio": 2},
     ),
     *LIMITS_OF_ROWS,
-    limit("sinks is not None", "sinks: sinks (the chip takes no call without them)", invalid={"sinks": None}),
+    rules.limit("sinks is not None", "sinks: sinks (the chip takes no call without them)", invalid={"sinks": None}),
 )
-RETURNED = invalid(
+RETURNED = rules.invalid(
     "softmax_lse is None or softmax_lse.shape[-1] == N1",
     "softmax_lse: a last axis of N1 (one number per head)",
     when="return_softmax_lse and N2 == 1",
     given={"return_softmax_lse": True},
     invalid={"softmax_lse": "B N2 S1 3"},
 )
-SAVED = invalid(
+SAVED = rules.invalid(
     "N2 * G == N1",
     "softmax_lse: a last axis of N1 (one number per head)",
     when="N2 == 1",

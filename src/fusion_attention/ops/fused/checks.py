@@ -134,12 +134,6 @@ def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
 
-def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
-    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
-    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
-    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
-
-
 def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
     """True if no sequence has more query rows (q_len) than visible keys (visible), both [B]."""
     bad = np.flatnonzero(q_len > visible)

@@ -68,7 +68,7 @@ from fusion_attention.ops.inference.definitions import (
     SCALE,
 )
 from fusion_attention.ops.inference.definitions import ATTEN_MASK as PLAIN_MASK
-from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 
 
@@ -189,12 +189,7 @@ PRECISE = Attr(
     default=1,
     domain="0 <= inner_precise <= 3",
 )
-ANTI_MODE = Attr(
-    "antiquant_mode",
-    "Kind of antiquant_scale: 0 per channel or one number, 1 per token.",
-    default=0,
-    domain="antiquant_mode in (0, 1)",
-)
+ANTI_MODE = one_of("antiquant_mode", "Kind of antiquant_scale: 0 per channel or one number, 1 per token.", (0, 1))
 SIDE_MODE = "0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 but paged."
 KEY_MODE, VALUE_MODE = (
     Attr(
@@ -205,11 +200,8 @@ KEY_MODE, VALUE_MODE = (
     )
     for side in ("key", "value")
 )
-QUERY_MODE = Attr(
-    "query_quant_mode",
-    "3: an int8 query with rope parts, and a scale per row and head; otherwise 0.",
-    default=0,
-    domain="query_quant_mode in (0, 3, 6)",
+QUERY_MODE = one_of(
+    "query_quant_mode", "3: an int8 query with rope parts, and a scale per row and head; otherwise 0.", (0, 3, 6)
 )
 PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0")
 LSE_FLAG = Attr("softmax_lse_flag", "Compute softmax_lse.", type=bool, default=False)

@@ -5,7 +5,7 @@ from typing import Any
 from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
 from fusion_attention.ops.shared.params import FLOATS
-from fusion_attention.ops.shared.rules import doubt, invalid, limit, meaning, refused, reserved, typed
+from fusion_attention.ops.shared.rules import doubt, group, invalid, limit, meaning, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
@@ -291,20 +291,18 @@ CACHE_LIMITS = (
     ),
 )
 _OF_ROPE = ("query_rope", "key_rope", "quant_scale2")
-LATENT_QUERIES = (
+LATENT_QUERIES = group(
     typed(
         f"dtype_of(query_rope) in {tuple(FLOATS.split())}",
         "query_rope: floats beside an int8 query (only query, key and value are integers)",
         when="query_rope is not None and key_rope is not None and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
-        given=LATENTS,
         invalid=dict(zip(_OF_ROPE, (("B S1 N1*Dr", "int8"), ("8 1 2 128 32", "int8"), ("1", "float32")), strict=True)),
     ),
     meaning(
         "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
         "query_quant_mode: 3 exactly for an int8 query with rope parts (an int8 query has a scale per row and head, "
         "and rope parts in floats)",
-        given=LATENTS,
         invalid={"query_quant_mode": 0},
     ),
     meaning(
@@ -312,13 +310,11 @@ LATENT_QUERIES = (
         "dequant_scale_query: a scale per row and head exactly in query_quant_mode 3 (it multiplies the products of "
         "integers and of rope parts, as does the key's scale)",
         when="(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
-        given=LATENTS,
         invalid={"dequant_scale_query": None},
     ),
     meaning(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
         "dequant_scale_query: the shape of query without its elements; BSH: [B, S1, N1] (one per row and head)",
-        given=LATENTS,
         invalid={"dequant_scale_query": ("B S1 3", "float32")},
     ),
     meaning(
@@ -328,9 +324,9 @@ LATENT_QUERIES = (
         "multiply the rope product too: pass query_rope divided by them)",
         when="query_quant_mode == 3 and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
-        given=LATENTS,
         invalid=dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("512", "float32")),
     ),
+    given=LATENTS,
 )
 OUTPUTS = (
     *SCALED_OUTPUT,

@@ -77,21 +77,16 @@ class Indexer(TensorCall):
         return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
 
     def memory(self) -> dict[str, Tensor]:
-        """Allocates the lists that a run writes, by name of operand."""
         return dict(zip(_LISTS, self.results().values(), strict=False))
 
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns the gradients of the inputs from those of the values; arguments: as of
-        ir.call.Differentiable.gradients().
-        """
         unpaged(self.problem.page_size)
         result = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates sparse_indices_out and, if it is requested, sparse_values_out."""
         p = self.problem
         given = {"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values}
         return fresh(given, p.wide_values)
@@ -108,7 +103,6 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _ForwardRun(self, outputs)
 
 
@@ -162,11 +156,9 @@ class IndexerBackward(OfCall):
         self.dvalues, self.indices = dvalues, indices
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's gradients, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

@@ -26,11 +26,12 @@ from fusion_attention.ops.indexer.definitions import (
 )
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared import cumulative
-from fusion_attention.ops.shared.params import spelled
+from fusion_attention.ops.shared.params import one_of, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
     group,
+    keys_lie,
     limit,
     meaning,
     needed,
@@ -39,7 +40,7 @@ from fusion_attention.ops.shared.rules import (
     of_lengths,
     only_dim,
     presence,
-    typed,
+    tabled,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
@@ -84,8 +85,8 @@ METADATA = Tensor("metadata", "Without effect: back ends here divide the work th
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
 RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576",
              spelled="cmp_ratio")  # fmt: skip
-RETURN_VALUES = Attr("return_values", "1: return the scores of the selected keys.", default=0,
-                     domain="return_values in (0, 1)", spelled="return_value")  # fmt: skip
+RETURN_VALUES = one_of("return_values", "1: return the scores of the selected keys.",
+                       (0, 1), spelled="return_value")  # fmt: skip
 PARAMS = (
     spelled(QUERY, "q"),
     spelled(KEY, "k", form=_key_layout),
@@ -131,18 +132,8 @@ LENGTHS = (
     ),
 )
 FORMS = (
-    typed(
-        f"layout_kv in (layout, '{PAGES}')",
-        f"layout_kv: layout, or {PAGES} (keys have the axes of queries, or are paged)",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_kv": "BNSD"},
-    ),
-    presence(
-        f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        f"block_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
-        given=IN_PAGES,
-        invalid={"block_table": None},
-    ),
+    keys_lie(PAGES),
+    tabled("block_table", PAGES, given=IN_PAGES, invalid={"block_table": None}),
     meaning(
         "index_offset.dim() > 1 or len(index_offset) == len(q_len)",
         "index_offset: one number for every sequence (or one for every row: [B, S1, 1], packed [T1, 1])",

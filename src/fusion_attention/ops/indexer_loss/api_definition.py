@@ -3,23 +3,20 @@
 from dataclasses import replace
 
 from fusion_attention.contract import Tensor
+from fusion_attention.ops.indexer_loss import definitions
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
-from fusion_attention.ops.indexer_loss.definitions import (
-    HEADS,
-    INDICES,
-    KEY_INDEX,
-    NEUTRAL,
-    QUERY_INDEX,
-    SCORES,
-    V1,
-    WEIGHTS,
-)
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.definitions import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, SOME_ENTRIES
 
-RECORD = V1.version(
+LISTS = spelled(
+    definitions.INDICES,
+    "indices",
+    text="The keys that every row selects, shared by all heads, then -1; None: all visible keys.",
+    optional=True,
+)
+RECORD = definitions.V1.version(
     "indexer_loss",
     "Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, to train an indexer.",
     source="",
@@ -31,25 +28,21 @@ RECORD = V1.version(
             dtypes="float32 float64",
             shape={"BSND": "B N1 S1", "TND": "T1 N1"},
         ),
-        *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS)),
-        spelled(
-            INDICES,
-            "indices",
-            text="The keys that every row selects, shared by all heads, then -1; None: all visible keys.",
-            optional=True,
-        ),
+        *(spelled(definitions.QUERY_INDEX, "index_q"), spelled(definitions.KEY_INDEX, "index_k")),
+        replace(definitions.WEIGHTS, dtypes=OWN_FLOATS),
+        LISTS,
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
         *(sparse.OPTIONAL_SCALE, sparse.CAUSAL, spelled(SINKS, "sink", dtypes=OWN_FLOATS)),
     ),
     rules=(
-        *(*LENGTHS, sparse.PACKED_KEYS, *sparse.COVERED, *SHAPES, HEADS, *SCORES),
+        *(*LENGTHS, sparse.PACKED_KEYS, *sparse.COVERED, *SHAPES, definitions.HEADS, *definitions.SCORES),
         *(
             replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
             for rule in (SOME_ENTRIES, *SELECTION)
         ),
     ),
     rulings=(2, 6, 12, 14, 17, 18, 23, 24),
-    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    neutral={**definitions.NEUTRAL, "cumulative": False, "sparse_mode": 3},
     blank_is_absent=False,
     derive=sparse.derive,
     trains={"loss": DIFFERENTIABLE},

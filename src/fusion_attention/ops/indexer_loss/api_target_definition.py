@@ -6,7 +6,7 @@ from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer.definitions import RATIO, RESIDUAL, RESIDUALS
 from fusion_attention.ops.indexer_loss import api_definition, checks
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, fresh_target
-from fusion_attention.ops.indexer_loss.definitions import INDICES, LSE_SCORES, NEUTRAL, V1, of_index
+from fusion_attention.ops.indexer_loss.definitions import LSE_SCORES, NEUTRAL, V1, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_target
 from fusion_attention.ops.indexer_loss.target_definitions import LISTS
 from fusion_attention.ops.shared.params import OWN_FLOATS, output, spelled
@@ -47,12 +47,7 @@ RECORD = V1.version(
     source="",
     params=(
         *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS), TARGET),
-        spelled(
-            INDICES,
-            "indices",
-            text="The keys that every row selects, shared by all heads, then -1; None: all visible keys.",
-            optional=True,
-        ),
+        api_definition.LISTS,
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, RATIO),
         replace(RESIDUAL, text=f"{RESIDUAL.text} None: query rows are all tokens of their sequences."),
         output("dquery_index", "Gradient of index_q.", QUERY_INDEX.shape, "=query_index"),

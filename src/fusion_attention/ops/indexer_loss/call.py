@@ -107,11 +107,9 @@ class Statistics(_Call):
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _StatisticsRun(self, outputs)
 
 
@@ -133,11 +131,9 @@ class LogSum(Statistics):
     """The lowered call of the log-sum-exp, max + log(sum), of the indexer's scores."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LogSumRun(self, outputs)
 
 
@@ -199,7 +195,6 @@ class Loss(_AnyLoss):
     """The lowered call of a loss against the attention's probabilities, computed from query and key."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         return fresh(self.tensors)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
@@ -208,7 +203,6 @@ class Loss(_AnyLoss):
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LossRun(self, outputs)
 
 
@@ -265,7 +259,6 @@ class TargetLoss(_AnyLoss):
     names: tuple[str, ...] = RESULTS
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         return fresh_target(self.tensors, self.names)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
@@ -274,7 +267,6 @@ class TargetLoss(_AnyLoss):
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

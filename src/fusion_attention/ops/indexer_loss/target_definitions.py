@@ -7,19 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Attr, Declared, Tensor
-from fusion_attention.ops.indexer.second import (
-    COMPRESSED,
-    ENDS,
-    LENGTHS,
-    METADATA,
-    PACKED_SAMPLE,
-    PAGES,
-    RATIO,
-    RESIDUAL,
-    RESIDUALS,
-    USED,
-    tokens_fit,
-)
+from fusion_attention.ops.indexer import second
 from fusion_attention.ops.indexer_loss import checks
 from fusion_attention.ops.indexer_loss.call import TARGET_RESULTS, fresh_lse, fresh_target
 from fusion_attention.ops.indexer_loss.definitions import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
@@ -28,7 +16,7 @@ from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
-from fusion_attention.ops.shared.rules import content, invalid, limit, no_float32, only_dim, typed
+from fusion_attention.ops.shared.rules import content, invalid, keys_lie, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE
 from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, lists
@@ -54,12 +42,12 @@ SOFTMAX_LSE = Tensor(
     shape=INDEX_STATISTICS,
     make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
 )
-LENGTHS_OF = (*ENDS, *USED, RESIDUAL, METADATA)
+LENGTHS_OF = (*second.ENDS, *second.USED, second.RESIDUAL, second.METADATA)
 LAYOUTS_OF = (
     replace(LAYOUT, spelled="layout_q", default="TND"),
     Attr("layout_kv", "Axis order of keys; it must be layout_q.", type=str, default="TND", spelled="layout_k"),
 )
-TAIL = (*LENGTHS_OF, *LAYOUTS_OF, replace(MODE, spelled="mask_mode"), RATIO)
+TAIL = (*LENGTHS_OF, *LAYOUTS_OF, replace(MODE, spelled="mask_mode"), second.RATIO)
 RESULTS = (
     output("dquery_index", "Gradient of q.", QUERY.shape, "=query_index", spelled="dq"),
     output("dkey_index", "Gradient of k.", KEY.shape, "=query_index", spelled="dk"),
@@ -85,14 +73,9 @@ def derive(n: Mapping[str, Any]) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- rules
 
 RULES = (
-    *(rule for rule in LENGTHS if PAGES not in rule.when),
-    typed(
-        "layout_kv == layout",
-        "layout_kv: layout (keys have the axes of queries)",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_kv": "BNSD"},
-    ),
-    *RESIDUALS,
+    *(rule for rule in second.LENGTHS if second.PAGES not in rule.when),
+    keys_lie(),
+    *second.RESIDUALS,
     *(rule for rule in LSE_SCORES if rule.stage != "dtype"),  # weights have one dtype
 )
 LISTS = (
@@ -121,7 +104,7 @@ LIMITS = (
     no_float32("query_index"),
     limit("N1 <= 128", "query_index: up to 128 heads (the chip takes no more)", invalid={"N1": 129}),
     only_dim("D", 128, "query_index"),
-    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
+    limit("ratio <= 128", "ratio (the chip takes no more)", given=second.COMPRESSED),
 )  # fmt: skip
 LIST_LIMITS = (
     limit(
@@ -143,7 +126,7 @@ dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
   \quad dq_h = \sum_j dS_{hj}\, k_j, \quad dk_j = \sum_h dS_{hj}\, q_h
 \end{aligned}"""
 PACKAGE = "CANN's cann_ops_transformer"
-LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*ENDS, *USED, RESIDUAL)], TENSOR_FIRST)
+LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*second.ENDS, *second.USED, second.RESIDUAL)], TENSOR_FIRST)
 HERE = {**NEUTRAL, **dict.fromkeys(("target", "softmax_lse", "Pk"))}
 PADDED_SAMPLE = {"layout_kv": "BSND"}
 
@@ -168,13 +151,13 @@ V1 = of_cann(
     layout_attr="layout",
     neutral=HERE,
     derive=derive,
-    functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": tokens_fit},
+    functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": second.tokens_fit},
     lower=lower_target,
     c=C,
     results=TARGET_RESULTS,
     fresh=fresh_target,
     sizes={**SIZES, "N1": 8, "D": 128, "Pk": SIZES["K"]},
-    samples={"BSND": PADDED_SAMPLE, "TND": PACKED_SAMPLE},
+    samples={"BSND": PADDED_SAMPLE, "TND": second.PACKED_SAMPLE},
 )
 DENSE_V1 = V1.version(
     "aclnnDenseLightningIndexerKLLossGrad",
@@ -185,7 +168,7 @@ DENSE_V1 = V1.version(
     tex=TEX.replace("SOFTMAX", r"e^{I - lse}").replace("DIFFERENCE", "y - p"),
     rulings=(6, 17, 23, 45),
     sizes={**V1.sizes, "Pk": SIZES["S2"]},
-    samples={"BSND": PADDED_SAMPLE, "TND": {**PACKED_SAMPLE, "Pk": 7}},
+    samples={"BSND": PADDED_SAMPLE, "TND": {**second.PACKED_SAMPLE, "Pk": 7}},
 )
 LSE_QUERY, LSE_KEY, LSE_WEIGHTS = (replace(p, spelled=name) for p, name in zip(ROWS, ("", "", "weight"), strict=True))
 LSE_TAIL = tuple(
@@ -206,7 +189,7 @@ softmax_lse = log(sum_j exp(I_j))""",
     lower=lower_lse,
     results=("softmax_lse",),
     fresh=fresh_lse,
-    samples={"TND": PACKED_SAMPLE},
+    samples={"TND": second.PACKED_SAMPLE},
 )
 TORCH = V1.version(
     "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad",
@@ -255,7 +238,7 @@ TORCH_LSE = LSE_V2.version(
 OPAQUE = tuple(
     metadata(
         op.name,
-        (*ENDS, *USED, RESIDUAL),
+        (*second.ENDS, *second.USED, second.RESIDUAL),
         f"batch_size=0 max_seqlen_q=0 max_seqlen_k=0 num_heads_q num_heads_k head_dim {topk}"
         "layout_q=BSND layout_k=BSND mask_mode=0 cmp_ratio=1",
         64,

@@ -18,29 +18,11 @@ from fusion_attention.memory import empty
 from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
+from fusion_attention.ops.shared import params, rules
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS
-from fusion_attention.ops.shared.params import (
-    BIAS,
-    BLOCKED,
-    OWN_FLOATS,
-    OWN_SINK,
-    PAGE_IDS,
-    SOFTCAP,
-    in_order,
-    scale_of,
-)
-from fusion_attention.ops.shared.rules import (
-    broadcasting,
-    cached,
-    elements,
-    finite_scale,
-    meaning,
-    of_lengths,
-    paged,
-    typed,
-    untrained,
-)
+from fusion_attention.ops.shared.params import one_of
+from fusion_attention.ops.shared.rules import elements, paged
 
 RESULTS = ("out", "max", "sum")
 
@@ -117,14 +99,8 @@ def scales_fit(
     return (scale is not None and offset.shape == scale.shape) or f"{show(offset)} beside {show(scale)}"
 
 
-def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
-    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
-    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
-    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
-
-
 RULES: tuple[Rule, ...] = (
-    meaning(
+    rules.meaning(
         "kv_len is not None",
         "kv_len: lengths beside a block table (the tensor of pages does not show them)",
         when="block_table is not None",
@@ -132,19 +108,19 @@ RULES: tuple[Rule, ...] = (
         given=PAGES,
         invalid={"kv_len": None},
     ),
-    meaning(
+    rules.meaning(
         "(v is None) == (dim_v > 0)",
         "dim_v: v, or dim_v (without v, values are the first dim_v elements of the keys)",
         stage="presence",
         invalid={"dim_v": 4},
     ),
-    typed(
+    rules.typed(
         "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
         "k: int8, uint8 or the dtype of q (uint8 holds two integers of four bits, the even element in the low half)",
         invalid={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
     ),
     *(
-        meaning(
+        rules.meaning(
             f"{unless}({side}_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
             f"{side}_scale: a scale exactly for stored integers ({what} = (stored + {side}_offset) * {side}_scale)",
             stage="dtype",
@@ -153,42 +129,42 @@ RULES: tuple[Rule, ...] = (
         )
         for side, what, unless in (("k", "key", ""), ("v", "value", "v is None or "))
     ),
-    of_lengths(
+    rules.of_lengths(
         "groups(k, cache_layout, N1)",
         "k: a divisor of N1 heads (all KV heads serve the same number of heads)",
         invalid={"N2": 3},
     ),
     *(
-        of_lengths(
+        rules.of_lengths(
             f"{name} is None or len({name}) == B",
             f"{name}: a length per sequence ({what} of every sequence)",
             invalid={name: [length]},
         )
         for name, what, length in (("kv_len", "tokens", 4), ("q_len", "query rows", 1))
     ),
-    meaning(
+    rules.meaning(
         "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
         "k: one tensor of the batch, one per sequence, or pages (cache_layout is its axis order; pages are the first "
         "axis)",
         invalid={"k": "B S2 N2 3", "v": "B S2 N2 D"},
     ),
-    meaning(
+    rules.meaning(
         "values_fit(v, k, cache_layout, N2, Dv)",
         "v: the shape of k except for the last axis (one value per key)",
         invalid={"v": "3 S2 N2 D"},
     ),
     elements("D", "q"),
-    meaning(
+    rules.meaning(
         "0 <= dim_v <= D",
         "dim_v (values are the first elements of keys)",
         given={"v": None, "dim_v": 4},
         invalid={"dim_v": 9},
     ),
-    cached("kv_len"),
-    meaning("rows_within(q_len, S1)", "q_len: 0 <= length <= S1 (rows of q)", invalid={"q_len": [0, 2]}),
+    rules.cached("kv_len"),
+    rules.meaning("rows_within(q_len, S1)", "q_len: 0 <= length <= S1 (rows of q)", invalid={"q_len": [0, 2]}),
     *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
     *(
-        meaning(
+        rules.meaning(
             f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
             f"{side}_scale: shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset of the "
             "same shape (one number, one per head, per head and element, or per token and head)",
@@ -198,28 +174,28 @@ RULES: tuple[Rule, ...] = (
         )
         for side, dim in (("k", "D"), ("v", "Dv"))
     ),
-    *broadcasting("columns", "a shape that broadcasts to [B, N1, S1, S2]"),
-    meaning(
+    *rules.broadcasting("columns", "a shape that broadcasts to [B, N1, S1, S2]"),
+    rules.meaning(
         "band_fits(band, B)",
         "band: integer edges, and a prefix per sequence or none (Band.window(511, 0) sees the last 512 tokens)",
         given={"band": Band.causal()},
         invalid={"band": Band.prefix_causal([1])},
     ),
-    meaning(
+    rules.meaning(
         "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
         "out_scale: 1 or N1 * Dv elements, and out_offset of the same shape (out = round(x * out_scale + out_offset) "
         "as int8)",
         given={"out_scale": "1"},
         invalid={"out_scale": "3"},
     ),
-    meaning(
+    rules.meaning(
         "out_offset is None or out_scale is not None",
         "out_offset: out_offset only beside out_scale (an offset goes with its scale)",
         stage="dtype",
         invalid={"out_offset": "1"},
     ),
-    finite_scale("scale", 1e39),
-    *untrained(
+    rules.finite_scale("scale", 1e39),
+    *rules.untrained(
         "decoding has no derivative: call it under torch.no_grad(), or train with attention()",
         q=(2, 1, 4, 8),
         k=(2, 6, 2, 8),
@@ -257,11 +233,6 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
         "kv_len": kv_len,
         "q_len": q_len,
     }
-
-
-def _rows(side: str, last: str) -> dict[str, str]:
-    s, n = f"S{side}", f"N{side}"
-    return {"BSND": f"B {s} {n} {last}", "BNSD": f"B {n} {s} {last}"}
 
 
 def _scale_param(name: str, text: str) -> Tensor:
@@ -325,7 +296,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         dim_qk=n["D"],
         dim_v=n["Dv"],
         dtype=dtype_text(n["q"]),
-        scale=scale_of(n["scale"], n["D"]),
+        scale=params.scale_of(n["scale"], n["D"]),
         bias="none" if n["bias"] is None else "matrix",
         has_blocked=n["blocked"] is not None,
         has_sink=n["sink"] is not None,
@@ -343,21 +314,23 @@ RECORD = Op(
     "decode_attention",
     "Softmax attention of the newest tokens of each sequence to the keys in its cache.",
     (
-        Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
-        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
-        Tensors("v", "Values, in the form of k.", True, dtypes="=k", shape=_rows("2", "D")),
+        Tensor("q", "Query rows, the newest tokens.", dtypes=params.OWN_FLOATS, shape=params.rows("1", "D")),
+        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=params.rows("2", "D")),
+        Tensors("v", "Values, in the form of k.", True, dtypes="=k", shape=params.rows("2", "D")),
         Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
-        Attr(
-            "cache_layout",
-            "Axis order of k and v; if paged, the first axis is pages.",
-            type=str,
-            default="BSND",
-            domain="cache_layout in ('BSND', 'BNSD')",
-            code=INVALID,
+        one_of(
+            "cache_layout", "Axis order of k and v; if paged, the first axis is pages.", ("BSND", "BNSD"), code=INVALID
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),
         Array("kv_len", "Tokens of every sequence in its cache.", True),
-        Tensor("block_table", "The pages of every sequence.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order),
+        Tensor(
+            "block_table",
+            "The pages of every sequence.",
+            True,
+            dtypes=params.PAGE_IDS,
+            shape="B pages",
+            make=params.in_order,
+        ),
         _scale_param("k_scale", "key = (stored + k_offset) * k_scale."),
         _scale_param("k_offset", "Added to stored keys."),
         _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
@@ -365,10 +338,10 @@ RECORD = Op(
         Attr("dim_v", "If v is None, values are the first dim_v elements of keys.", default=0),
         Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
         Attr("band", "The interval of keys that is visible to each row; None: Band.causal().", type=Band, default=None),
-        *(BLOCKED, BIAS, OWN_SINK),
+        *(params.BLOCKED, params.BIAS, params.OWN_SINK),
         _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
         _scale_param("out_offset", "Added before rounding."),
-        SOFTCAP,
+        params.SOFTCAP,
     ),
     RULES,
     formula="""k, v = (stored + offset) * scale                     if the cache has integers
@@ -383,8 +356,7 @@ out_i &= \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}} + e^{sink}}
     layout_attr="layout",
     neutral={"N2": None},
     derive=geometry,
-    functions=FUNCTIONS
-    | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, rows_within, broadcasts, band_fits)},
+    functions=FUNCTIONS | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, broadcasts, band_fits)},
     lower=lower,
     results=RESULTS,
     fresh=fresh,

@@ -102,7 +102,6 @@ class InferenceCall:
 
     @property
     def device(self) -> torch.device:
-        """Device of the query."""
         return self.q.device
 
     def results(self) -> dict[str, Tensor]:
@@ -115,7 +114,6 @@ class InferenceCall:
         return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the query, the cache and the outputs."""
         out, *given = (outputs[name] for name in self.names)
         if self.names[1:] == (LSE,):
             return _Logarithms(self, out, self.stats(), given[0])
@@ -195,7 +193,6 @@ class InferenceCall:
         return operands
 
     def complete(self) -> InferenceCall:
-        """Returns this call, which has no further results."""
         return self
 
     @property
@@ -205,7 +202,6 @@ class InferenceCall:
         return len(self.k) == 1 and not forgets and covered(self.q, self.layout, self.extents, "q")
 
     def memory(self) -> dict[str, Tensor]:
-        """Allocates out, max and sum, by name of operand."""
         return dict(zip(("out", "max", "sum"), (another(self._templates()[0]), *self.stats()), strict=True))
 
     @property

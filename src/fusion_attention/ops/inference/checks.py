@@ -80,6 +80,12 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
     return f"{length} for sequence {bad[0]}" + (f", whose cache holds {cached}" if length >= 0 else "")
 
 
+def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
+    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
+    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
+    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
+
+
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
     """True if the page table [B, pages] has enough pages of block_size tokens for the kv_len [B] keys of a sequence."""
     bad = np.flatnonzero(kv_len > table.shape[1] * block_size)

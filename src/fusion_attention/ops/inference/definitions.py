@@ -12,31 +12,34 @@ from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Te
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
-from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, TENSOR_FIRST, in_order, keeps_or_adds, output, unmasked
+from fusion_attention.ops.shared.params import (
+    FLOATS,
+    PAGE_IDS,
+    TENSOR_FIRST,
+    in_order,
+    keeps_or_adds,
+    output,
+    rows,
+    unmasked,
+)
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
 
 
-def _rows(side: str) -> dict[str, str]:
-    """Axis words of query (side "1") or key (side "2") rows, by layout."""
-    s, n = f"S{side}", f"N{side}"
-    return {"BSH": f"B {s} {n}*D", "BNSD": f"B {n} {s} D", "BSND": f"B {s} {n} D"}
-
-
 QUERY = Tensor(
     "query",
     "Query rows, one per sequence; several are causal, as the last rows of a prompt.",
     dtypes=FLOATS,
-    shape=_rows("1"),
+    shape=rows("1", "D"),
 )
 KEY = Tensors(
     "key",
     "Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].",
-    shape=_rows("2"),
+    shape=rows("2", "D"),
 )
-VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=_rows("2"))
+VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=rows("2", "D"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1, S2].", True, dtypes="=query")
 ATTEN_MASK = Tensor(
     "atten_mask",
@@ -86,7 +89,7 @@ INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", defaul
 OUT = output(
     "attention_out",
     "The output rows: zeros if a sequence is empty, the mean of V if the mask hides all. int8 beside quant_scale2.",
-    _rows("1"),
+    rows("1", "D"),
     f"{FLOATS} int8",
     make=torch.zeros,
 )

@@ -1,25 +1,30 @@
-"""Base classes of lowered calls: tensors by canonical name, and calls derived from another call."""
+"""Base classes of lowered calls: tensors by canonical name, calls that torch computes, calls derived from another."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from fusion_attention.ir.call import Lowered
+from fusion_attention.ir.call import Filled, Lowered
 from fusion_attention.ir.kv import RowView
-from fusion_attention.ir.problem import Extents
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.layouts import covered, row_view
 
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor]
 Run = Callable[[Lowered], dict[str, Tensor]]  # plans and runs a lowered call, and returns its results by name
 Same = TypeVar("Same", bound="TensorCall")
+_NONE = np.zeros(0, np.int64)
+# The extents of a call without work for a back end.
+NO_SEQUENCE = Extents(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NO_ATTENTION = Problem(1, 1, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class TensorCall:
-    """A lowered call whose input tensors have canonical names.
+    """A lowered call whose input tensors have canonical names; ir/call.py documents the methods of its protocols.
 
     Args:
         extents: lengths and bands of the sequences.
@@ -39,20 +44,16 @@ class TensorCall:
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
         return self.given(next(iter(self.tensors))).device
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by canonical name."""
         return self.tensors
 
     def on(self: Same, inputs: Mapping[str, Tensor | None]) -> Same:
-        """A copy of this call with other input tensors of the same names."""
         return replace(self, tensors=inputs)
 
     def complete(self: Same) -> Same:
-        """Returns this call, whose results are all that its derivative reads."""
         return self
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
@@ -64,14 +65,47 @@ class TensorCall:
         return covered(tensor, self.layout, self.extents, side)
 
 
+@dataclass(frozen=True, eq=False)
+class TorchCall(TensorCall):
+    """A lowered call that torch computes after a plan without sequences; no back end runs.
+
+    Args:
+        allocate: allocates the results, by name.
+        compute: writes the results; its argument has their memory by name.
+        clears: names of the results that are zeroed first, if they are among the results.
+    """
+
+    allocate: Callable[[], dict[str, Tensor]]
+    compute: Callable[[Results], None]
+    problem: Problem = NO_ATTENTION
+    op_kind: str = "attention_forward"
+    clears: tuple[str, ...] = ()
+
+    def results(self) -> dict[str, Tensor]:
+        return self.allocate()
+
+    def fill(self, outputs: Results) -> Filled:
+        return _TorchRun(self, outputs)
+
+
+class _TorchRun(Filled):
+    __slots__ = ("call", "results")
+
+    def __init__(self, call: TorchCall, results: Results) -> None:
+        super().__init__((), clears=tuple(results[name] for name in call.clears if name in results))
+        self.call, self.results = call, results
+
+    def finish(self) -> None:
+        self.call.compute(self.results)
+
+
 class OfCall:
-    """Base of lowered calls that take problem, extents and device from the call on which they depend."""
+    """Base of lowered calls (see ir/call.py) that take problem, extents and device from the call they depend on."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
         result: torch.device = self.call.device
         return result

@@ -1,50 +1,16 @@
 """Metadata functions, which on the chip divide the work of another operator among cores; here they return zeros."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from fusion_attention.contract import Attr, Bound, Declared, Op, Param
-from fusion_attention.ir.call import Filled
-from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import NO_SEQUENCE, TorchCall
 from fusion_attention.ops.shared.params import output
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 
 OUT = "meta_data"
-_NONE = np.zeros(0, np.int64)
-# The extents of a call without work for a back end.
-NO_SEQUENCE = Extents(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
-NO_ATTENTION = Problem(1, 1, 1, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Metadata:
-    """A lowered call of a metadata function, which writes zeros.
-
-    Args:
-        elements: size of the result.
-        problem, extents: a problem without sequences, so no back end runs.
-    """
-
-    elements: int
-    device: torch.device
-    problem: Problem = NO_ATTENTION
-    extents: Extents = NO_SEQUENCE
-    op_kind: str = "attention_forward"
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the call's result, by name."""
-        return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
-
-    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call (a Filled) with the memory `outputs` of its result, which it only clears."""
-        return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 
 def metadata(
@@ -64,9 +30,13 @@ def metadata(
         c: spellings of the C declaration.
     """
 
-    def lower(bound: Bound) -> Metadata:
+    def fresh(like: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {OUT: empty(like, (elements,), torch.int32)}
+
+    def lower(bound: Bound) -> TorchCall:
         out = bound.names.get(OUT)
-        return Metadata(elements, torch.device("cpu") if out is None else out.device)
+        like = torch.empty(0) if out is None else out
+        return TorchCall(NO_SEQUENCE, "", {OUT: like}, lambda: fresh(like), lambda results: None, clears=(OUT,))
 
     attributes = []
     for word in numbers.split():
@@ -88,6 +58,6 @@ def metadata(
         lower=lower,
         c=c,
         results=(OUT,),
-        fresh=lambda n: {OUT: empty(torch.empty(0), (elements,), torch.int32)},
+        fresh=lambda n: fresh(torch.empty(0)),
         samples={"BSND": {}, "TND": {}},
     )

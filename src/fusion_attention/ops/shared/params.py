@@ -24,6 +24,25 @@ def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: 
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
+def rows(side: str, dim: str) -> dict[str, str]:
+    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
+    s, n, t = f"S{side}", f"N{side}", f"T{side}"
+    return {
+        "BSH": f"B {s} {n}*{dim}",
+        "SBH": f"{s} B {n}*{dim}",
+        "BSND": f"B {s} {n} {dim}",
+        "BNSD": f"B {n} {s} {dim}",
+        "TND": f"{t} {n} {dim}",
+    }
+
+
+def one_of(name: str, text: str, values: tuple[Any, ...], **fields: Any) -> Attr:
+    """An attribute that has one of several values, by default the first; fields: other fields of Attr."""
+    return Attr(
+        name, text, **{"type": type(values[0]), "default": values[0], "domain": f"{name} in {values}", **fields}
+    )
+
+
 def keeps_or_adds(bias: str) -> str:
     """Text of the hint in errors about a mask of a wrong dtype; bias: name of the parameter for additive masks."""
     return f"True removes a score: torch's keep mask is ~mask, an additive mask (0 and -inf) goes in {bias}"

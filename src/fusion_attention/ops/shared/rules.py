@@ -112,6 +112,35 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
     )
 
 
+def keys_lie(pages: str = "", param: str = "layout_kv", advice: str = "", bad: str = "BNSD", **more: Any) -> Rule:
+    """Rule: the layout of keys, attribute `param`, is that of queries, or `pages`, if these operators have paged keys.
+
+    advice: a hint; bad: an invalid layout.
+    """
+    check, text = f"{param} == layout", f"{param}: layout ({advice or 'keys have the axes of queries'})"
+    if pages:
+        check = f"{param} in (layout, '{pages}')"
+        text = f"{param}: layout, or {pages} (keys have the axes of queries, or are paged)"
+    return typed(check, text, when="layout in ('BSND', 'TND')", invalid={param: bad}, **more)
+
+
+def tabled(table: str, pages: str, unless: str = "", **samples: Settings) -> Rule:
+    """Rule: a page table is given exactly for keys in layout `pages`; unless: a condition, then " or ", for calls to
+    which it does not apply; samples: given and invalid settings."""
+    text = f"a table if keys are {pages}, otherwise None (it has the pages of each sequence)"
+    return presence(f"{unless}({table} is not None) == (layout_kv == '{pages}')", f"{table}: {text}", **samples)
+
+
+def page_numbers(table: str, lengths: str, page: str, pages: str, **more: Any) -> Rule:
+    """Rule: a page table has numbers of pages, of which there are as many as axis word `pages` says.
+
+    lengths, page: names of the keys of every sequence, and of the tokens of a page.
+    """
+    check = f"pages_exist({table}, {lengths}, {page}, {pages})"
+    text = f"{table}: numbers of pages (entries behind a sequence's last page are not read)"
+    return meaning(check, text, reads=True, invalid={pages: 0}, **more)
+
+
 def cached(kv_len: str) -> Rule:
     """Rule: the lengths in parameter kv_len are within the capacity of the cache."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"

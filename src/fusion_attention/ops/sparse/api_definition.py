@@ -9,23 +9,9 @@ from typing import Any
 from fusion_attention.contract import Array, Attr
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import NOT_CUMULATIVE, PACKED, covered, meaning, needed, of_lengths
+from fusion_attention.ops.sparse import definitions
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
-from fusion_attention.ops.sparse.definitions import (
-    BLOCK,
-    INDICES,
-    KEY,
-    KEY_ROPE,
-    LAYOUT,
-    NEUTRAL,
-    QUERY,
-    QUERY_ROPE,
-    SCALE,
-    SINKS,
-    TABLE,
-    V1,
-    VALUE,
-)
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
 
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; required in layout TND.", True, "q_len")
@@ -54,7 +40,7 @@ PACKED_KEYS = of_lengths(
 COVERED = covered(
     "actual_seq_qlen", "actual_seq_kvlen", NOT_CUMULATIVE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]}
 )
-OPTIONAL_SCALE = spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None)
+OPTIONAL_SCALE = spelled(definitions.SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None)
 SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
@@ -68,19 +54,20 @@ def _derive(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 
-RECORD = V1.version(
+RECORD = definitions.V1.version(
     "sparse_attention",
     "Softmax attention over the blocks of keys that every row selects.",
     source="",
     params=(
-        spelled(QUERY, "q", dtypes=OWN_FLOATS),
-        *(spelled(KEY, "k"), spelled(VALUE, "v"), spelled(INDICES, "indices"), LAYOUT, Q_LENGTHS, KV_LENGTHS),
-        *(spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
+        spelled(definitions.QUERY, "q", dtypes=OWN_FLOATS),
+        *(spelled(definitions.KEY, "k"), spelled(definitions.VALUE, "v"), spelled(definitions.INDICES, "indices")),
+        *(definitions.LAYOUT, Q_LENGTHS, KV_LENGTHS),
+        *(spelled(definitions.QUERY_ROPE, "q_rope"), spelled(definitions.KEY_ROPE, "k_rope")),
         OPTIONAL_SCALE,
-        spelled(BLOCK, "block", default=1),
+        spelled(definitions.BLOCK, "block", default=1),
         CAUSAL,
         Attr("dim_v", "If v is None, values are the first dim_v elements of keys; 0: all.", default=0),
-        *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table")),
+        *(spelled(definitions.SINKS, "sink", dtypes=OWN_FLOATS), spelled(definitions.TABLE, "page_table")),
     ),
     rules=(
         *(*LENGTHS, PAGED_KEYS, PACKED_KEYS, *COVERED, *TABLES, *SHAPES, *SELECTION),
@@ -91,7 +78,7 @@ RECORD = V1.version(
         ),
     ),
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
-    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    neutral={**definitions.NEUTRAL, "cumulative": False, "sparse_mode": 3},
     # The gradient of softmax_max stands for that of max + log(sum).
     trains={"attention_out": DIFFERENTIABLE, "softmax_max": DIFFERENTIABLE},
     blank_is_absent=False,

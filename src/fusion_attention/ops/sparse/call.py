@@ -122,18 +122,15 @@ class Sparse(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns the gradients of the inputs, as ir.call.Differentiable.gradients(); results: with statistics."""
         unpaged(self.problem.page_size)
         result = run(self.backward(results, upstream))
         return {t: result[name] for t, name in GRADIENT_OF.items() if name in result}
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the call's results, by name."""
         result = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return SparseForward(self, outputs)
 
 
@@ -256,11 +253,9 @@ class SparseBackward(OfCall):
         self.saved, self.dlse = (dout, out, max_, sum_), dlse
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 

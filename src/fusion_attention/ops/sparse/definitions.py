@@ -10,28 +10,13 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
-from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, or_none, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, one_of, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
+from fusion_attention.ops.sparse import rules
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse.lower import lower
-from fusion_attention.ops.sparse.rules import (
-    IN_PAGES,
-    LENGTHS,
-    LISTS_OF_2048,
-    MOST_SEQUENCES,
-    NEEDS_KEY_LENGTHS,
-    PAGES,
-    SELECTION,
-    SHAPES,
-    SIZES,
-    TABLE_LIMITS,
-    TABLES,
-    WITH_VALUE,
-    first_block,
-    most_tokens,
-)
 
 LARGEST_INT64 = (1 << 63) - 1
 
@@ -64,7 +49,7 @@ INDICES = Tensor(
     "Per row and key head a list of selected blocks, numbered from 0 in each sequence; -1 ends a list.",
     dtypes="int32 int64",
     shape=rows("1", "N2", "K"),
-    make=first_block,
+    make=rules.first_block,
 )
 DY = Tensor("dy", "Gradient of the output.", dtypes="=query", shape=rows("1", "N1", "Dv"), spelled="d_out")
 ATTENTION_IN = Tensor(
@@ -99,19 +84,13 @@ SCALE = Attr("scale_value", "Factor on query . key.", type=float)
 BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128")
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of keys: the layout of queries, or {PAGED}.", type=str, default="BSND")
-MODE = Attr(
-    "sparse_mode",
-    "0: all keys are visible; 3: causal, the last row sees the last key.",
-    default=3,
-    domain="sparse_mode in (0, 3)",
-)
+MODE = one_of("sparse_mode", "0: all keys are visible; 3: causal, the last row sees the last key.", (0, 3), default=3)
 PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
 NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
-ATTENTION_MODE = Attr(
+ATTENTION_MODE = one_of(
     "attention_mode",
     "Without effect; the chip supports 2 alone, with values that are the first elements of keys.",
-    default=0,
-    domain="attention_mode in (0, 1, 2)",
+    (0, 1, 2),
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
@@ -132,7 +111,7 @@ GRADIENTS = (
 
 LIMITS = (
     no_float32("query"),
-    WITH_VALUE,
+    rules.WITH_VALUE,
     limit("N2 == 1", "key (the chip takes one key head)", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
@@ -153,7 +132,7 @@ FORWARD_LIMITS = (
         "Ps % sparse_block_size == 0",
         "sparse_block_size: a divisor of the page size (the chip takes no block that is in two pages)",
         when="block_table is not None and power_of_two(sparse_block_size)",
-        given=IN_PAGES,
+        given=rules.IN_PAGES,
         invalid={"sparse_block_size": 32},
     ),
     limit("attention_mode == 2", "attention_mode (the chip supports no other mode)"),
@@ -188,8 +167,8 @@ BACKWARD = (
         invalid={"Dv": 256},
     ),
     limit("sparse_block_size in (1, 8, 16, 32, 64)", "sparse_block_size (the chip takes no other blocks)"),
-    LISTS_OF_2048,
-    *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512))),
+    rules.LISTS_OF_2048,
+    *(rules.MOST_SEQUENCES, rules.most_tokens(key=(1, 512), value=(1, 512))),
     *(
         limit(
             f"{name} in (2147483647, 9223372036854775807)",
@@ -235,7 +214,15 @@ FORWARD_SAMPLES = {
 }
 BACKWARD_SAMPLES = {"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED_SAMPLE}}
 TRAINS = {"attention_out": DIFFERENTIABLE}
-RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + SELECTION
+RULES = (
+    rules.LENGTHS
+    + rules.NEEDS_KEY_LENGTHS
+    + rules.PAGES
+    + rules.TABLES
+    + rules.TABLE_LIMITS
+    + rules.SHAPES
+    + rules.SELECTION
+)
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +272,7 @@ V1 = of_cann(
     fresh=fresh,
     trains=TRAINS,
     repeats=True,
-    sizes=SIZES,
+    sizes=rules.SIZES,
     samples=FORWARD_SAMPLES,
 )
 GRAD_V1 = V1.version(

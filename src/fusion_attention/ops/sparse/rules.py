@@ -6,28 +6,7 @@ A rule applies to every definition that has its parameters. docs/rulings.md 15 e
 import torch
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.shared.rules import (
-    ENDS,
-    PACKED,
-    ROPE,
-    content,
-    covered,
-    doubt,
-    elements,
-    finite_scale,
-    group,
-    groups_of_heads,
-    invalid,
-    limit,
-    meaning,
-    needed,
-    of_lengths,
-    one_length_each,
-    own_page_ids,
-    presence,
-    rope_pair,
-    typed,
-)
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.sparse.checks import PAGED
 
 KEYS = "keys_in(layout, layout_kv, block_table)"
@@ -58,7 +37,7 @@ BROKEN[:, -1, :, 1] = 0
 
 def packed_lists(param: str) -> Rule:
     """Doubt: no list in the tensor parameter `param` has an entry behind a -1."""
-    return doubt(
+    return rules.doubt(
         f"unbroken({param})",
         f"{param}: no entry behind a -1 (a list ends at its first -1; fusion_attention.pack_lists moves the others to "
         "its end)",
@@ -68,30 +47,32 @@ def packed_lists(param: str) -> Rule:
 
 
 LENGTHS = (
-    needed(
+    rules.needed(
         "actual_seq_qlen",
         "packed rows do not show where a sequence ends",
         text="the lengths of packed sequences",
-        only=PACKED,
+        only=rules.PACKED,
     ),
-    of_lengths(
+    rules.of_lengths(
         "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
         "actual_seq_qlen: the lengths of the sequences in the query tensor (one per sequence; CANN's packed lengths "
         "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_qlen": [3, 9]},
     ),
-    of_lengths(
+    rules.of_lengths(
         f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
         "actual_seq_kvlen: the lengths of the sequences in the key tensor (one per sequence; CANN's packed lengths "
         "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_kvlen": [5, 13]},
     ),
-    one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
+    rules.one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
 )
-COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]})
+COVERED = rules.covered(
+    "actual_seq_qlen", "actual_seq_kvlen", rules.ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}
+)
 NEEDS_KEY_LENGTHS = (
     *COVERED,
-    needed(
+    rules.needed(
         "actual_seq_kvlen",
         "packed and paged keys do not show where a sequence ends",
         text="the lengths of packed or paged keys",
@@ -100,54 +81,41 @@ NEEDS_KEY_LENGTHS = (
     ),
 )
 PAGES = (
-    typed(
-        f"layout_kv in (layout, '{PAGED}')",
-        f"layout_kv: layout, or {PAGED} (keys have the axes of queries, or are paged)",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_kv": "BNSD"},
-    ),
-    presence(
-        f"(block_table is not None) == (layout_kv == '{PAGED}')",
-        f"block_table: a table if keys are {PAGED}, otherwise None (it has the pages of each sequence)",
-        given=IN_PAGES,
-        invalid={"block_table": None},
-    ),
+    rules.keys_lie(PAGED),
+    rules.tabled("block_table", PAGED, given=IN_PAGES, invalid={"block_table": None}),
 )
-TABLES = group(
-    meaning(
+TABLES = rules.group(
+    rules.meaning(
         "len(block_table) == len(q_len) == len(kv_len)",
         "block_table: one row, and one length of queries and keys, per sequence (a row of pages for each)",
         invalid={"block_table": "3 M"},
     ),
-    meaning(
-        "pages_exist(block_table, kv_len, Ps, P)",
-        "block_table: numbers of pages (entries behind a sequence's last page are not read)",
+    rules.page_numbers(
+        *("block_table", "kv_len", "Ps", "P"),
         when="block_table is not None and len(block_table) == len(q_len) == len(kv_len)",
-        reads=True,
-        invalid={"P": 0},
     ),
     given=IN_PAGES,
 )
-TABLE_LIMITS = group(
-    own_page_ids(IN_PAGES, torch.zeros(2, 1, dtype=torch.int64)),
-    limit("Ps % 16 == 0 and Ps <= 1024", "block_table (the chip takes no other pages)", invalid={"Ps": 8}),
+TABLE_LIMITS = rules.group(
+    rules.own_page_ids(IN_PAGES, torch.zeros(2, 1, dtype=torch.int64)),
+    rules.limit("Ps % 16 == 0 and Ps <= 1024", "block_table (the chip takes no other pages)", invalid={"Ps": 8}),
     given=IN_PAGES,
 )
 SHAPES = (
-    groups_of_heads("key"),
-    elements("D", "query"),
-    elements("Dv", "value", optional=True),
-    elements("Dr", "query_rope", optional=True, given=ROPE),
-    rope_pair("query_rope", "key_rope", ROPE),
-    finite_scale("scale_value"),
+    rules.groups_of_heads("key"),
+    rules.elements("D", "query"),
+    rules.elements("Dv", "value", optional=True),
+    rules.elements("Dr", "query_rope", optional=True, given=rules.ROPE),
+    rules.rope_pair("query_rope", "key_rope", rules.ROPE),
+    rules.finite_scale("scale_value"),
 )
-SOME_ENTRIES = invalid(
+SOME_ENTRIES = rules.invalid(
     "K >= 1",
     "sparse_indices: lists of at least one entry (a row selects at least one block, or lists -1)",
     invalid={"K": 0},
 )
 SELECTION = (
-    meaning(
+    rules.meaning(
         f"entries_fit({LISTS})",
         "sparse_indices: -1, or the number of a block of the row's sequence (numbered from 0 in each sequence; -1 ends "
         "a list)",
@@ -155,13 +123,13 @@ SELECTION = (
         invalid={"sparse_indices": lists(0, 90)},
     ),
     packed_lists("sparse_indices"),
-    content(
+    rules.content(
         f"few_enough({LISTS}, sparse_mode)",
         "sparse_indices: at most as many entries as blocks with visible keys (a row reads no further entries)",
         given={"sparse_mode": 0, "causal": False},
         invalid={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
     ),
-    content(
+    rules.content(
         f"in_the_past({LISTS}, sparse_mode)",
         "sparse_indices: blocks with keys that are visible to the row (keys of later tokens are skipped)",
         given={"sparse_mode": 3},
@@ -176,16 +144,18 @@ def most_tokens(**keys: tuple[int, int]) -> Rule:
     rows = {
         name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()
     }
-    return limit(
+    return rules.limit(
         "S1 <= 131072 and S2 <= 131072",
         "query: at most 131072 tokens in a sequence (the chip takes no longer ones)",
         invalid={"B": 1, "S1": 1, "S2": beyond, **rows},
     )
 
 
-MOST_SEQUENCES = limit("B <= 256", "query: up to 256 sequences (the chip takes no more)", invalid={"B": 257, "S1": 1})
-WITH_VALUE = needed("value", "the chip takes no call without one", text="value rows", level="limit")
-LISTS_OF_2048 = limit(
+MOST_SEQUENCES = rules.limit(
+    "B <= 256", "query: up to 256 sequences (the chip takes no more)", invalid={"B": 257, "S1": 1}
+)
+WITH_VALUE = rules.needed("value", "the chip takes no call without one", text="value rows", level="limit")
+LISTS_OF_2048 = rules.limit(
     "K == 2048",
     "sparse_indices: lists of 2048 entries (the chip takes lists of no other length)",
     when="K >= 1",
@@ -195,7 +165,9 @@ LISTS_OF_2048 = limit(
 
 def some_heads(query: str, heads: str) -> Rule:
     """Rule: an indexer has at least one head; query: name of its query, heads: axis word of its heads."""
-    return meaning(f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0})
+    return rules.meaning(
+        f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0}
+    )
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
@@ -205,17 +177,17 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (
-        typed(
+        rules.typed(
             f"same_dtype(weights, {like}) or float32(weights)",
             f"weights: the dtype of {like}, or float32 (convert them with .to({like}.dtype))",
             when="floating(weights)",
             invalid={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
         ),
-        typed(
+        rules.typed(
             f"weights.shape[-1] == {query}.shape[-2]",
             f"weights: one weight for every head of {query} (a score is a sum over heads)",
             when=f"weights.dim() == {query}.dim() - 1 and weights.dim() >= 2",
             invalid={"weights": "B S1 7"},
         ),
-        elements(dim, query),
+        rules.elements(dim, query),
     )

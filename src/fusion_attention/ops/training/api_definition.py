@@ -12,31 +12,14 @@ import torch
 from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Tensor, dtype_text, trained
 from fusion_attention.ir.mask import NONE_BLOCKED, TILE, UNLIMITED, Band
 from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
 from fusion_attention.ops.shared.layouts import Form, to_float32
-from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, scale_of
-from fusion_attention.ops.shared.rules import (
-    NOT_CUMULATIVE,
-    PACKED,
-    PADDED,
-    broadcasting,
-    covered,
-    doubt,
-    elements,
-    finite_scale,
-    group,
-    groups_of_heads,
-    meaning,
-    of_lengths,
-    one_length_each,
-    presence,
-    rope_pair,
-    untrained,
-)
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, one_of, rows, scale_of
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
-from fusion_attention.ops.training.definitions import SIZES, rows
+from fusion_attention.ops.training.definitions import KEEP_PROB, OFFSET, SIZES
 from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -48,18 +31,18 @@ HEADS_FIRST = 'heads before tokens are layout="BNSD"'
 
 
 RULES = (
-    presence(
+    rules.presence(
         "heads > 0", "heads (the last axis holds heads * dim elements)", only=("BSH", "SBH"), invalid={"heads": None}
     ),
-    presence(
+    rules.presence(
         "q_len is not None",
         "q_len: the lengths of packed sequences (tokens of every packed sequence, e.g. q_len=[100, 150, 50])",
-        only=PACKED,
+        only=rules.PACKED,
         invalid={"q_len": None, "kv_len": None},
     ),
-    rope_pair("q_rope", "k_rope", OWN_ROPE),
+    rules.rope_pair("q_rope", "k_rope", OWN_ROPE),
     *(
-        of_lengths(
+        rules.of_lengths(
             f"lengths_fit({name}, False, B, S{axis}, T{axis})",
             f"{name}: lengths of the sequences that the {side} tensor holds (tokens of every sequence, not "
             "cumulative ends)",
@@ -67,87 +50,87 @@ RULES = (
         )
         for name, axis, side, too_long in (("q_len", 1, "query", [3, 6]), ("kv_len", 2, "key", [5, 8]))
     ),
-    one_length_each("q_len", "kv_len"),
-    of_lengths(
+    rules.one_length_each("q_len", "kv_len"),
+    rules.of_lengths(
         "kv_len is not None or sum(q_len) <= T2",
         "kv_len: the lengths of keys, or at least sum(q_len) key tokens (without kv_len, keys have the lengths q_len)",
         when="q_len is not None",
-        only=PACKED,
+        only=rules.PACKED,
         given={"T2": 8, "kv_len": None},
         invalid={"T2": 6},
     ),
-    *covered("q_len", "kv_len", NOT_CUMULATIVE, {"q_len": [3, 4], "kv_len": [5, 6]}),
-    groups_of_heads("k", HEADS_FIRST),
-    doubt(
+    *rules.covered("q_len", "kv_len", rules.NOT_CUMULATIVE, {"q_len": [3, 4], "kv_len": [5, 6]}),
+    rules.groups_of_heads("k", HEADS_FIRST),
+    rules.doubt(
         "S1 == 1 or N1 <= max(S1, 256)",
         f"q: at most max(S1, 256) heads ({HEADS_FIRST})",
         only=("BSND",),
         invalid={"N1": 258},
     ),
-    elements("D", "q"),
-    elements("Dv", "v"),
-    elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
-    meaning(
+    rules.elements("D", "q"),
+    rules.elements("Dv", "v"),
+    rules.elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
+    rules.meaning(
         "band is None or sparse_mode is None",
         "band (pass a band or a sparse_mode, not both)",
         given={"band": Band()},
         invalid={"sparse_mode": 3},
     ),
-    meaning(
+    rules.meaning(
         "band_fits(band, len(q_len))",
         "band: a band with integer edges, and no prefix or one per sequence (make it with Band.causal(), "
         "Band.window() or Band.prefix_causal())",
         given={"band": Band.prefix_causal([1, 2])},
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
-    meaning(
+    rules.meaning(
         "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
         "sparse_mode: one of 0, 1, 2, 3, 4, 7, 8 (prefixes: band=Band.prefix_causal(...))",
     ),
-    meaning(
+    rules.meaning(
         "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
         "pre_tokens: pre_tokens and next_tokens only beside a sparse_mode (without a mode use "
         "band=Band.window(pre_tokens, next_tokens))",
         invalid={"pre_tokens": 2},
     ),
-    *broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
-    meaning(
+    *rules.broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
+    rules.meaning(
         "bias is None or alibi_slopes is None",
         "bias: a bias or alibi_slopes (add the distances to the bias)",
         given={"bias": "S1 S2"},
         invalid={"alibi_slopes": ("N1", "float32")},
     ),
-    meaning(
+    rules.meaning(
         "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
         "alibi_slopes (one slope per head)",
         given={"alibi_slopes": ("N1", "float32")},
         invalid={"alibi_slopes": ("3", "float32")},
     ),
-    *untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
-    meaning(
+    *rules.untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
+    rules.meaning(
         "len(alibi_start) == 2 and positions(alibi_start)",
         "alibi_start: two positions below 2**40 (of the first query row and of the first key)",
         given={"alibi_slopes": ("N1", "float32"), "alibi_start": [0, 0]},
         invalid={"alibi_start": [0]},
     ),
-    meaning(
+    rules.meaning(
         "alibi_start is None",
         "alibi_start: alibi_start only beside alibi_slopes (distances need slopes)",
         when="alibi_slopes is None",
     ),
-    *group(
-        meaning(
+    *rules.group(
+        rules.meaning(
             "drop_bits.numel() * 8 >= N1 * drop_rows",
             "drop_bits: a bit for every score (one bit per score, row-major over [B, N1, S1, S2], least significant "
             "bit first)",
             invalid={"drop_bits": "4"},
         ),
-        meaning(
+        rules.meaning(
             "keep_prob < 1",
             "drop_bits: drop_bits only with keep_prob < 1 (1 is attention without dropout)",
             invalid={"keep_prob": 1.0},
         ),
-        meaning(
+        rules.meaning(
             "seed is None",
             "drop_bits: drop_bits or a seed, not both (a seed is for drawn dropout masks, and drop_bits are a mask)",
             invalid={"seed": 3},
@@ -155,15 +138,15 @@ RULES = (
         when="drop_bits is not None",
         given={"drop_bits": "1024", "keep_prob": 0.5},
     ),
-    finite_scale("scale"),
-    *group(
-        meaning(
+    rules.finite_scale("scale"),
+    *rules.group(
+        rules.meaning(
             "tiles_fit(blocked_tiles, B, N1, S1, S2)",
             "blocked_tiles: shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)] (one number per tile of 128 rows "
             "by 128 keys)",
             invalid={"blocked_tiles": "1 1 1 2"},
         ),
-        meaning(
+        rules.meaning(
             "tiles_exist(blocked_tiles, bit_tiles or 0)",
             "blocked_tiles: -1, -2, or an index into blocked_bits (-1 removes all scores of a tile, -2 none)",
             reads=True,
@@ -172,7 +155,7 @@ RULES = (
         when="blocked_tiles is not None",
         given=ONE_TILE,
     ),
-    meaning(
+    rules.meaning(
         "blocked_tiles is not None",
         "blocked_bits: blocked_bits only beside blocked_tiles (which index blocked_bits by tile)",
         when="blocked_bits is not None",
@@ -183,20 +166,10 @@ RULES = (
 
 
 # Parameter names of a DenseCall's tensors.
-_NAMES: tuple[str, ...] = (
-    "q",
-    "k",
-    "v",
-    "q_rope",
-    "k_rope",
-    "bias",
-    "alibi_slopes",
-    "blocked",
-    "drop_bits",
-    "sink",
-    "blocked_tiles",
+_NAMES = (
+    *("q", "k", "v", "q_rope", "k_rope", "bias", "alibi_slopes", "blocked", "drop_bits", "sink"),
+    *("blocked_tiles", "blocked_bits"),
 )
-_NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
@@ -295,13 +268,7 @@ RECORD = Op(
             True,
         ),
         OWN_SINK,
-        Attr(
-            "keep_prob",
-            "Probability that dropout keeps a weight.",
-            type=float,
-            default=1.0,
-            domain="0 < keep_prob <= 1",
-        ),
+        KEEP_PROB,
         Tensor(
             "drop_bits",
             "One bit per score, 1 = kept.",
@@ -310,14 +277,8 @@ RECORD = Op(
             make=lambda s: torch.ones(s, dtype=torch.uint8),
         ),
         Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
-        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
-        Attr(
-            "empty_rows",
-            "Result of rows without visible keys: 'zero', or the 'mean' of V.",
-            type=str,
-            default="zero",
-            domain="empty_rows in ('zero', 'mean')",
-        ),
+        OFFSET,
+        one_of("empty_rows", "Result of rows without visible keys: 'zero', or the 'mean' of V.", ("zero", "mean")),
         SOFTCAP,
         Tensor(
             "blocked_tiles",
@@ -343,7 +304,7 @@ out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime
   v_j, \qquad j \text{ over the keys that row } i \text{ sees}
 \end{aligned}""",
     rulings=(1, 2, 4, 9, 10, 11, 21, 23),
-    layouts=(*PADDED, *PACKED),
+    layouts=(*rules.PADDED, *rules.PACKED),
     layout_attr="layout",
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr", "bit_tiles")),
     derive=lengths,

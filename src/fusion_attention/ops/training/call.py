@@ -50,7 +50,6 @@ class DenseCall:
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
         return self.q.device
 
     def covers(self, side: str) -> bool:

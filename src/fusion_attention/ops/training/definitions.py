@@ -12,37 +12,15 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
+from fusion_attention.ops.training import rules
 from fusion_attention.ops.training.checks import FUNCTIONS, lengths
 from fusion_attention.ops.training.formulas import BACKWARD_FORMULA, BACKWARD_TEX, FORWARD_FORMULA, FORWARD_TEX
 from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
-from fusion_attention.ops.training.rules import (
-    ALIKE,
-    DRAWN_DROPOUT,
-    GIVEN_DROPOUT,
-    GIVEN_OFFSET,
-    NARROW,
-    PRECISION,
-    ROPE_RULES,
-    RULES,
-)
 from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradients, fresh_results
-
-
-def rows(side: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
-    s, n, t = f"S{side}", f"N{side}", f"T{side}"
-    return {
-        "BSH": f"B {s} {n}*{dim}",
-        "SBH": f"{s} B {n}*{dim}",
-        "BSND": f"B {s} {n} {dim}",
-        "BNSD": f"B {n} {s} {dim}",
-        "TND": f"{t} {n} {dim}",
-    }
-
 
 STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
@@ -134,12 +112,10 @@ PSE_TYPE = Attr(
     default=1,
     domain="0 <= pse_type <= 3",
 )
-STATS_LAYOUT = Attr(
+STATS_LAYOUT = one_of(
     "softmax_layout",
     'Order of packed statistics: "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1, N1, 8].',
-    type=str,
-    default="",
-    domain="softmax_layout in ('', 'same_as_input')",
+    ("", "same_as_input"),
     code=INVALID,
 )
 TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')")
@@ -185,9 +161,9 @@ SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "
 SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
 MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
 # Rules by version: the last ones accept more than 512 elements per row; gradients with rope ignore inner_precise.
-UNREAD = RULES + GIVEN_DROPOUT
-ANY_SHAPE = UNREAD + PRECISION
-UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
+UNREAD = rules.RULES + rules.GIVEN_DROPOUT
+ANY_SHAPE = UNREAD + rules.PRECISION
+UNREAD_ROPE = rules.ROPE_RULES + rules.GIVEN_DROPOUT + rules.NARROW
 RULINGS = (1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28)
 RULINGS_PACKED = (*RULINGS, 6, 7)
 OF_SLOPES = (21, 22)
@@ -231,7 +207,7 @@ SCORE_V1 = of_cann(
         *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
         *(MAX_OUT, SUM_OUT, SOFTMAX_OUT, OUT),
     ),
-    ANY_SHAPE + NARROW + ALIKE,
+    ANY_SHAPE + rules.NARROW + rules.ALIKE,
     formula=FORWARD_FORMULA,
     tex=FORWARD_TEX,
     rulings=RULINGS,
@@ -284,14 +260,14 @@ VARLEN_V3 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV3",
     "VarLenScoreV2 with rope parts of query and key.",
     after=ROPES,
-    rules=UNREAD_ROPE + PRECISION,
+    rules=UNREAD_ROPE + rules.PRECISION,
     samples=MASKED_SAMPLES,
 )
 VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
     "VarLenScore with softmax_layout, the order of statistics.",
     after={"sparse_mode": (STATS_LAYOUT,)},
-    rules=ANY_SHAPE + NARROW,
+    rules=ANY_SHAPE + rules.NARROW,
 )
 VARLEN_V5 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV5",
@@ -350,7 +326,7 @@ UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
     "UnpaddingScoreGrad with softmax_layout, the order of statistics.",
     after={"dpse": (STATS_LAYOUT,)},
-    rules=ANY_SHAPE + NARROW,
+    rules=ANY_SHAPE + rules.NARROW,
 )
 UNPADDING_V5 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
@@ -389,7 +365,7 @@ TORCH_V1 = SCORE_V1.version(
         *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK, DROPOUT_MASK, SEED, OFFSET),
         *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
     ),
-    rules=(*RULES, *DRAWN_DROPOUT, *PRECISION, own_scale("scale")),
+    rules=(*rules.RULES, *rules.DRAWN_DROPOUT, *rules.PRECISION, own_scale("scale")),
     rulings=RULINGS_PACKED,
     layouts=(*PADDED, *PACKED),
     results=FORWARD,
@@ -456,7 +432,7 @@ TORCH_GRAD_V1 = TORCH_V1.version(
         *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
         *(DQ, DK, DV, DPSE, DSINK),
     ),
-    rules=RULES + DRAWN_DROPOUT,
+    rules=rules.RULES + rules.DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
     tex=BACKWARD_TEX,
     results=GRADIENTS,
@@ -487,7 +463,7 @@ TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
 [1, 16, 2, 64]""",
     instead=(SEED_TENSOR, OFFSET_TENSOR),
     without=("numels",),
-    rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
+    rules=rules.RULES + rules.DRAWN_DROPOUT + rules.GIVEN_OFFSET,
 )
 
 ACLNN_FORWARD = (SCORE_V1, SCORE_V2, SCORE_V3, VARLEN_V1, VARLEN_V2, VARLEN_V3, VARLEN_V4, VARLEN_V5)

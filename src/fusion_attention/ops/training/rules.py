@@ -8,60 +8,42 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID, Settings
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.params import FLOATS
-from fusion_attention.ops.shared.rules import (
-    ENDS,
-    PACKED,
-    PADDED,
-    content,
-    covered,
-    elements,
-    finite_scale,
-    group,
-    invalid,
-    limit,
-    meaning,
-    needed,
-    note,
-    of_lengths,
-    refused,
-    reserved,
-    rope_pair,
-)
 from fusion_attention.ops.training.mask_rules import BIASES, MASKED_ROPE, MASKS, PREFIXED, PSE_BESIDE_0
 
 INPUTS = (
     *(
-        needed(ends, f"give the cumulative end of every {whose}", only=PACKED)
+        rules.needed(ends, f"give the cumulative end of every {whose}", only=rules.PACKED)
         for ends, whose in (("actual_seq_qlen", "sequence"), ("actual_seq_kvlen", "sequence's keys"))
     ),
-    note(
+    rules.note(
         "actual_seq_qlen is None and actual_seq_kvlen is None",
         "actual_seq_qlen: no lengths in a padded layout (only layout TND reads lengths; they are ignored here)",
-        only=PADDED,
+        only=rules.PADDED,
         invalid={"actual_seq_qlen": [4, 8]},
     ),
-    of_lengths(
+    rules.of_lengths(
         "len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) > 0",
         "actual_seq_qlen (one end per sequence in both; an empty tensor has the ends [0])",
-        only=PACKED,
+        only=rules.PACKED,
         invalid={"actual_seq_qlen": [8]},
     ),
     *(
-        of_lengths(
+        rules.of_lengths(
             f"rising({ends})",
             f"{ends}: ends that never fall, or only to a tail of zeros (inclusive cumulative ends: [3, 8] is lengths "
             "3 and 5; strip the leading 0 of cu_seqlens)",
-            only=PACKED,
+            only=rules.PACKED,
             invalid={ends: falling},
         )
         for ends, falling in (("actual_seq_qlen", [8, 3]), ("actual_seq_kvlen", [12, 5]))
     ),
     *(
-        of_lengths(
+        rules.of_lengths(
             f"last_end({ends}) <= {axis}",
             f"{ends}: ends within the {axis} tokens of {side} (ends are cumulative: the last one counts all tokens)",
-            only=PACKED,
+            only=rules.PACKED,
             invalid={ends: beyond},
         )
         for ends, axis, side, beyond in (
@@ -69,17 +51,19 @@ INPUTS = (
             ("actual_seq_kvlen", "T2", "key", [5, 13]),
         )
     ),
-    *covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}),
-    meaning("N2 > 0 and N1 % N2 == 0", "key (all KV heads serve the same number of heads)", invalid={"N2": 3}),
-    elements("D", "query"),
-    elements("Dv", "value", 0),
-    refused("Dv <= D", "value (the chip takes no wider value rows)", invalid={"Dv": 16}),
-    limit("N1 <= 256", "query (the chip takes no more heads)", invalid={"N1": 258}),
-    finite_scale("scale", optional=False),
-    reserved("padding_mask", invalid={"padding_mask": ("S1 S2", "uint8")}),
-    reserved("softmax_in"),
+    *rules.covered(
+        "actual_seq_qlen", "actual_seq_kvlen", rules.ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}
+    ),
+    rules.meaning("N2 > 0 and N1 % N2 == 0", "key (all KV heads serve the same number of heads)", invalid={"N2": 3}),
+    rules.elements("D", "query"),
+    rules.elements("Dv", "value", 0),
+    rules.refused("Dv <= D", "value (the chip takes no wider value rows)", invalid={"Dv": 16}),
+    rules.limit("N1 <= 256", "query (the chip takes no more heads)", invalid={"N1": 258}),
+    rules.finite_scale("scale", optional=False),
+    rules.reserved("padding_mask", invalid={"padding_mask": ("S1 S2", "uint8")}),
+    rules.reserved("softmax_in"),
     *(
-        limit(
+        rules.limit(
             f"{name} is None or has_dtype({name}, '{dtypes}')",
             f"{name}: {dtypes.replace(' ', ' or ')} (reserved: leave it out)",
             stage="dtype",
@@ -88,24 +72,24 @@ INPUTS = (
         )
         for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
     ),
-    refused("softmax_layout == ''", "softmax_layout (padded statistics have one order)", only=PADDED),
-    invalid(
+    rules.refused("softmax_layout == ''", "softmax_layout (padded statistics have one order)", only=rules.PADDED),
+    rules.invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
         "dpse: shape and dtype of pse (the gradient has the form of the bias)",
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         invalid={"dpse": "B N1 S1 3"},
     ),
-    meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=PADDED),
-    meaning(
+    rules.meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=rules.PADDED),
+    rules.meaning(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
         "sparse_mode (the prefix mode of packed sequences is 6)",
-        only=PACKED,
+        only=rules.PACKED,
     ),
 )
 
 DROPPED = {"drop_mask": "1024", "keep_prob": 0.5}
 DROPOUT = (
-    meaning(
+    rules.meaning(
         "drop_mask.numel() * 8 >= N1 * sum(q_len * kv_len)",
         "drop_mask: a bit for each of N1 * sum(q_len * kv_len) scores (one bit per score, row-major over [B, N1, S1, "
         "S2], least significant bit first)",
@@ -114,7 +98,7 @@ DROPOUT = (
     ),
 )
 GIVEN_DROPOUT = (
-    meaning(
+    rules.meaning(
         "(drop_mask is None) == (keep_prob == 1)",
         "drop_mask: a drop mask exactly when keep_prob is below 1 (a mask needs keep_prob < 1, and keep_prob < 1 "
         "needs a mask)",
@@ -123,13 +107,13 @@ GIVEN_DROPOUT = (
     ),
 )
 DRAWN_DROPOUT = (
-    meaning(
+    rules.meaning(
         "drop_mask is None or keep_prob < 1",
         "drop_mask: no mask with keep_prob 1 (a mask needs keep_prob < 1)",
         given=DROPPED,
         invalid={"keep_prob": 1.0},
     ),
-    meaning(
+    rules.meaning(
         "replays(seed, offset)",
         "seed: the forward's seed and offset beside keep_prob < 1 (pass the seed and offset that the forward "
         "returned; after a forward with a drop mask, use autograd)",
@@ -139,7 +123,7 @@ DRAWN_DROPOUT = (
     ),
 )
 GIVEN_OFFSET = (
-    meaning(
+    rules.meaning(
         "countable(offset)",
         "offset: 0 <= offset < 2**32 (offsets are counted in 32 bits)",
         when="keep_prob < 1",
@@ -150,11 +134,11 @@ GIVEN_OFFSET = (
 )
 
 ROPES = (
-    rope_pair("query_rope", "key_rope", MASKED_ROPE),
-    refused(
+    rules.rope_pair("query_rope", "key_rope", MASKED_ROPE),
+    rules.refused(
         "query_rope is None",
         "query_rope: no rope in a padded layout (the chip takes rope only in layout TND)",
-        only=PADDED,
+        only=rules.PADDED,
         invalid=MASKED_ROPE,
     ),
 )
@@ -172,43 +156,43 @@ def ends(count: int) -> Settings:
 
 
 SIZES = (
-    limit(
+    rules.limit(
         "S1 <= 1048576 and S2 <= 1048576",
         "query: at most 1048576 tokens in a sequence (the chip takes no longer sequences)",
-        only=PADDED,
+        only=rules.PADDED,
         invalid={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
     ),
-    limit(
+    rules.limit(
         "T1 <= 1048576 and T2 <= 1048576",
         "query: at most 1048576 tokens in all sequences (the chip takes no more tokens)",
-        only=PACKED,
+        only=rules.PACKED,
         invalid={"T2": 1048577, "actual_seq_kvlen": [5, 1048577], **TINY},
     ),
-    limit(
+    rules.limit(
         "B <= 2097152",
         f"query ({MANY})",
-        only=PADDED,
+        only=rules.PADDED,
         invalid={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1},
     ),
-    limit(
+    rules.limit(
         "len(actual_seq_qlen) <= 2048",
         f"actual_seq_qlen: at most 2048 sequences ({MANY})",
-        only=PACKED,
+        only=rules.PACKED,
         invalid=ends(2049),
     ),
-    limit(
+    rules.limit(
         "len(actual_seq_qlen) <= 1024",
         f"prefix: at most 1024 packed sequences with prefixes ({MANY})",
         when=f"{PREFIXES} and len(actual_seq_qlen) <= 2048",
-        only=PACKED,
+        only=rules.PACKED,
         given=PREFIXED,
         invalid={**ends(1025), "prefix": [0] * 1025},
     ),
-    limit(
+    rules.limit(
         "B <= 2048",
         f"prefix: at most 2048 sequences with prefixes ({MANY})",
         when=PREFIXES,
-        only=PADDED,
+        only=rules.PADDED,
         given=PREFIXED,
         invalid={"B": 2049, "S1": 1, "S2": 1, **TINY, "prefix": [0] * 2049},
     ),
@@ -216,42 +200,44 @@ SIZES = (
 
 # --------------------------------------------------------------------------------------- rules of some versions
 
-PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise (only 2 has an effect)"),)
+PRECISION = (rules.limit("inner_precise in (0, 1, 2)", "inner_precise (only 2 has an effect)"),)
 # Versions without sinks; those with sinks accept 768 elements.
 NARROW = (
-    refused("D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 520, "Dv": 520}),
+    rules.refused(
+        "D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 520, "Dv": 520}
+    ),
 )
 # The first two versions; later ones accept shorter value rows.
 ALIKE = (
-    refused(
+    rules.refused(
         "Dv >= D", "value: value rows as long as those of key (this version takes no shorter ones)", invalid={"Dv": 4}
     ),
 )
-MASKED = needed(
+MASKED = rules.needed(
     "atten_mask",
     "the chip takes rope only with a mask",
     text="a mask beside rope",
     when="query_rope is not None",
-    only=PACKED,
+    only=rules.PACKED,
     needs=("query_rope",),
     level="limit",
     given=MASKED_ROPE | {"sparse_mode": 0, "atten_mask": "S1 S2"},
 )
 BESIDE_ROPE = (
     MASKED,
-    *group(
-        limit(
+    *rules.group(
+        rules.limit(
             "Dr <= D and Dr % 8 == 0 and D % 8 == 0",
             "query_rope (the chip takes no other sizes beside rope)",
             invalid={"Dr": 4},
         ),
-        limit(
+        rules.limit(
             "pse is None and drop_mask is None and keep_prob == 1",
             "query_rope (the chip takes neither pse nor dropout beside rope)",
             invalid={"pse": "1 N1 1024 S2"},
         ),
         when="query_rope is not None",
-        only=PACKED,
+        only=rules.PACKED,
         code=INVALID,
         given=MASKED_ROPE,
     ),
@@ -259,20 +245,20 @@ BESIDE_ROPE = (
 # The third packed version, which is for rope, requires this of every call.
 FOR_ROPE = (
     replace(MASKED, when="", text="a mask", advice="this version takes no call without one"),
-    *group(
-        limit("D % 8 == 0", "query (the chip takes no other sizes here)", when="D <= 768", invalid={"D": 12}),
-        limit(
+    *rules.group(
+        rules.limit("D % 8 == 0", "query (the chip takes no other sizes here)", when="D <= 768", invalid={"D": 12}),
+        rules.limit(
             "Dr <= D and Dr % 8 == 0",
             "query_rope (the chip takes no other sizes beside rope)",
             given=MASKED_ROPE,
             invalid={"Dr": 4},
         ),
-        limit(
+        rules.limit(
             "pse is None",
             "pse: no pse (this version takes none; pse_type 0 and 1 are the same without it)",
             invalid={"pse": "1 N1 1024 S2"},
         ),
-        limit("drop_mask is None and keep_prob == 1", "drop_mask (this version drops nothing)", invalid=DROPPED),
+        rules.limit("drop_mask is None and keep_prob == 1", "drop_mask (this version drops nothing)", invalid=DROPPED),
         code=INVALID,
     ),
 )
@@ -294,13 +280,13 @@ def _climbing(heads: int = 4) -> Settings:
 
 
 STATISTICS = (
-    content(
+    rules.content(
         "statistics_in_order((softmax_max, softmax_sum), softmax_layout, (query, query_rope), (key, key_rope), scale, "
         "atten_mask, (sparse_mode, pre_tokens, next_tokens, prefix), q_len, kv_len)",
         "softmax_max: statistics in the order of softmax_layout (pass the forward's statistics and its softmax_layout; "
         "their shape does not show the order)",
         when="pse is None and N1 > 1",
-        only=PACKED,
+        only=rules.PACKED,
         needs=("dy",),
         invalid=_climbing(),
     ),

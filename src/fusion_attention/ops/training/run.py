@@ -81,11 +81,9 @@ class DenseForward(OfCall):
         self.names, self.lanes = names, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the output and its statistics."""
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -98,7 +96,6 @@ class DenseForward(OfCall):
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
-        """Allocates out, max and sum, by name of operand."""
         return dict(zip(RESULTS, fresh(self.call), strict=True))
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
@@ -112,14 +109,12 @@ class DenseForward(OfCall):
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
     def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
-        """A copy of this call with other input tensors of the same names."""
         c = self.call
         q, k, v, *extras = map(inputs.get, c.names)
         call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # a call without memory has None
         return type(self)(call, self.names, lanes=self.lanes)
 
     def complete(self) -> DenseForward:
-        """Returns this call, whose results are all that its derivative reads."""
         return self
 
     def backward(
@@ -142,7 +137,6 @@ class DenseForward(OfCall):
         run: Callable[[Lowered], dict[str, Tensor]],
         wanted: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the gradients of the inputs; arguments: as of ir.call.Differentiable.gradients()."""
         gradients = run(self.backward(results, upstream, wanted))
         return {
             self.call.names[at]: gradients[name]
@@ -177,7 +171,6 @@ class DenseBackward(OfCall):
         self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs, by name."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
@@ -186,7 +179,6 @@ class DenseBackward(OfCall):
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return _BackwardRun(self, outputs)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fusion_attention.contract import Attr, Op, Param, Tensor
 from fusion_attention.ops.shared.rules import PACKED, PADDED, absent, limit, refused
-from fusion_attention.ops.training.definitions import SEED, UNPADDING_V5, VARLEN_V5, C
+from fusion_attention.ops.training.definitions import OFFSET, SEED, UNPADDING_V5, VARLEN_V5, C
 from fusion_attention.ops.training.mask_rules import PSE_BESIDE_0
 from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, ROPES
 
@@ -16,7 +16,7 @@ OUT_DTYPE = Attr("out_dtype", "Without effect: the dtype of the output of fp8 te
 NEW = {
     "out_dtype": OUT_DTYPE,
     "seed": replace(SEED, text="Seed of dropout if keep_prob is below 1 and there is no drop mask; 0 is a seed too."),
-    "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
+    "offset": OFFSET,
     **{p.name: p for p in SCALES},
 }
 
