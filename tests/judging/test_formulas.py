@@ -10,10 +10,10 @@ from support import compressed, decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
-from fusion_attention.judging import indexer
 from fusion_attention.judging.calls import recorded
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
+from fusion_attention.judging.judge import judged
 from fusion_attention.judging.outputs import computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
@@ -130,6 +130,6 @@ def test_the_indexer_and_its_loss(dtype: str) -> None:
         call = call.complete() if op.trains else call
         results = call.results()
         compute(call, results, "golden")
-        result = indexer.judged(recorded(name, inputs, results), call, search=False, backends=False)
+        result = judged(recorded(name, inputs, results), search=False, backends=False)
         assert result.passes, result
         assert {*result.outputs} == {*results}

@@ -25,7 +25,7 @@ POOLING = [
     package("the judge sums a bias's gradient over one head", "judging/pooling.py",
           "t.double().sum(0))", "t.double()[0])",
           "judging/test_planted_compressed.py::test_the_gradient_of_a_bias_is_a_sum_over_heads"),
-    package("any wrong result of pooling is explained", "judging/pooling.py",
+    package("any wrong result of pooling is explained", "judging/measure.py",
           "if result.passes and all(", "if all(",
           "judging/test_planted_compressed.py::test_a_mistake_that_does_not_explain_all_errors_is_not_named"),
     package("compressed keys are visible a token late", "ops/compressed/lower.py",

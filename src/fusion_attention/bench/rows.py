@@ -25,7 +25,9 @@ Call = Callable[[], object]
 def peers(device: torch.device) -> dict[str, str]:
     """Returns for every possible peer its release, or the reason why it is not timed."""
     results = {"torch SDPA": str(torch.__version__)}
-    results["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
+    results["FlashAttention (flash_attn)"] = _flash_attn(device) or (
+        "not installed" if device.type == "cuda" else "computes only on GPUs"
+    )
     if device.type == "cpu":
         why = "" if hasattr(torch, "compile") else "torch without torch.compile"
         results["FlexAttention"] = why or f"{torch.__version__}, compiled: in the repository's benchmarks"
@@ -40,10 +42,6 @@ def _flash_attn(device: torch.device) -> str:
         return importlib.metadata.version("flash_attn")
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _why_no_flash(device: torch.device) -> str:
-    return "not installed" if device.type == "cuda" else "computes only on GPUs"
 
 
 def forward(device: torch.device, quick: bool) -> Iterator[Pair]:

@@ -76,7 +76,10 @@ class capture(Counted):
         """Replaces the functions to capture, by `changes`; called when the first block of this capture is entered."""
         self.path.mkdir(parents=True, exist_ok=True)
         same_folder = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
-        self.numbers = same_folder[0].numbers if same_folder else count(_first_number(self.path))
+        # Numbers have at most twelve digits.
+        numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in self.path.iterdir())
+        first = max((int(number[1]) for number in numbers if number), default=-1) + 1
+        self.numbers = same_folder[0].numbers if same_folder else count(first)
         changes.after(_forget, self)
         _recorders.append(self)
         for owner, name, wrapper in _hooks(self):
@@ -93,23 +96,19 @@ class capture(Counted):
             seed: the seed of drawn dropout, or None.
             backend: the back end of the call.
         """
+
+        def backward(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+            if self in _recorders:
+                above = {UPSTREAM + n: t for n, t in upstream.items()}
+                self.write(op, args, gradients, int(seed or 0), backend, forward_tensors={**above, **saved})
+
         if self not in _recorders or dispatch.is_traced(args.values()):
             return
         with torch._C.DisableTorchFunction():  # modes must not see the operations that write the file
             if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
                 self.write(op, args, outputs, int(seed or 0), backend)
-                self._watch(op, args, outputs, int(seed or 0), backend)
-
-    def _watch(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
-        """Makes autograd write the backward of a call to a file when it runs; arguments: as for record()."""
-        saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
-
-        def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-            if self in _recorders:
-                above = {UPSTREAM + n: t for n, t in upstream.items()}
-                self.write(op, args, gradients, seed, backend, forward_tensors={**above, **saved})
-
-        watch(op, args, outputs, record)
+                saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
+                watch(op, args, outputs, backward)
 
     def write(
         self,
@@ -179,12 +178,6 @@ class capture(Counted):
             if written:
                 self.files.append(path)
                 return
-
-
-def _first_number(folder: Path) -> int:
-    """Returns the number after the largest one of the folder's saved calls; numbers have at most twelve digits."""
-    numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in folder.iterdir())
-    return max((int(number[1]) for number in numbers if number), default=-1) + 1
 
 
 def _integers(value: Any) -> list[int]:

@@ -182,6 +182,7 @@ def summary_table(
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
     worst = int(comparison.differences.argmax())
+    shown = sentences[worst] if len(sentences[worst]) <= 60 else sentences[worst][:56].rstrip() + " ..."
     largest = float(comparison.differences[worst])
     rows = [
         ("sentences", f"{len(lengths)} docstrings of the standard library"),
@@ -191,7 +192,7 @@ def summary_table(
         ("padded", "transformers' BertModel, scaled_dot_product_attention, batches sorted by length"),
         ("packed", f"the same modules, npu_fusion_attention in layout TND, unsorted, back end: {backend}"),
         ("largest difference", f"{largest:.2g} in an element of a unit vector (limit {TOLERANCE:g})"),
-        ("worst sentence", f"{lengths[worst]} tokens: {_truncate(sentences[worst], 60)}"),
+        ("worst sentence", f"{lengths[worst]} tokens: {shown}"),
         ("neighbours", f"the same {NEIGHBOURS} nearest for {agreeing} of {len(lengths)} sentences"),
         ("", ""),
         ("padding saved", f"{padding[0]:.1%} of the padded tokens ({padding[1]:.1%} if batches were not sorted)"),
@@ -297,8 +298,3 @@ def chosen_backend(encoder: Encoder) -> str:
 def _line(text: str, style: str = "") -> Text:
     """Returns a text in a style on one line, truncated at the end of the screen."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
-
-
-def _truncate(text: str, limit: int) -> str:
-    """Truncates a text to `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 4].rstrip() + " ..."

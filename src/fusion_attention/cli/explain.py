@@ -13,7 +13,7 @@ from fusion_attention.cli.output import refuse, show_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusion_attention.refusals.explanation import Explanation, Finding
+    from fusion_attention.refusals.explanation import Explanation
 
 COMMAND, LONGEST = "explain", 4 << 20
 _HEADINGS = {
@@ -118,6 +118,8 @@ def _captured(path: Path, log: str) -> Explanation:
 def _show(explanation: Explanation, console: Console) -> None:
     from rich.text import Text
 
+    from fusion_attention.refusals.cann_logs import CODES
+
     def line(text: str, style: str = "", indent: int = 0) -> None:
         console.print(Text(" " * indent + text, style), soft_wrap=True)
 
@@ -127,7 +129,13 @@ def _show(explanation: Explanation, console: Console) -> None:
         for reason in explanation.log.reasons:
             line(f"CANN printed: {reason}", "dim")
     for finding in explanation.findings:
-        _finding(finding, line)
+        style, heading = _HEADINGS[finding.where]
+        code = f" [{finding.code} {CODES[finding.code][0]}]" if finding.code in CODES else ""
+        line("")
+        line(f"{heading}{code}", style)
+        line(finding.sentence, "", 2)
+        if finding.fix:
+            line(finding.fix, "green", 2)
     if explanation.fixes:
         line("")
         line("changes that make it legal (each was checked)", "bold green")
@@ -135,33 +143,15 @@ def _show(explanation: Explanation, console: Console) -> None:
             line(fix, "", 2)
     if explanation.results:
         line("")
-        _reading(explanation, line)
+        sizes = ", ".join(f"{name} {_short(value)}" for name, value in explanation.sizes.items())
+        line(f"read as      {sizes}")
+        line("results      " + ", ".join(f"{name} {shape}" for name, shape in explanation.results.items()))
+        line("computed by  " + ", ".join(f"{name}: {why}" for name, why in explanation.computes.items()))
+        if explanation.unread:
+            line(f"not checked  the content of {', '.join(explanation.unread)}, which only a saved call has")
     if explanation.operator:
         line("")
         line(f"All rules: fusion-attention ops {explanation.operator}", "dim")
-
-
-def _finding(finding: Finding, line: object) -> None:
-    from fusion_attention.refusals.cann_logs import CODES
-
-    assert callable(line)
-    style, heading = _HEADINGS[finding.where]
-    code = f" [{finding.code} {CODES[finding.code][0]}]" if finding.code in CODES else ""
-    line("")
-    line(f"{heading}{code}", style)
-    line(finding.sentence, "", 2)
-    if finding.fix:
-        line(finding.fix, "green", 2)
-
-
-def _reading(explanation: Explanation, line: object) -> None:
-    assert callable(line)
-    sizes = ", ".join(f"{name} {_short(value)}" for name, value in explanation.sizes.items())
-    line(f"read as      {sizes}")
-    line("results      " + ", ".join(f"{name} {shape}" for name, shape in explanation.results.items()))
-    line("computed by  " + ", ".join(f"{name}: {why}" for name, why in explanation.computes.items()))
-    if explanation.unread:
-        line(f"not checked  the content of {', '.join(explanation.unread)}, which only a saved call has")
 
 
 def _short(value: object) -> str:

@@ -108,22 +108,14 @@ def gpus() -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:  # an incompatible driver
         return {"devices": [], "computes": False, "why_not": (str(error) or type(error).__name__).splitlines()[0]}
     why = back_ends()["triton"]
-    reasons = [] if why == "yes" else [*_why_no_gpu(results), why]
+    reasons = [] if why == "yes" else [why]
+    if reasons and importlib.util.find_spec("triton") is None:
+        reasons.insert(0, 'triton is not installed: pip install "fusion-attention[triton]"')
+    if reasons and not results and torch.version.cuda is None:
+        reasons.insert(0, f"torch {torch.__version__} is built without CUDA")
+    elif reasons and not results and not Path("/dev/nvidiactl").exists():
+        reasons.insert(0, "the system has no NVIDIA driver (/dev/nvidiactl)")
     return {"devices": results, "computes": not reasons, "why_not": "; ".join(reasons)}
-
-
-def _why_no_gpu(devices: list[dict[str, Any]]) -> list[str]:
-    import torch
-
-    reasons = []
-    if not devices:
-        if torch.version.cuda is None:
-            reasons.append(f"torch {torch.__version__} is built without CUDA")
-        elif not Path("/dev/nvidiactl").exists():
-            reasons.append("the system has no NVIDIA driver (/dev/nvidiactl)")
-    if importlib.util.find_spec("triton") is None:
-        reasons.append('triton is not installed: pip install "fusion-attention[triton]"')
-    return reasons
 
 
 def npu() -> str:

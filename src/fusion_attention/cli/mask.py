@@ -63,7 +63,9 @@ def mask(
     """Draw the keys that each row sees in a sparse mode or Band, with its rule, its calls and CANN's restrictions."""
     given = {"mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed, "own": own}
     if explorer:
-        _write_page(explorer)
+        from fusion_attention.explorer.page import page
+
+        _write(explorer, page().encode())
     if serve:
         _serve(port, _setting(given) if mode else None)
         return
@@ -78,11 +80,14 @@ def mask(
             raise typer.BadParameter("a picture needs a mode: 0 to 9, or a Band", param_hint="MODE")
         _show_gallery(_console())
         return
+    from fusion_attention.explorer import draw
+
     s = _setting(given)
     shown = interface or ("own" if s.mode < 0 else "inference" if s.mode == 9 else "training")
-    for path, draw in ((svg, _svg), (png, _png)):
-        if path is not None:
-            _write(path, draw(s, shown))
+    if svg:
+        _write(svg, draw.svg(_cells(s, shown), _title(s)).encode())
+    if png:
+        _write(png, draw.png(_cells(s, shown)))
     if as_json:
         typer.echo(json.dumps(_report(s, shown), indent=2, ensure_ascii=False))
     elif not (svg or png):
@@ -211,24 +216,6 @@ def _cells(s: Setting, interface: str) -> Any:
     if cells is None:
         raise typer.BadParameter(f"{INTERFACE_NAMES[interface]} has no call with this mask", param_hint="--interface")
     return cells
-
-
-def _svg(s: Setting, interface: str) -> bytes:
-    from fusion_attention.explorer.draw import svg
-
-    return svg(_cells(s, interface), _title(s)).encode()
-
-
-def _png(s: Setting, interface: str) -> bytes:
-    from fusion_attention.explorer.draw import png
-
-    return png(_cells(s, interface))
-
-
-def _write_page(path: Path) -> None:
-    from fusion_attention.explorer.page import page
-
-    _write(path, page().encode())
 
 
 def _serve(port: int, s: Setting | None) -> None:

@@ -31,6 +31,7 @@ def npu(
     torch.ops.atb, mindspeed.ops and cann_ops_transformer, the most frequent first.
     """
     from rich.console import Console
+    from rich.text import Text
 
     if coverage is None:
         if missing:
@@ -39,7 +40,10 @@ def npu(
         if as_json:
             show_json(result)
         else:
-            _show_names(result, Console())
+            console = Console()
+            for module, names in result.items():
+                console.print(Text(module, "bold"))
+                console.print(Text("  " + (" ".join(names) or "(a package)")))
         return
     try:
         facts = _facts(coverage)
@@ -102,14 +106,6 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- screen
-
-
-def _show_names(names_by_module: dict[str, list[str]], console: Console) -> None:
-    from rich.text import Text
-
-    for module, names in names_by_module.items():
-        console.print(Text(module, "bold"))
-        console.print(Text("  " + (" ".join(names) or "(a package)")))
 
 
 def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> None:

@@ -43,10 +43,10 @@ PACKED = Call(
 ROPE = "query_rope, key_rope = torch.randn(300, 8, 64), torch.randn(300, 8, 64)"
 SINK = "sink = torch.zeros(8)"
 GRADS = {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"}
-MORE_GRADS = {
-    "dq_rope": "torch.empty_like(query_rope)",
-    "dk_rope": "torch.empty_like(key_rope)",
-    "dsink": "torch.empty(8)",
+MORE_GRADS = {  # by tensor: its gradient, and memory for it
+    "query_rope": ("dq_rope", "torch.empty_like(query_rope)"),
+    "key_rope": ("dk_rope", "torch.empty_like(key_rope)"),
+    "sink": ("dsink", "torch.empty(8)"),
 }
 
 
@@ -65,13 +65,9 @@ def backward(call: Call, forward: str, *more: str) -> Call:
     return Call(
         (*call.setup, *lines, "dy = torch.randn_like(attention_in)"),
         {**call.values, **STATISTICS},
-        {**GRADS, **{name: text for name, text in MORE_GRADS.items() if _grad_of(name) in more}},
+        GRADS | dict(MORE_GRADS[name] for name in more),
         "dq, dk, dv, *_",
     )
-
-
-def _grad_of(name: str) -> str:
-    return {"dq_rope": "query_rope", "dk_rope": "key_rope", "dsink": "sink"}[name]
 
 
 TOKEN = "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences"

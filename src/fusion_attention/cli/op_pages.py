@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 ROOT = "../"  # from a page to docs/
 OTHERS = "Others"
+ONE_INTERFACE = "There is no two-phase function and no C function."
 BY_TORCH = (
-    "Computed by torch's own operators on every device of torch, with sums in float32 if the chip's sums are. There is "
-    "no two-phase function and no C function."
+    "Computed by torch's own operators on every device of torch, with sums in float32 if the chip's sums are. "
+    + ONE_INTERFACE
 )
 # Pattern of auxiliary operators' names -> the function that computes them.
 BY_ANOTHER = {
@@ -88,21 +89,20 @@ def shown(op: Op) -> Shown:
     """Returns the sections of a page that do not come from the operator definition."""
     from fusion_attention.contract.doc_pages import Shown
 
-    two_phase = op.name.startswith("aclnn")
-    return Shown(
-        call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
-        text=_returned(op) if op.source else _text(function(op)),
-        example=example(op),
-        support=_support(op) if op.lower else _auxiliary(op),
-    )
-
-
-def _auxiliary(op: Op) -> str:
-    """Returns a text about the computation of an auxiliary operator, which has no lowering."""
-    name = another(op.name)
-    if not name:
-        return BY_TORCH
-    return f"Computed by [{name}]({name}.md), on the same devices. There is no two-phase function and no C function."
+    if op.name.startswith("aclnn"):
+        names = [*(p.shown for p in op.params), "*", "strict=True", "check_content=False"]
+        first = docstrings.filled(f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", names)
+        call = "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
+    else:
+        call = docstrings.signature(function(op), op.name)
+    if op.lower:
+        support = _support(op)
+    elif name := another(op.name):
+        support = f"Computed by [{name}]({name}.md), on the same devices. {ONE_INTERFACE}"
+    else:
+        support = BY_TORCH
+    returned = f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
+    return Shown(call, returned if op.source else _text(function(op)), example(op), support)
 
 
 def another(name: str) -> str:
@@ -119,22 +119,6 @@ def function(op: Op) -> Any:
     if op.name in FROM_RECORDS:
         return FROM_RECORDS[op.name]
     return getattr(npu if op.name.startswith(("npu_", "_npu_")) else fusion_attention, op.name)
-
-
-def _phases(op: Op) -> str:
-    names = [p.shown for p in op.params]
-    first = docstrings.filled(
-        f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", [*names, "*", *_FLAGS]
-    )
-    return "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
-
-
-_FLAGS = ("strict=True", "check_content=False")
-
-
-def _returned(op: Op) -> str:
-    """Returns the section "Returns" of a function that is made from its operator definition."""
-    return f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
 
 
 def _text(called: Any) -> str:

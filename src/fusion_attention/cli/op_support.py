@@ -71,14 +71,9 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
                 call = on_device_of(name, op, settings) if name == "triton" else on_host
                 results[name] += [layout] if call is not None and not refusals(call.problem, name) else []
             results[CHIP] += [layout] if lowered(op, settings, strict=True) is not None else []
-        rows.append((dtype, {name: _layouts(op, layouts) for name, layouts in results.items()}))
+        every = len(op.layouts)
+        rows.append((dtype, {name: "yes" if len(n) == every else ", ".join(n) for name, n in results.items()}))
     return [row for row in rows if any(row[1].values())]
-
-
-def _layouts(op: Op, computed: list[str]) -> str:
-    if len(computed) == len(op.layouts):
-        return "yes"
-    return ", ".join(computed)
 
 
 def gaps(op: Op) -> dict[str, list[str]]:

@@ -28,12 +28,22 @@ def ops(
         show_json(
             _described(_record_of(name, CONTRACTS)) if name else [_entry(r) for _, r in sorted(CONTRACTS.items())]
         )
-    elif name:
-        _print_page(_record_of(name, CONTRACTS))
-    else:
-        from rich.console import Console
+        return
+    from rich.console import Console
 
-        Console().print(_listing(CONTRACTS))
+    console = Console()
+    if not name:
+        console.print(_listing(CONTRACTS))
+        return
+    from rich.markdown import Markdown
+
+    from fusion_attention.cli.op_pages import page, terminal_page
+
+    record = _record_of(name, CONTRACTS)
+    if console.is_terminal:
+        console.print(Markdown(terminal_page(record)))
+    else:
+        typer.echo(page(record))  # Markdown, for a file or a pager
 
 
 def _record_of(name: str, records: Mapping[str, Op]) -> Op:
@@ -42,19 +52,6 @@ def _record_of(name: str, records: Mapping[str, Op]) -> Op:
         hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists the operators."
         raise typer.BadParameter(f"no operator {name!r}; {hint}", param_hint="NAME")
     return records[name]
-
-
-def _print_page(record: Op) -> None:
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    from fusion_attention.cli.op_pages import page, terminal_page
-
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(terminal_page(record)))
-    else:
-        typer.echo(page(record))  # Markdown, for a file or a pager
 
 
 def _entry(record: Op) -> dict[str, Any]:

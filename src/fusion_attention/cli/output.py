@@ -19,8 +19,9 @@ BAD_INPUT = 2
 
 def refuse(command: str, sentence: object) -> NoReturn:
     """Prints an error about invalid input, a sentence, on stderr, and ends the command with exit code 2."""
-    line = " ".join(str(sentence).split())
-    typer.echo(f"fusion-attention {command}: {_printable(line)}", err=True)
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(str(sentence).split()))
+    line = line if len(line) <= 1000 else line[:996] + " ..."
+    typer.echo(f"fusion-attention {command}: {line}", err=True)
     raise typer.Exit(BAD_INPUT)
 
 
@@ -47,12 +48,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _printable(text: str) -> str:
-    """Returns a text with ? for control characters, at most 1000 characters."""
-    clean = "".join(c if c.isprintable() else "?" for c in text)
-    return clean if len(clean) <= 1000 else clean[:996] + " ..."
 
 
 @contextmanager

@@ -82,7 +82,8 @@ def replay(
     results: list[Call] = []
     console = Console()
     if not as_json:
-        _head(console, len(files), backend.value)
+        _print(console, f"{len(files)} call{'s' * (len(files) != 1)}, computed again by: {backend.value}", "italic")
+        _print(console, f"{'verdict':<10}  {'ms':>9}  {'largest diff.':>13}  call", "bold")
     with progress("replaying", len(files), None if as_json else console, calm=True) as advance:
         for call in calls(files, backend.value, place, runs, advance):
             results.append(call)
@@ -91,7 +92,9 @@ def replay(
     if as_json:
         show_json({"backend": backend.value, **summary(results), "calls": [asdict(call) for call in results]})
     else:
-        _foot(console, summary(results))
+        counts = summary(results)
+        words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
+        _print(console, f"{words or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")
     verdicts = {call.verdict for call in results}
     raise typer.Exit(BAD_INPUT if {UNREADABLE, UNJUDGED} & verdicts else 1 if WRONG in verdicts else 0)
 
@@ -209,19 +212,9 @@ def _print(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style), soft_wrap=True)
 
 
-def _head(console: Console, count: int, backend: str) -> None:
-    _print(console, f"{count} call{'s' * (count != 1)}, computed again by: {backend}", "italic")
-    _print(console, f"{'verdict':<10}  {'ms':>9}  {'largest diff.':>13}  call", "bold")
-
-
 def _line(console: Console, call: Call) -> None:
     name = Path(call.file).name
     notes = "" if call.verdict == UNREADABLE else f"{call.milliseconds:9.3f}  {call.worst:13.3g}"
     _print(console, f"{call.verdict:<10}  {notes:>24}  {name}  {call.sizes}", _STYLES.get(call.verdict, ""))
     if call.reason and call.verdict != RIGHT:
         _print(console, f"            {call.reason}")
-
-
-def _foot(console: Console, counts: dict[str, Any]) -> None:
-    notes = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
-    _print(console, f"{notes or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")

@@ -73,7 +73,10 @@ def _drawn(backends: list[str]) -> Iterator[Step]:
         layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
         dim, items = draw.choice((16, 40, 64, 96, 128, 192)), draw.randint(1, 3)
         alike = layout != "TND"  # sequences of a padded batch have equal lengths
-        q_len, kv_len = ((draw.randint(1, 200),) * items if alike else _lengths(draw, items) for _ in "qk")
+        q_len, kv_len = (
+            (draw.randint(1, 200),) * items if alike else tuple(draw.randint(0, 200) for _ in range(items))
+            for _ in "qk"
+        )
         window: dict[str, Any] = {"pre": draw.randint(0, 99), "next": draw.randint(0, 99)}
         mode = draw.choice((0, 2, 3, 4))
         case = Case(
@@ -93,13 +96,12 @@ def _drawn(backends: list[str]) -> Iterator[Step]:
         yield from (Step(f"drawn {case.id}", name, partial(_judge_dense, case, name)) for name in backends)
 
 
-def _lengths(draw: Random, items: int) -> tuple[int, ...]:
-    return tuple(draw.randint(0, 200) for _ in range(items))
-
-
 def _of(backend: str) -> Iterator[Step]:
     if backend == "cpu":
-        yield from (Step(f"instruction set {name}", backend, partial(_judge_variant, name)) for name in _variants())
+        from fusion_attention import _native
+
+        variants = list(_native.cpu_features()["runnable"])
+        yield from (Step(f"instruction set {name}", backend, partial(_judge_variant, name)) for name in variants)
     for dtype in ("float32", "float16", "bfloat16"):
         for name, case in _dense(dtype).items():
             yield Step(f"{name}, forward and backward, {dtype}", backend, partial(_judge_dense, case, backend))
@@ -127,12 +129,6 @@ def _dense(dtype: str) -> dict[str, Case]:
         "dropout": Case(**small, keep_prob=0.7, dropout="bits"),
     }
     return cases
-
-
-def _variants() -> list[str]:
-    from fusion_attention import _native
-
-    return list(_native.cpu_features()["runnable"])
 
 
 def _judge_variant(name: str) -> None:

@@ -166,7 +166,8 @@ def png(cells: np.ndarray, size: int = 768) -> bytes:
     """Returns a picture as PNG, in light colours without text; if there are few cells, with gaps between them."""
     scale = max(1, size // max(*cells.shape, 1))
     gap = 0 if scale < 6 else max(1, scale // 10)
-    colours = np.array([_rgb(colour) for colour in ("#ffffff00", *LIGHT[1:])], np.uint8)
+    digits = (colour.removeprefix("#").ljust(8, "f") for colour in ("#ffffff00", *LIGHT[1:]))
+    colours = np.array([list(bytes.fromhex(colour)) for colour in digits], np.uint8)
     pixels = colours[cells].repeat(scale, 0).repeat(scale, 1)
     if gap:
         inside = np.arange(max(pixels.shape[:2])) % scale < scale - gap
@@ -179,11 +180,6 @@ def png(cells: np.ndarray, size: int = 768) -> bytes:
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
     )
-
-
-def _rgb(colour: str) -> list[int]:
-    digits = colour.removeprefix("#").ljust(8, "f")
-    return [int(digits[i : i + 2], 16) for i in range(0, 8, 2)]
 
 
 # ------------------------------------------------------------------------------------------------------------- gallery

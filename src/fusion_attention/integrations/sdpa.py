@@ -128,8 +128,10 @@ def _ours(
 
     mask, grouped: the arguments attn_mask and enable_gqa of scaled_dot_product_attention(); others have its names.
     """
-    if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
+    if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None
+    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode()):
+        return None  # torch.func and forward-mode differentiation are not supported
     if scale is not None and not abs(scale) < _LARGEST:
         return None
     how: dict[str, Any] = {"scale": scale, "keep_prob": 1 - dropout_p, "band": _CAUSAL if is_causal else None}
@@ -164,11 +166,6 @@ def _ours(
     out = attention(q, k, v, layout="BNSD", **how)
     out = out.reshape(*lead, *out.shape[1:])
     return out if max(query.dim(), key.dim(), value.dim()) > 2 else out.squeeze(0)
-
-
-def _transformed() -> bool:
-    """True if torch.func or forward-mode differentiation is active; this library does not support them."""
-    return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode())
 
 
 def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -241,13 +238,6 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _same_lengths(one: Any, other: Any) -> bool:
-    """True if two nested tensors have equal sequence lengths; in a trace only if both have the same symbolic length."""
-    if one.shape[2] == other.shape[2]:
-        return True
-    return not torch.compiler.is_compiling() and torch.equal(one.offsets(), other.offsets())
-
-
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
     """Returns the attention of nested tensors [B, N, j, E] with contiguous rows, computed as packed sequences; None if
     torch must compute it.
@@ -259,7 +249,12 @@ def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]
         return None
     if not all(t._ragged_idx == 2 and t.lengths() is None for t in three):
         return None
-    if query.shape[0] != key.shape[0] or not _same_lengths(key, value):
+    if query.shape[0] != key.shape[0]:
+        return None
+    # In a trace only one symbolic length shows that lengths are equal.
+    if key.shape[2] != value.shape[2] and (
+        torch.compiler.is_compiling() or not torch.equal(key.offsets(), value.offsets())
+    ):
         return None
     q = query.values().transpose(0, 1)  # [tokens, N, E]
     # One view per tensor: a trace of nested tensors does not identify two views of one tensor.

@@ -216,7 +216,11 @@ def _of_rows(
     is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths, blocked keys of the call.
     """
     trains, factors = _trains(module), _factors(module)
-    if factors is not None and (lists is not None or _absorbs(module, rows)):
+    count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
+    rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
+    products = count * rank * expanded + count * keys * 2 * rank  # of dense attention over absorbed latents
+    fewer = bool(products < keys * rank * expanded + count * keys * expanded)
+    if factors is not None and (lists is not None or fewer):
         q, k, v = torch.einsum("...nd,ndr->...nr", rows.q, factors[0]), rows.latent, None
     else:
         q, factors = rows.q, None
@@ -250,10 +254,3 @@ def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
         [module.qk_nope_head_dim, module.v_head_dim], 1
     )  # fmt: skip
     return up_k, up_v
-
-
-def _absorbs(module: Any, rows: Latents) -> bool:
-    """True if dense attention of `rows` takes fewer products over absorbed latents than over keys from kv_b_proj."""
-    count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
-    rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
-    return bool(count * rank * expanded + count * keys * 2 * rank < keys * rank * expanded + count * keys * expanded)

@@ -104,10 +104,6 @@ def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
     return ""
 
 
-def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
-    return functools.partial(sparse_compressed.forward, module)
-
-
 def _compressed_faults(config: Any) -> list[str]:
     """Returns a sentence for each setting of a configuration of DeepSeek-V4 that contradicts another or is out of
     range; [] if none."""
@@ -122,10 +118,6 @@ def _compressed_faults(config: Any) -> list[str]:
         f"{config.index_head_dim}": config.index_head_dim >= config.qk_rope_head_dim,
     }  # fmt: skip
     return [text for text, holds in rules.items() if not holds]
-
-
-def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
-    return functools.partial(sparse_blocks.forward, module)
 
 
 def _block_faults(config: Any) -> list[str]:
@@ -148,11 +140,13 @@ FAMILIES = {
     ),
     "deepseek_v4": Family(
         "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _BOTH,
-        _deepseek_v4, _compressed_faults, sparse_compressed.reason_against, bias=True, traced=False,
+        lambda module: functools.partial(sparse_compressed.forward, module), _compressed_faults,
+        sparse_compressed.reason_against, bias=True, traced=False,
     ),
     "qwen4_exp": Family(
         "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",),
-        _qwen4_exp, _block_faults, _latent_reason, stages=False, traced=False,
+        lambda module: functools.partial(sparse_blocks.forward, module), _block_faults, _latent_reason,
+        stages=False, traced=False,
     ),
 }  # fmt: skip
 

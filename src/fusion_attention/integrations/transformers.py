@@ -308,10 +308,13 @@ def attend(
         words["bias"] = position_bias.to(q.dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if isinstance(key, StoredRows):
-        answered = _of_pages(q, key, value, attention_mask, _band(causal, sliding_window), words)
-        if isinstance(answered, Tensor):
-            return answered, None
-        key, value = answered
+        if isinstance(value, StoredRows):
+            answered = key.layer.attend(q, attention_mask, _band(causal, sliding_window), words)
+            if isinstance(answered, Tensor):
+                return answered, None
+            key, value = answered
+        else:  # the model computed the values from those of the cache
+            key = key.layer.rows()[0]
     k, v = key.transpose(1, 2), value.transpose(1, 2)
     if indices is not None and attention_mask is not None:
         return _selected(q, k, v, attention_mask, indices, words), None
@@ -326,27 +329,6 @@ def attend(
     if q_len is None or len(q_len) == len(q) == 1:
         return attention(q, k, v, **words), None
     return _packed(q, k, v, q_len, kv_len, words), None
-
-
-def _of_pages(
-    q: Tensor, key: StoredRows, value: Tensor, given: Tensor | None, band: Band | None, words: dict[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the attention output of q [B, S, N, D] over a layer's pages, or (keys, values) [B, Nkv, T, D] for
-    attention().
-
-    It returns (keys, values) in the first call of a sequence, whose rows see no stored keys (they are the call's own,
-    not a copy from the pages), if the pages do not support the call, and if `value` is not StoredRows.
-
-    Args:
-        q: the newest rows.
-        key, value: the layer's rows; a value that is not StoredRows was computed by the model from the cache's values.
-        given: the attention mask of the call, or None.
-        band: the layer's band.
-        words: further arguments of attention(): scale, sink, softcap, ...
-    """
-    if isinstance(value, StoredRows):
-        return key.layer.attend(q, given, band, words)
-    return key.layer.rows()[0], value  # the model computed the values from those of the cache
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:

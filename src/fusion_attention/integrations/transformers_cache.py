@@ -243,24 +243,19 @@ class PagedLayer(CacheLayerMixin):
         (None: no padding). slide: also frees tokens before the sliding window."""
         if self._new is not None:
             (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
-            self._take(k, v, there, slide)
+            if there is not None:
+                self.present.add(self._tokens, there)
+            self._tokens += k.shape[1]
+            if there is None:
+                self._store(self.sequences, k, v, slide)
+            else:
+                for b, sequence in enumerate(self.sequences):
+                    rows = there[b].nonzero()[:, 0]
+                    self._store([sequence], k[b : b + 1, rows], v[b : b + 1, rows], slide)
+            counts = [k.shape[1]] * len(k) if there is None else there.sum(1).tolist()
+            self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
         if slide:
             self._slide()
-
-    def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
-        """Stores new rows k and v [B, new, heads, dim] except padding; there: bool [B, new], false for padding, or
-        None. slide: frees tokens before the sliding window."""
-        if there is not None:
-            self.present.add(self._tokens, there)
-        self._tokens += k.shape[1]
-        if there is None:
-            self._store(self.sequences, k, v, slide)
-        else:
-            for b, sequence in enumerate(self.sequences):
-                rows = there[b].nonzero()[:, 0]
-                self._store([sequence], k[b : b + 1, rows], v[b : b + 1, rows], slide)
-        counts = [k.shape[1]] * len(k) if there is None else there.sum(1).tolist()
-        self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
         """Appends tokens [sequences, tokens, heads, dim]; adds pages if all are in use.

@@ -86,19 +86,6 @@ def run_lengths(ids: Tensor) -> Any:
     return torch.unique_consecutive(apart, return_counts=True)[1].tolist()
 
 
-def _between(ends: Tensor) -> Any:
-    """Returns lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0; a list, or a tensor in a trace."""
-    lengths = ends[1:] - ends[:-1]
-    return lengths if hidden(ends) else lengths.tolist()
-
-
-def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """True if the shape of position_ids allows packed sequences in rows q and keys k [B, S, ...]: no cached keys, and
-    one position per row."""
-    rows = q.shape[1]
-    return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
-
-
 def _restarting(position_ids: Tensor, batch: int) -> Any:
     """Returns the lengths of packed sequences from position_ids [B or 1, S], which restart at 0 in each; None if no
     batch item has several sequences."""
@@ -127,14 +114,20 @@ def packed_lengths(
     if ends is not None:
         lengths = _of_ends(ends)
         return lengths, lengths if key_ends is None else _of_ends(key_ends)
-    if position_ids is None or not _may_restart(position_ids, q, k):
-        return None, None
+    rows = q.shape[1]
+    if position_ids is None or position_ids.dim() != 2 or not 1 < rows == k.shape[1] == position_ids.shape[1]:
+        return None, None  # sequences restart only without cached keys, and with one position per row
     runs = functools.partial(_restarting, batch=len(q))
     lengths = runs(position_ids) if q.device.type == "cpu" else content_of(position_ids, "runs", runs)
     return lengths, lengths
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns sequence lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0; on a GPU cached until
-    `ends` changes."""
-    return _between(ends) if ends.device.type == "cpu" else content_of(ends, "between", _between)
+    """Returns sequence lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0: a list, on a GPU cached
+    until `ends` changes; in a trace a tensor."""
+
+    def between(ends: Tensor) -> Any:
+        lengths = ends[1:] - ends[:-1]
+        return lengths if hidden(ends) else lengths.tolist()
+
+    return between(ends) if ends.device.type == "cpu" else content_of(ends, "between", between)

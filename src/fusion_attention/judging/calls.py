@@ -11,7 +11,17 @@ from fusion_attention.backends import load
 from fusion_attention.captures import gradients as captured
 from fusion_attention.captures.reader import Recording
 from fusion_attention.captures.results import returned
-from fusion_attention.contract import Array, Attr, BackendError, ContractError, ContractWarning, Op, Tensors, bind
+from fusion_attention.contract import (
+    REQUIRED,
+    Array,
+    Attr,
+    BackendError,
+    ContractError,
+    ContractWarning,
+    Op,
+    Tensors,
+    bind,
+)
 from fusion_attention.judging import gradients
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
@@ -212,7 +222,9 @@ def recorded(
     names = gradients.gradients_of(op) if upstream else {}
     results = {names.get(name, name): torch.empty(0) if t is None else t for name, t in outputs.items()}
     result = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
-    missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
+    required = [p for p in op.params if not p.optional and not getattr(p, "output", False)]
+    required = [p for p in required if not isinstance(p, Attr) or p.default is REQUIRED]
+    missing = [p.shown for p in required if p.name not in args]
     lacks = [f"the call lacks {', '.join(missing)}"] if missing else []
     if not any(t.numel() for t in result.values()):
         lacks.append(f"no output to judge (results: {', '.join(op.results)})")
@@ -235,12 +247,6 @@ def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
     saved = {name: t for name, t in beside.items() if name in results}
     others = {name: value for name, value in inputs.items() if name not in beside}
     return saved, {result: beside[name] for name, result in upstream.items()}, others
-
-
-def _needed(p: Any) -> bool:
-    from fusion_attention.contract import REQUIRED
-
-    return not getattr(p, "output", False) and (not isinstance(p, Attr) or p.default is REQUIRED)
 
 
 def _value(op: Op, name: str, value: Any) -> Any:

@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_attention.contract import ContractError
-from fusion_attention.judging.expected_error import POOR, PROGRAM
+from fusion_attention.judging.expected_error import LEFT, POOR, PROGRAM
 from fusion_attention.judging.measure import Result, drawn, measured
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
 from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.progress import Watch, over, silent
-from fusion_attention.judging.verdict import Explanation
+from fusion_attention.judging.verdict import Explanation, one_per_mistake
 
-# A mistake explains an error only if at most this fraction of the error remains, also if the rest is within the bound.
-LEFT = 0.25
 _CONFIRMED = 6  # number of mistakes tried on the complete call; of a large call, only the best one
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
@@ -89,7 +87,9 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
     Ways that explain no output there, or are impossible in the call, are omitted. `watch` is called with the progress.
     """
     results = []
-    quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
+    kinds = itertools.product((False, True), repeat=2)  # of rows: query rows, keys, compressed keys
+    axes = ([p for p in pieces if (p.by_keys, p.second) == kind] for kind in kinds)
+    quick = [max(some, key=lambda p: _worst(case, base, p)) for some in axes if some]
     here = measured(case.setting, case.outputs, quick, grade=PROGRAM)
     failing = here.failing or [*here.tallies]
     for mistake in over(watch, "mistakes tried", MISTAKES):
@@ -103,12 +103,6 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
             except _IMPOSSIBLE:
                 continue  # the mistake is impossible with this memory
     return results
-
-
-def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
-    """Groups parts of a call by the kind of their rows (query rows, keys, compressed keys); returns no empty group."""
-    axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
-    return [some for some in axes if some]
 
 
 def _worst(case: Case, base: Result, unit: Unit) -> float:
@@ -164,14 +158,6 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
     return tuple(named.values()) if any(m.confirmed for m in named.values()) else ()
 
 
-def _unlike(explanations: list[Explanation]) -> list[Explanation]:
-    """Returns one explanation per mistake: of several ways of making it, the one with the smallest remaining error."""
-    by_name: dict[str, Explanation] = {}
-    for e in sorted(explanations, key=lambda e: e.error):
-        by_name.setdefault(e.name, e)
-    return list(by_name.values())
-
-
 def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
@@ -181,11 +167,11 @@ def _noisy(
     Errors are measured on the sampled parts `pieces` of the call; `sample` has those without a mistake.
     """
     close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
-    return tuple(_unlike([
+    return one_per_mistake(
         f.explained(failing, noisy=True)
         for f in close
         if measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
-    ]))  # fmt: skip
+    )
 
 
 def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:

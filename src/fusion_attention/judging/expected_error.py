@@ -30,6 +30,8 @@ _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2 for x with ev
 _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
 # A kernel may round a smaller weight to 0.
 LEAST_WEIGHT = 2.0**-102
+# A mistake explains an error only if at most this fraction of the error remains, also if the rest is within the bound.
+LEFT = 0.25
 # Variances of fewer pairs of row and key are computed in float64, where squares do not underflow or overflow.
 _FEW = 1 << 18
 _DIGITS = 2.0**-30 / 12  # variance of rounding to two digits of 8 bits, relative to the largest number squared

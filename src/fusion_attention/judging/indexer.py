@@ -5,27 +5,26 @@ equal scores the smaller index must come first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded
+from fusion_attention.judging.calls import JudgeError
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.expected_error import KERNEL, POOR, PROGRAM, Grade
+from fusion_attention.judging.expected_error import KERNEL, POOR, Grade
 from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted
 from fusion_attention.judging.indexer_formulas import Index, chosen, compared, given, gradients, softmax
 from fusion_attention.judging.indexer_mistakes import INDEX_MISTAKES
-from fusion_attention.judging.measure import Result, graded
+from fusion_attention.judging.measure import Beside, Result, Subject, explanations
 from fusion_attention.judging.outputs import Wanted
 from fusion_attention.judging.standards import Tally
-from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.judging.verdict import Explanation
 
 Tensor = torch.Tensor
 PAIRS = 1 << 21
-_LEFT = 0.25
 KINDS = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
           "dquery_index": "dq", "dkey_index": "dk", "dquery": "dq", "dkey": "dk", "dweights": "dweights",
           "loss": "loss", "softmax_out": "y"}  # fmt: skip
@@ -37,59 +36,51 @@ def serves(lowered: Any) -> bool:
     return str(lowered.op_kind).startswith("indexer")
 
 
-def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Judges the recorded results of a call of the indexer (selection of keys), of its statistics or of its loss.
-
-    Args:
-        call: the recorded call: arguments and results.
-        lowered: the same call in the intermediate representation, from call.lowered(); serves() is True for it.
-        search: True to try INDEX_MISTAKES as explanations of outputs that fail.
-        backends: True to also compute the call by the back ends of this machine, and to judge their results.
-        standard: "error-bound", "cann-0.5%" or "cann-double"; decides if an output passes.
-    """
+def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
+    """Returns the recorded outputs `captured` of a lowered call of `operator`, for which serves() is True."""
     if lowered.op_kind not in _OP_KINDS:
-        raise JudgeError(f"{call.op.name}: the judge has no formula for it")
+        raise JudgeError(f"{operator}: the judge has no formula for it")
     x = setting_of(lowered)
-    captured = {n: t for n, t in call.judgeable(lowered).items() if n in KINDS}
+    captured = {n: t for n, t in captured.items() if n in KINDS}
     if not captured:
-        raise JudgeError(f"{call.op.name}: no output to judge")
-    theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
-    others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
+        raise JudgeError(f"{operator}: no output to judge")
+    return Indexed(x, lowered, captured)
 
-    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
-        chosen, beside = (captured, others) if names is None else ({n: captured[n] for n in names}, {})
-        return measured(x, lowered, chosen, grade, with_baseline=standard == "cann-double", beside=beside)
 
-    result, grades = graded(measure)
-    mistakes: tuple[Explanation, ...] = ()
-    noisy = False
-    if search and not result.passes:
-        mistakes = _explained(x, lowered, captured, result)
-        noisy = not mistakes and measured(x, lowered, captured, POOR).passes
-    views = views_of(lowered, captured)
-    opinions = {
-        n: opinion(
-            n, tally, grades[n], standard, result.maps.get(n), [] if tally.passes else _looks(x, KINDS[n], tally, views)
+@dataclass(frozen=True, eq=False)
+class Indexed(Subject):
+    """A call of the indexer, of its statistics or of its loss (x, perhaps with a mistake), with its outputs."""
+
+    x: Index
+    lowered: Any
+    captured: Mapping[str, Tensor]
+
+    def measured(
+        self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
+        with_baseline: bool = False,
+    ) -> Result:  # fmt: skip
+        chosen = self.captured if names is None else {n: self.captured[n] for n in names}
+        return measured(self.x, self.lowered, chosen, grade, with_baseline=with_baseline, beside=beside)
+
+    def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
+        tries = (
+            (m.name, detail, m.means, m.fix, replace(self, x=other))
+            for m in INDEX_MISTAKES
+            for detail, other in m.ways(self.x).items()
         )
-        for n, tally in result.tallies.items()
-    }
-    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
-    return judgement(call, opinions, theirs | errors, captured, standard, search, mistakes, noisy)
+        mistakes = explanations(tries, base, lambda tally: 0.0 if tally.strange else tally.errors.z_tile)
+        return mistakes, not mistakes and self.measured(None, POOR).passes
 
-
-def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """Returns sentences about wrong rows, keys or lists of an output that are zero, not finite or copies of others.
-
-    x: the call; kind: the output's ("dq", "indices", ...); tally: its errors; views: the recorded outputs by kind.
-    """
-    if kind in ("loss", "max", "sum"):
-        return looks_like(tally, "number")
-    if kind == "indices":  # judgeable() marks wrong entries by NaN
-        sentences = looks_like(tally, "list")
-        return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in sentences if "NaN" in s]
-    heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
-    word = "key" if kind == "dk" else "row"
-    return looks_like(tally, word, lambda b: views[kind].sequence(b, heads, int(lengths[b])))
+    def looks(self, name: str, tally: Tally) -> list[str]:
+        x, kind, views = self.x, KINDS[name], views_of(self.lowered, self.captured)
+        if kind in ("loss", "max", "sum"):
+            return looks_like(tally, "number")
+        if kind == "indices":  # judgeable() marks wrong entries by NaN
+            sentences = looks_like(tally, "list")
+            return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in sentences if "NaN" in s]
+        heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
+        word = "key" if kind == "dk" else "row"
+        return looks_like(tally, word, lambda b: views[kind].sequence(b, heads, int(lengths[b])))
 
 
 _LISTS = tuple(
@@ -201,7 +192,7 @@ def measured(
     grade: Grade = KERNEL,
     *,
     with_baseline: bool = False,
-    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    beside: Beside = MappingProxyType({}),
 ) -> Result:
     """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
 
@@ -308,23 +299,3 @@ def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor
     swapped = torch.zeros_like(none)
     swapped[:, 1:] = (equal & wrong) & (not x.by_key)
     return none | twice | swapped
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
-
-
-def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    results = []
-    failing: Sequence[str] = base.failing
-    for m in INDEX_MISTAKES:
-        for detail, other in m.tries(x):
-            result = measured(other, lowered, captured, PROGRAM)
-            tiles = [(result.tallies[n], base.tallies[n]) for n in failing if not base.tallies[n].strange]
-            left = [after.errors.z_tile / before.errors.z_tile for after, before in tiles if before.errors.z_tile]
-            if result.passes and all(fraction <= _LEFT for fraction in left):
-                error = max(result.tallies[n].z for n in failing)
-                results.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))
-    by_name: dict[str, Explanation] = {}
-    for e in sorted(results, key=lambda e: e.error):
-        by_name.setdefault(e.name, e)
-    return tuple(by_name.values())

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recor
 from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.error_location import looks_like, mask_of, most
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.grid import rows_by_columns
-from fusion_attention.judging.measure import Result, graded, measured
+from fusion_attention.judging.grid import Mask, Surface, rows_by_columns
+from fusion_attention.judging.measure import Beside, Result, Subject, graded, measured
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.progress import Bar, Watch, over, silent
 from fusion_attention.judging.screening import alien, remarks
-from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
 from fusion_attention.ops.shared.call import NO_SEQUENCE, OfCall
@@ -102,75 +101,90 @@ def judged(
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     call = replace(call, notes=(*remarks(call), *call.notes))
+    subject = _subject(call, watch)
+    theirs: dict[str, Any] = {who: call.computed(who, subject.captured) for who in BACKENDS} if backends else {}
+    others = {who: results for who, results in theirs.items() if not isinstance(results, str)}
+
+    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
+        beside = others if names is None else {}
+        return subject.measured(names, grade, beside, with_baseline=standard == "cann-double")
+
+    result, grades = graded(measure)
+    opinions = {}
+    for name, tally in result.tallies.items():
+        like = [] if tally.passes else subject.looks(name, tally)
+        surface = subject.surface(name, tally)
+        opinions[name] = opinion(name, tally, grades[name], standard, result.maps.get(name), like, surface)
+    mistakes, noisy = subject.explained(result) if search and not result.passes else ((), False)
+    if not (mistakes or noisy):
+        call = replace(call, notes=(*subject.notes(result), *call.notes))
+    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
+    reasons = {who: why for who, why in theirs.items() if isinstance(why, str)}
+    beside = (reasons if isinstance(subject, Attention) else theirs) | errors  # the order in reports
+    return judgement(call, opinions, beside, standard, search, mistakes, noisy, subject.mask(result))
+
+
+def _subject(call: Recorded, watch: Watch) -> Subject:
+    """Returns the recorded call as its family judges it; `watch` is called with the progress."""
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if lowered.extents is NO_SEQUENCE:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
-    for others in (indexer, pooling):
-        if others.serves(lowered):
-            return others.judged(call, lowered, search=search, backends=backends, standard=standard)
-    setting, outputs = setting_of(lowered, captured)
-    theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
+    for family in (indexer, pooling):
+        if family.serves(lowered):
+            return family.subject_of(call.op.name, lowered, captured)
+    return Attention(call, lowered, captured, watch)
 
-    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
-        chosen = [o for o in outputs if names is None or o.name in names]
+
+class Attention(Subject):
+    """A call of dense, decode or sparse attention, or of its gradients."""
+
+    def __init__(self, call: Recorded, lowered: Any, captured: dict[str, Tensor], watch: Watch) -> None:
+        self.call, self.lowered, self.captured, self.watch = call, lowered, captured, watch
+        self.setting, self.outputs = setting_of(lowered, captured)
+
+    def measured(
+        self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
+        with_baseline: bool = False,
+    ) -> Result:  # fmt: skip
+        chosen = [o for o in self.outputs if names is None or o.name in names]
         return measured(
-            setting, chosen, over(watch, "measured", list(units(setting, chosen))), grade=grade, complete=True,
-            with_baseline=standard == "cann-double", beside=theirs if names is None else {},
+            self.setting, chosen, over(self.watch, "measured", list(units(self.setting, chosen))), grade=grade,
+            complete=True, with_baseline=with_baseline,
+            beside={who: setting_of(self.lowered, results)[1] for who, results in beside.items()},
         )  # fmt: skip
 
-    result, grades = graded(measure)
-    opinions = {}
-    for o in outputs:
-        tally, map_ = result.tallies[o.name], result.maps.get(o.name)
-        like = [] if tally.passes else _looks(setting, o, tally)
-        of_total = None if o.view is not None else rows_by_columns(tally, o.tensor.shape)
-        opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like, of_total)
-    mistakes: tuple[Explanation, ...] = ()
-    noisy = False
-    if search and not result.passes:
-        mistakes, noisy = _searched(call, lowered, setting, outputs, result, watch)
-    if not (mistakes or noisy):
-        call = replace(call, notes=(*alien(result), *call.notes))
-    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
-    wrong = next((b for map_ in result.maps.values() for b, w in enumerate(map_.wrong) if w.any()), None)
-    mask = None if wrong is None else mask_of(setting, wrong)
-    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy, mask)
+    def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
+        names = dict(self.call.bound().names)
+        of = self.lowered.call if isinstance(self.lowered, OfCall) else self.lowered
+        layout = getattr(of, "out_layout", "") or getattr(of, "layout", "") or of.form.layout
+        wrong = {name: map_.wrong for name, map_ in base.maps.items()}
+        marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
+        return diagnosed(Case(self.setting, tuple(self.outputs), names, layout, wrong, marks), base, watch=self.watch)
 
+    def looks(self, name: str, tally: Tally) -> list[str]:
+        o, several = self._output(name), tally.errors.columns > 1
+        if o.view is None:
+            return most(tally, o.tensor.shape) + looks_like(tally, "row" if several else "number")
+        p, e, word = self.setting.problem, self.setting.extents, "key" if o.by_keys else "row"
+        heads, lengths = p.heads_kv if o.by_keys else p.heads_q, o.lengths(e)
 
-def _beside(
-    call: Recorded, lowered: Any, captured: dict[str, Tensor]
-) -> tuple[dict[str, list[Output]], dict[str, str]]:
-    """Returns (results of this machine's back ends for the outputs `captured`, reasons why others have none)."""
-    results, reasons = {}, {}
-    for backend in BACKENDS:
-        result = call.computed(backend, captured)
-        if isinstance(result, str):
-            reasons[backend] = result
-        else:
-            results[backend] = setting_of(lowered, result)[1]
-    return results, reasons
+        def rows(b: int) -> Tensor:
+            before = o.before(e, b)
+            return o.rows(self.setting, b, slice(0, heads), slice(before, before + lengths[b]))
 
+        return looks_like(tally, word, rows) if several else looks_like(tally, "number")
 
-def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
-    """Returns sentences that describe the errors (`tally`) of output o of the call `setting`, such as rows of zeros."""
-    if o.view is None:
-        return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
-    p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"
-    heads, lengths = p.heads_kv if o.by_keys else p.heads_q, o.lengths(e)
-    several, before = tally.errors.columns > 1, partial(o.before, e)
-    return looks_like(
-        tally, word if several else "number",
-        (lambda b: o.rows(setting, b, slice(0, heads), slice(before(b), before(b) + lengths[b]))) if several else None,
-    )  # fmt: skip
+    def surface(self, name: str, tally: Tally) -> Surface | None:
+        o = self._output(name)
+        return None if o.view is not None else rows_by_columns(tally, o.tensor.shape)
 
+    def notes(self, base: Result) -> tuple[str, ...]:
+        return alien(base)
 
-def _searched(
-    call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result, watch: Watch
-) -> tuple[tuple[Explanation, ...], bool]:
-    names = dict(call.bound().names)
-    of = lowered.call if isinstance(lowered, OfCall) else lowered
-    layout = getattr(of, "out_layout", "") or getattr(of, "layout", "") or of.form.layout
-    wrong = {name: map_.wrong for name, map_ in base.maps.items()}
-    marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
-    return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base, watch=watch)
+    def mask(self, base: Result) -> Mask | None:
+        wrong = next((b for map_ in base.maps.values() for b, w in enumerate(map_.wrong) if w.any()), None)
+        return None if wrong is None else mask_of(self.setting, wrong)
+
+    def _output(self, name: str) -> Output:
+        return next(o for o in self.outputs if o.name == name)

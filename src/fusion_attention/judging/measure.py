@@ -1,5 +1,6 @@
 """Computes the errors of a call's outputs against the formulas of any setting, on the complete call or on samples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -7,13 +8,16 @@ from types import MappingProxyType
 import torch
 
 from fusion_attention.judging.error_bound import Errors
-from fusion_attention.judging.error_location import Map
-from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
+from fusion_attention.judging.error_location import Map, looks_like
+from fusion_attention.judging.expected_error import KERNEL, LEFT, PROGRAM, Grade
+from fusion_attention.judging.grid import Mask, Surface
 from fusion_attention.judging.outputs import Output, Unit, Wanted, computed, of_heads, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import Tally
+from fusion_attention.judging.verdict import Explanation, one_per_mistake
 
 Tensor = torch.Tensor
+Beside = Mapping[str, Mapping[str, Tensor]]  # results of other back ends: by back end, by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,71 @@ def measured(
                             tallies_of[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
     maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if complete and o.view}
     return Result(tallies, maps, others)
+
+
+class Subject(ABC):
+    """A recorded call as one family of operators judges it.
+
+    Attributes:
+        captured: the recorded outputs that the family has formulas for, by name.
+    """
+
+    captured: Mapping[str, Tensor]
+
+    @abstractmethod
+    def measured(
+        self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
+        with_baseline: bool = False,
+    ) -> Result:  # fmt: skip
+        """Returns the errors of the named outputs (None: of all), and of other back ends' results.
+
+        Args:
+            names: the outputs.
+            grade: the steps in which a correct program rounds; determines the expected errors.
+            beside: results by name, for each other back end.
+            with_baseline: True to also compute a float32 program, with which the standard "cann-double" compares.
+        """
+
+    @abstractmethod
+    def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
+        """Returns (mistakes that explain the errors, True if they are those of sums in 16 bits)."""
+
+    def looks(self, name: str, tally: Tally) -> list[str]:
+        """Returns sentences about the errors (`tally`) of an output, such as rows of zeros."""
+        return looks_like(tally)
+
+    def surface(self, name: str, tally: Tally) -> Surface | None:
+        """Returns the errors of an output without rows, to be drawn; None if they cannot be drawn."""
+        return None
+
+    def notes(self, base: Result) -> tuple[str, ...]:
+        """Returns remarks on outputs whose errors (`base`) no mistake explains."""
+        return ()
+
+    def mask(self, base: Result) -> Mask | None:
+        """Returns the mask of the first sequence with an error, to be drawn, or None."""
+        return None
+
+
+def explanations(
+    tries: Iterable[tuple[str, str, str, str, Subject]], base: Result, size: Callable[[Tally], float]
+) -> tuple[Explanation, ...]:
+    """Returns the mistakes that explain a call's errors (`base`), best first: at most LEFT of each wrong output's error
+    remains.
+
+    Args:
+        tries: (name, detail, means and fix of an Explanation, and the call with this mistake).
+        base: the errors without a mistake.
+        size: returns the size of an output's error.
+    """
+    results, failing = [], base.failing
+    for name, detail, means, fix, subject in tries:
+        result = subject.measured(None, PROGRAM)
+        left = (size(result.tallies[n]) / size(base.tallies[n]) for n in failing if size(base.tallies[n]))
+        if result.passes and all(fraction <= LEFT for fraction in left):
+            error = max(result.tallies[n].z for n in failing)
+            results.append(Explanation(name, detail, means, fix, tuple(failing), error, confirmed=True))
+    return one_per_mistake(results)
 
 
 def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:

@@ -213,43 +213,178 @@ def computed(
         with_baseline: also return the results of a float32 program.
         exact: for gradients of keys, compute the saved output's error from all keys of the rows, not from its size.
     """
-    result = _values(setting, unit, outputs, grade, exact=exact)
+    result = _Expectation(setting, unit, grade, exact=exact).values(outputs)
     if not with_baseline:
         return result
-    measure = _values(setting, unit, outputs, None, precision=formulas.baseline(setting.problem.torch_dtype))
+    precision = formulas.baseline(setting.problem.torch_dtype)
+    measure = _Expectation(setting, unit, None, precision).values(outputs)
     return {name: replace(wanted, baseline=measure[name].value) for name, wanted in result.items()}
 
 
-def _values(
-    setting: Setting,
-    unit: Unit,
-    outputs: list[Output],
-    grade: Grade | None,
-    *,
-    precision: Precision = formulas.GOLDEN,
-    exact: bool = True,
-) -> dict[str, Wanted]:
-    if setting.grads is not None:
-        return _gradient(setting, unit, outputs, grade, precision, exact=exact)
-    block = setting.block(unit.b, unit.heads, unit.rows)
-    narrow = formulas.narrowed(block, precision)
-    softmax = formulas.softmax(narrow)
-    raw = formulas.forward(block, precision, softmax)
-    keyless = setting.extents.all_keys(unit.b) == 0
-    values = before = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
-    for change in setting.returns:
-        values = {o.name: change(o.kind, values[o.name], raw, block, precision) for o in outputs}
-    if grade is None:
-        return {name: Wanted(value, value) for name, value in values.items()}
-    statistics = any(o.kind != "out" for o in outputs)
-    variances = expected_error.forward(block, softmax, raw.get("unscaled", raw["out"]), grade, statistics=statistics)
-    for o in outputs:
-        for errors in setting.errors:
-            variances[o.kind] = errors(o.kind, variances[o.kind], before[o.name], values[o.name], block, grade)
-    dtypes = {o.name: _dtype(o, setting.problem) for o in outputs}
-    return {
-        o.name: Wanted(values[o.name], grade.stored(values[o.name], variances[o.kind], dtypes[o.name])) for o in outputs
-    }
+@dataclass(frozen=True, eq=False)
+class _Expectation:
+    """A part (`unit`) of the call `setting`; grade, exact: as in computed(); precision: that of values."""
+
+    setting: Setting
+    unit: Unit
+    grade: Grade | None
+    precision: Precision = formulas.GOLDEN
+    exact: bool = True
+
+    def values(self, outputs: list[Output]) -> dict[str, Wanted]:
+        """Returns the expected rows of outputs, by name."""
+        setting, unit, grade, precision = self.setting, self.unit, self.grade, self.precision
+        if setting.grads is not None:
+            return self._gradients(outputs)
+        block = setting.block(unit.b, unit.heads, unit.rows)
+        narrow = formulas.narrowed(block, precision)
+        softmax = formulas.softmax(narrow)
+        raw = formulas.forward(block, precision, softmax)
+        keyless = setting.extents.all_keys(unit.b) == 0
+        values = before = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
+        for change in setting.returns:
+            values = {o.name: change(o.kind, values[o.name], raw, block, precision) for o in outputs}
+        if grade is None:
+            return {name: Wanted(value, value) for name, value in values.items()}
+        statistics, out = any(o.kind != "out" for o in outputs), raw.get("unscaled", raw["out"])
+        variances = expected_error.forward(block, softmax, out, grade, statistics=statistics)
+        for o in outputs:
+            for errors in setting.errors:
+                variances[o.kind] = errors(o.kind, variances[o.kind], before[o.name], values[o.name], block, grade)
+        results = {}
+        for o in outputs:
+            stored = grade.stored(values[o.name], variances[o.kind], _dtype(o, setting.problem))
+            results[o.name] = Wanted(values[o.name], stored)
+        return results
+
+    def _gradients(self, outputs: list[Output]) -> dict[str, Wanted]:
+        """Returns the expected gradients of the part's query rows, or of its keys, which are sums over all rows."""
+        setting, unit, grade, p = self.setting, self.unit, self.grade, self.precision
+        problem, length = setting.problem, int(setting.extents.q_len[unit.b])
+        wanted = [o for o in outputs if o.of_unit(unit)]
+        if not unit.by_keys:
+            fused = self.exact and not setting.edits and any(o.by_keys for o in outputs)
+            kinds = _kinds(setting, outputs if fused else wanted)
+            values, variances, keys = replace(self, exact=True)._of_block(kinds, unit.rows, None)
+            if fused:
+                self._sum_by_keys(keys, values, variances)
+        else:
+            values, variances = self._of_keys(_kinds(setting, wanted))
+            if problem.shares_kv and values:
+                values["dk"][..., : problem.dim_v] += values["dv"]
+                if variances:
+                    variances["dk"][..., : problem.dim_v] += variances["dv"]
+            values, variances = (
+                {name: value.unflatten(0, (-1, problem.group)).sum(1) for name, value in each.items()}
+                for each in (values, variances)
+            )
+        pieces: dict[str, Wanted] = {}
+        terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
+        for o in (o for o in wanted if o.kind in values):
+            value = before = variance = p.stored(values[o.kind])
+            at = o.unit_of(setting, unit)
+            for change in setting.returns:
+                value = change(o.kind, value, {}, at, p)
+            if grade is not None:
+                variance = variances[o.kind] + expected_error.summed(before, terms, problem.torch_dtype, grade)
+                for errors in setting.errors:
+                    variance = errors(o.kind, variance, before, value, at, grade)
+                variance = grade.stored(value, variance, _dtype(o, problem))
+            pieces[o.name] = Wanted(value, variance)
+        return pieces
+
+    def _of_keys(self, kinds: Set[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns (values, variances) of the gradients `kinds` of the part's keys, [query heads, keys, elements] by
+        kind, which are sums over all rows of the sequence.
+        """
+        unit, length = self.unit, int(self.setting.extents.q_len[self.unit.b])
+        sums = self.setting.sums.get(self._of_sums)
+        if sums is not None and sums.rows == length:
+            values, variances = (
+                {n: t[:, unit.rows].clone() for n, t in of.items()} for of in (sums.values, sums.variances)
+            )
+            return values, variances
+        values, variances = {}, {}
+        step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
+        for first in range(0, length, step):
+            *results, _ = self._of_block(kinds, slice(first, min(first + step, length)), unit.rows)
+            for total, result in zip((values, variances), results, strict=True):
+                for name in _KEYS & result.keys():
+                    total[name] = total[name] + result[name] if name in total else result[name]
+        return values, variances
+
+    @property
+    def _of_sums(self) -> tuple[Any, ...]:
+        """The key of the part's sums over rows in Setting.sums."""
+        return self.unit.b, self.unit.heads.start, self.unit.heads.stop, self.grade, self.precision
+
+    def _sum_by_keys(self, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor]) -> None:
+        """Adds contributions of the part's rows to gradients of `keys` (values and variances, by kind) to sums over
+        rows, Setting.sums. Only the sums of the latest heads are stored.
+        """
+        setting, unit = self.setting, self.unit
+        sums = setting.sums.get(self._of_sums)
+        if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
+            setting.sums.clear()
+            if unit.rows.start:
+                return
+            sums = setting.sums[self._of_sums] = KeySums({}, {})
+        for total, result in ((sums.values, values), (sums.variances, variances)):
+            for name in _KEYS & result.keys():
+                value = result[name]
+                if name not in total:
+                    total[name] = value.new_zeros(value.shape[0], setting.extents.all_keys(unit.b), value.shape[2])
+                total[name][:, keys] += value
+        sums.rows = unit.rows.stop
+
+    def _of_block(
+        self, kinds: Set[str], rows: slice, keys: slice | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
+        """Returns the contributions of rows to the gradients `kinds`: (values by kind, variances by kind, the keys).
+
+        They are of the part's heads, and of these keys; None: of all keys that the rows may see.
+        """
+        block = self.setting.block(self.unit.b, self.unit.heads, rows, keys)
+        if self.grade is None:
+            return formulas.gradients(block, self.precision, kinds=kinds), {}, block.keys
+        scored = formulas.scored(block)
+        values = formulas.gradients(block, self.precision, scored, kinds)
+        of_delta = self.delta(rows, (block, scored) if keys is None else None)
+        return values, expected_error.gradients(block, scored, of_delta, self.grade, kinds), block.keys
+
+    def delta(self, rows: slice, complete: tuple[Block, formulas.Scored] | None = None) -> Tensor:
+        """Returns the variance of delta = dout . out of these rows and the part's heads, [heads, rows, 1].
+
+        It depends on all keys, and is cached in Setting.deltas.
+
+        complete: the block of the rows with all keys, and its gradients of scores, if the caller has them.
+        """
+        setting, unit, grade = self.setting, self.unit, self.grade
+        assert grade is not None
+        at, heads = (unit.b, unit.heads.start, unit.heads.stop, grade.words), unit.heads.stop - unit.heads.start
+        if at not in setting.deltas:
+            empty = torch.full((heads, int(setting.extents.q_len[unit.b]), 1), math.nan)
+            setting.deltas[at] = empty.double()
+        delta = setting.deltas[at]
+        if complete is not None:
+            delta[:, rows] = expected_error.delta(*complete, grade)
+        elif bool(delta[:, rows].isnan().any()):
+            step = max(1, PAIRS // max(heads * setting.extents.all_keys(unit.b), 1))
+            for first in range(rows.start, rows.stop, step):
+                here = slice(first, min(first + step, rows.stop))
+                block = setting.block(unit.b, unit.heads, here, None if self.exact else slice(0, 0))
+                scored = formulas.scored(block) if self.exact else None
+                delta[:, here] = expected_error.delta(block, scored, grade)
+        return delta[:, rows]
+
+
+@dataclass(eq=False)
+class KeySums:
+    """Gradients of all keys, summed over the first `rows` query rows: [query heads, keys, elements] by kind ("dk")."""
+
+    values: dict[str, Tensor]
+    variances: dict[str, Tensor]
+    rows: int = 0
 
 
 def _dtype(o: Output, problem: Any) -> torch.dtype:
@@ -285,135 +420,10 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
     return result if p.low is None else result.float()
 
 
-def _gradient(
-    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None, p: Precision, *, exact: bool
-) -> dict[str, Wanted]:
-    """Returns the expected gradients of a unit's query rows, or of its keys, which are sums over all query rows.
-    setting: the call; grade, exact: as in computed(); p: the precision of values.
-    """
-    problem, length = setting.problem, int(setting.extents.q_len[unit.b])
-    wanted = [o for o in outputs if o.of_unit(unit)]
-    if not unit.by_keys:
-        fused = exact and not setting.edits and any(o.by_keys for o in outputs)
-        kinds = _kinds(setting, outputs if fused else wanted)
-        values, variances, keys = _of_block(setting, unit, kinds, unit.rows, None, grade, p, exact=True)
-        if fused:
-            _sum_by_keys(setting, unit, keys, values, variances, (grade, p))
-    else:
-        values, variances = _of_keys(setting, unit, _kinds(setting, wanted), grade, p, exact=exact)
-        if problem.shares_kv and values:
-            values["dk"][..., : problem.dim_v] += values["dv"]
-            if variances:
-                variances["dk"][..., : problem.dim_v] += variances["dv"]
-        values, variances = (
-            {name: value.unflatten(0, (-1, problem.group)).sum(1) for name, value in each.items()}
-            for each in (values, variances)
-        )
-    pieces: dict[str, Wanted] = {}
-    terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
-    for o in wanted:
-        if o.kind in values:
-            value = before = variance = p.stored(values[o.kind])
-            at = o.unit_of(setting, unit)
-            for change in setting.returns:
-                value = change(o.kind, value, {}, at, p)
-            if grade is not None:
-                variance = variances[o.kind] + expected_error.summed(before, terms, problem.torch_dtype, grade)
-                for errors in setting.errors:
-                    variance = errors(o.kind, variance, before, value, at, grade)
-                variance = grade.stored(value, variance, _dtype(o, problem))
-            pieces[o.name] = Wanted(value, variance)
-    return pieces
-
-
 def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
     """Returns the gradients ("dq", "dk", ...) that outputs of a call need. If keys are also the values, dk needs dv."""
     kinds = {o.kind for o in outputs}
     return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
-
-
-def _of_keys(
-    setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of the gradients `kinds` of a unit's keys, [query heads, keys, elements] by kind,
-    which are sums over all rows of the sequence. grade, exact: as in computed(); p: the precision of values.
-    """
-    length = int(setting.extents.q_len[unit.b])
-    sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
-    if sums is not None and sums.rows == length:
-        values, variances = (
-            {n: t[:, unit.rows].clone() for n, t in of.items()} for of in (sums.values, sums.variances)
-        )
-        return values, variances
-    values, variances = {}, {}
-    step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
-    for first in range(0, length, step):
-        rows = slice(first, min(first + step, length))
-        *results, _ = _of_block(setting, unit, kinds, rows, unit.rows, grade, p, exact=exact)
-        for total, result in zip((values, variances), results, strict=True):
-            for name in _KEYS & result.keys():
-                total[name] = total[name] + result[name] if name in total else result[name]
-    return values, variances
-
-
-@dataclass(eq=False)
-class KeySums:
-    """Gradients of all keys, summed over the first `rows` query rows: [query heads, keys, elements] by kind ("dk")."""
-
-    values: dict[str, Tensor]
-    variances: dict[str, Tensor]
-    rows: int = 0
-
-
-def _sum_by_keys(
-    setting: Setting,
-    unit: Unit,
-    keys: slice,
-    values: dict[str, Tensor],
-    variances: dict[str, Tensor],
-    of: tuple[Any, Any],
-) -> None:
-    """Adds a unit's contributions to gradients of `keys` (values and variances, by kind) to sums over rows,
-    setting.sums. of: (grade, precision), a part of its key. Only the sums of the latest heads are stored.
-    """
-    at = (unit.b, unit.heads.start, unit.heads.stop, *of)
-    sums = setting.sums.get(at)
-    if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
-        setting.sums.clear()
-        if unit.rows.start:
-            return
-        sums = setting.sums[at] = KeySums({}, {})
-    for total, result in ((sums.values, values), (sums.variances, variances)):
-        for name in _KEYS & result.keys():
-            value = result[name]
-            if name not in total:
-                total[name] = value.new_zeros(value.shape[0], setting.extents.all_keys(unit.b), value.shape[2])
-            total[name][:, keys] += value
-    sums.rows = unit.rows.stop
-
-
-def _of_block(
-    setting: Setting,
-    unit: Unit,
-    kinds: Set[str],
-    rows: slice,
-    keys: slice | None,
-    grade: Grade | None,
-    p: Precision,
-    *,
-    exact: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
-    """Returns a block's contributions to the gradients `kinds`: (values by kind, variances by kind, the block's keys),
-    for a unit's heads, and all keys that the rows may see if keys is None. grade, exact: as in computed(); p: the
-    precision.
-    """
-    block = setting.block(unit.b, unit.heads, rows, keys)
-    if grade is None:
-        return formulas.gradients(block, p, kinds=kinds), {}, block.keys
-    scored = formulas.scored(block)
-    values = formulas.gradients(block, p, scored, kinds)
-    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, complete=(block, scored) if keys is None else None)
-    return values, expected_error.gradients(block, scored, of_delta, grade, kinds), block.keys
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
@@ -429,7 +439,7 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
     for unit in units(setting, [o]):
         block = setting.block(unit.b, unit.heads, unit.rows)
         scored = formulas.scored(block)
-        of_delta = _delta(setting, unit, unit.rows, None, grade, exact=True)
+        of_delta = _Expectation(setting, unit, grade).delta(unit.rows)
         if o.kind == "dsink":
             terms = max(terms, int(e.q_len.sum()))
             value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"])
@@ -461,34 +471,6 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
         bias.add_table_gradient(view, unit.b, lengths, addend, unit.rows, keys)
     else:
         bias.add_matrix_gradient(view, unit.b, addend, unit.rows, keys)
-
-
-def _delta(
-    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
-    complete: tuple[Block, formulas.Scored] | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns the variance of delta = dout . out of these rows and a unit's heads, [heads, rows, 1], which depends on
-    all keys and is cached in setting.deltas. exact: as in computed(); complete: the block of the rows with all keys,
-    and its gradients of scores, if the caller has them.
-    """
-    at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
-    if at not in setting.deltas:
-        empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
-        setting.deltas[at] = empty.double()
-    delta = setting.deltas[at]
-    if complete is not None:
-        delta[:, rows] = expected_error.delta(*complete, grade)
-    elif bool(delta[:, rows].isnan().any()):
-        step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * setting.extents.all_keys(unit.b), 1))
-        for first in range(rows.start, rows.stop, step):
-            here = slice(first, min(first + step, rows.stop))
-            if not exact:
-                block = setting.block(unit.b, unit.heads, here, slice(0, 0))
-                delta[:, here] = expected_error.delta(block, None, grade)
-            else:
-                block = setting.block(unit.b, unit.heads, here)
-                delta[:, here] = expected_error.delta(block, formulas.scored(block), grade)
-    return delta[:, rows]
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:

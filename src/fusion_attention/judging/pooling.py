@@ -14,22 +14,20 @@ import torch
 from fusion_attention.ir.pooling import PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.judging import expected_error, formulas
-from fusion_attention.judging.calls import BACKENDS, Recorded
 from fusion_attention.judging.error_bound import Errors
-from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
+from fusion_attention.judging.error_location import Map
+from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.measure import Result, graded
+from fusion_attention.judging.measure import Beside, Result, Subject, explanations
 from fusion_attention.judging.outputs import Wanted
 from fusion_attention.judging.setting import Block
 from fusion_attention.judging.standards import Tally
-from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.judging.verdict import Explanation
 
 Tensor = torch.Tensor
 OUT, BIAS = "out", "dposition_bias"
 PAIRS = 1 << 21  # number of elements of a sequence that are computed in one step
-_LEFT = 0.25  # largest fraction of an output's error that may remain if a mistake explains it
-# (name, description, advice, changed fields)
+# (name, description, advice, changed fields of Windows)
 MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("compressor-halves", "The halves of overlapping windows are exchanged.",
      "The first channels pool the previous window's rows, the last channels the window's rows.",
@@ -178,44 +176,45 @@ def serves(lowered: Any) -> bool:
     return str(lowered.op_kind).startswith("pooling")
 
 
-def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Judges the recorded results of a call that pools windows, or of its backward.
-
-    Args:
-        call: the recorded call: arguments and results.
-        lowered: the same call in the intermediate representation, from call.lowered(); serves() is True for it.
-        search: True to try MISTAKES as explanations of outputs that fail.
-        backends: True to also compute the call by the back ends of this machine, and to judge their results.
-        standard: "error-bound", "cann-0.5%" or "cann-double"; decides if an output passes.
-    """
+def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
+    """Returns the recorded outputs `captured` of a lowered call of `operator`, for which serves() is True."""
     of = getattr(lowered, "call", lowered)
     operands = lowered.fill(lowered.results()).operands[0]
     dout = None
     if of is not lowered:
         view = of.rows(lowered.dout.to(of.given("kv").dtype), of.problem.heads)
         dout = lambda b: view.sequence(b, of.problem.heads, int(of.extents.q_len[b]))  # noqa: E731
-    x = Windows(of.problem, of.extents, operands, dout)
-    captured = call.judgeable(lowered)
-    theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
-    others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
+    return Pooled(Windows(of.problem, of.extents, operands, dout), of, captured)
 
-    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
-        chosen = captured if names is None else {n: captured[n] for n in names}
-        return measured(x, of, chosen, grade, standard == "cann-double", others if names is None else {})
 
-    result, grades = graded(measure)
-    mistakes = _explained(x, of, captured, result) if search and not result.passes else ()
-    opinions = {
-        n: opinion(n, tally, grades[n], standard, result.maps[n], [] if tally.passes else looks_like(tally))
-        for n, tally in result.tallies.items()
-    }
-    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
-    return judgement(call, opinions, theirs | errors, captured, standard, search, mistakes, False)
+@dataclass(frozen=True, eq=False)
+class Pooled(Subject):
+    """A call that pools windows (x, perhaps with a mistake), its lowered forward `of`, and its outputs."""
+
+    x: Windows
+    of: Any
+    captured: Mapping[str, Tensor]
+
+    def measured(
+        self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
+        with_baseline: bool = False,
+    ) -> Result:  # fmt: skip
+        chosen = self.captured if names is None else {n: self.captured[n] for n in names}
+        return measured(self.x, self.of, chosen, grade, with_baseline, beside)
+
+    def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
+        p, biased = self.x.problem, self.x.operands.bias is not None
+        tries = (
+            (name, "", means, fix, replace(self, x=replace(self.x, **fields)))
+            for name, means, fix, fields in MISTAKES
+            if (biased if "unbiased" in fields else p.overlap)
+        )
+        return explanations(tries, base, lambda tally: tally.rms), False
 
 
 def measured(
     x: Windows, of: Any, captured: Mapping[str, Tensor], grade: Grade, with_baseline: bool = False,
-    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    beside: Beside = MappingProxyType({}),
 ) -> Result:  # fmt: skip
     """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
 
@@ -273,20 +272,3 @@ def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
 
 def _tally(tensor: Tensor, heads: int, lengths: list[int], columns: int, p: PoolingProblem) -> Tally:
     return Tally(tensor.dtype, Errors(lengths, heads, columns), p.ratio * (1 + p.overlap))
-
-
-def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    """Returns the MISTAKES that explain the recorded outputs (`captured`): with them, at most _LEFT of each wrong
-    output's error remains. x: the correct call; of: its lowered forward; base: the errors without a mistake.
-    """
-    results, failing = [], base.failing
-    for name, means, fix, fields in MISTAKES:
-        of_bias = "unbiased" in fields
-        if x.operands.bias is None if of_bias else not x.problem.overlap:
-            continue
-        result = measured(replace(x, **fields), of, captured, PROGRAM)
-        left = (result.tallies[n].rms / base.tallies[n].rms for n in failing if base.tallies[n].rms)
-        if result.passes and all(fraction <= _LEFT for fraction in left):
-            error = max(result.tallies[n].z for n in failing)
-            results.append(Explanation(name, "", means, fix, tuple(failing), error, True))
-    return tuple(sorted(results, key=lambda e: e.error))

@@ -150,6 +150,10 @@ class Setting:
         edits = self.edits if edit is None else (*self.edits, edit)
         return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
+    def of_blocks(self, **fields: Any) -> Setting:
+        """Returns this call with changed fields of all its blocks."""
+        return self.changed(lambda x: replace(x, **fields))
+
     def of_problem(self, **fields: Any) -> Setting:
         """Returns this call with changed fields of its problem."""
         return self.changed(problem=replace(self.problem, **fields))

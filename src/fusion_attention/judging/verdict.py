@@ -5,7 +5,7 @@ A verdict contains numbers and text, and no tensors except the errors that pictu
 
 import html
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,14 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{self.name}{f' ({self.detail})' if self.detail else ''}: {self.means}"
+
+
+def one_per_mistake(explanations: Iterable[Explanation]) -> tuple[Explanation, ...]:
+    """Returns the explanations with the smallest error first; of several ways to make a mistake, only the best one."""
+    by_name: dict[str, Explanation] = {}
+    for e in sorted(explanations, key=lambda e: e.error):
+        by_name.setdefault(e.name, e)
+    return tuple(by_name.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,21 +262,20 @@ class Judgement:
 
 
 def judgement(
-    call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], judged: Collection[str], standard: str,
-    search: bool, mistakes: tuple[Explanation, ...], noisy: bool, mask: Mask | None = None,
+    call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], standard: str, search: bool,
+    mistakes: tuple[Explanation, ...], noisy: bool, mask: Mask | None = None,
 ) -> Judgement:  # fmt: skip
     """Returns the judgement of a call.
 
     Args:
         call: the call.
-        opinions: the verdicts on outputs.
+        opinions: the verdicts on the outputs for which there is a formula.
         backends, standard, search, mistakes, mask: as Judgement's backends, standard, searched, mistakes, mask.
-        judged: the names of outputs for which there is a formula.
         noisy: True if wrong outputs are as exact as sums in 16 bits.
     """
     right = all(o.passes for o in opinions.values())
     verdict, notes = RIGHT if right else NOISY if noisy else WRONG, (*call.notes, *call.doubts())
-    unjudged = call.unjudged(judged)
+    unjudged = call.unjudged(opinions)
     return Judgement(
         call.op.name, call.source, verdict, opinions, unjudged, backends, mistakes, search, notes, standard, mask
     )

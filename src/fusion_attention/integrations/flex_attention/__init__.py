@@ -94,7 +94,14 @@ def _flex_attention(
 ) -> Any:
     _check_tensors(query, key, value, enable_gqa, block_mask)
     _check_mask(query, key, block_mask)
-    _check_lse_options(return_lse, return_aux)
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "flex_attention: return_lse: expected it or return_aux, got both; use AuxRequest(lse=True) alone"
+        )
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(
+            "flex_attention: return_aux: expected AuxRequest(lse=...), got max_scores=True, which is not supported"
+        )
     items, heads, rows, dim = query.shape
     if key.shape[0] != items:
         key, value = (t.expand(items, -1, -1, -1) for t in (key, value))
@@ -104,7 +111,8 @@ def _flex_attention(
     visible, terms = _converted(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
     stats = return_lse or bool(return_aux and return_aux.lse)
-    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # already cast
+    autocasts = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
+    with torch.autocast(query.device.type, enabled=False) if autocasts else nullcontext():  # already cast
         out, lse = _attend(cast["q"], cast["k"], cast["v"], visible, terms, scale, stats=stats)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
@@ -201,17 +209,6 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         raise RuntimeError(
             f"flex_attention: block_mask: expected it on {query.device} like the query, got {mask.kv_num_blocks.device}"
             "; block_mask.to(device) moves it"
-        )
-
-
-def _check_lse_options(return_lse: bool, return_aux: Any) -> None:
-    if return_lse and return_aux is not None:
-        raise ValueError(
-            "flex_attention: return_lse: expected it or return_aux, got both; use AuxRequest(lse=True) alone"
-        )
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(
-            "flex_attention: return_aux: expected AuxRequest(lse=...), got max_scores=True, which is not supported"
         )
 
 
@@ -314,10 +311,6 @@ def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Ten
     """Returns (out, lse) of attention(q, k, v, **words); lse is None unless words has return_lse=True."""
     result = attention(q, k, v, **words)
     return result if isinstance(result, tuple) else (result, None)
-
-
-def _autocasts(q: Tensor) -> bool:
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)
 
 
 def _tokens_outside(q: Tensor) -> bool:

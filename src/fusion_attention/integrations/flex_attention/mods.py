@@ -259,18 +259,12 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
     elif isinstance(value, functools.partial):
         yield from _atoms((value.func, value.args, value.keywords), names, visited, owners)
     elif isinstance(value, (types.ModuleType, type)):
-        yield from _constants(value, names, visited, owners)
+        for name in sorted(names):
+            result = inspect.getattr_static(value, name, None)
+            if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
+                yield from _atoms(result, names, visited, owners)
     elif not isinstance(value, (types.CodeType, torch.dtype, torch.device)):
         yield from _attributes(value, names, visited, owners)
-
-
-def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values of the attributes `names` of a module or class `owner` that are tensors, numbers, texts
-    or containers. visited, owners: objects yielded so far; updated."""
-    for name in sorted(names):
-        result = inspect.getattr_static(owner, name, None)
-        if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
-            yield from _atoms(result, names, visited, owners)
 
 
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:

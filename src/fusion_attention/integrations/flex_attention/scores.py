@@ -284,13 +284,9 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
     """
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
-        score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past), keep=_reusable
-    )
-
-
-def _reusable(score_terms: Terms) -> bool:
-    """True if terms may be cached: no gradient flows through them."""
-    return not any(t is not None and t.requires_grad for t in (score_terms.bias, score_terms.by_row))
+        score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past),
+        keep=lambda result: not any(t is not None and t.requires_grad for t in (result.bias, result.by_row)),
+    )  # fmt: skip
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
@@ -319,14 +315,11 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
         factor, by_row = factor * float(by_row), None
     result = replace(result, factor=factor, softcap=abs(cap or 0.0), by_row=by_row)
     _verify(score_mod, result, bias, shape)
-    return result if result.bias is None else replace(result, bias=_lossless(result.bias, dtype))
-
-
-def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns values in a dtype if the conversion is exact, else unchanged; bfloat16 has too few digits for large
-    numbers."""
-    rounded = values.to(dtype)
-    return rounded if bool((rounded.detach() == values.detach()).all()) else values
+    if result.bias is None:
+        return result
+    rounded = result.bias.to(dtype)  # bfloat16 has too few digits for large numbers
+    exact = bool((rounded.detach() == result.bias.detach()).all())
+    return replace(result, bias=rounded) if exact else result
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
@@ -380,10 +373,8 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
     if values.requires_grad:
         return Terms(bias=values)
     hidden = values == -torch.inf
-    if alone and hidden.any():
-        left = values.masked_fill(hidden, 0)
-        if not left.any():
-            return Terms(mask=_visibility(bias))
+    if alone and hidden.any() and not values.masked_fill(hidden, 0).any():
+        return Terms(mask=_visibility(bias))
     return Terms(bias=values) if values.any() else Terms()
 
 

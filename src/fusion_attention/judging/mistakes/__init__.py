@@ -16,19 +16,10 @@ from fusion_attention.judging.mistakes import (
 )
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
-MISTAKES: tuple[Mistake, ...] = (
-    *masks.MISTAKES,
-    *compressed.MISTAKES,
-    *scores.MISTAKES,
-    *memory.MISTAKES,
-    *caches.MISTAKES,
-    *results.MISTAKES,
-    *tiles.MISTAKES,
-    *loads.MISTAKES,
-    *splits.MISTAKES,
-    *gradients.MISTAKES,
-    *stored.MISTAKES,
-    *lists.MISTAKES,
+# In this order mistakes are tried, and listed in reports if they explain a result equally well.
+_MODULES = (masks, compressed, scores, memory, caches, results, tiles, loads, splits, gradients, stored, lists)
+MISTAKES: tuple[Mistake, ...] = tuple(
+    mistake for module in _MODULES for mistake in vars(module).values() if isinstance(mistake, Mistake)
 )
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

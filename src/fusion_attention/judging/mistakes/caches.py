@@ -11,18 +11,14 @@ import torch
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging import formulas
+from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, out_of
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _SAMPLES = 4  # number of compared rows of a sequence
-_LEFT = 0.25  # largest fraction of a row's error that may remain under a candidate
 _NUMBERS = 1 << 24  # largest number of elements of the results for all pairs (page of a sequence, block of the pool)
-
-
-def _paged(s: Setting) -> bool:
-    return isinstance(s.operands.k, PagedView)
 
 
 def _with_table(
@@ -38,7 +34,7 @@ def _with_table(
 )  # fmt: skip
 def page_table(case: Case) -> Iterator[Try]:
     s = case.setting
-    if not _paged(s):
+    if not isinstance(s.operands.k, PagedView):
         return
 
     def blocks(view: PagedView) -> int:
@@ -128,7 +124,7 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
         result = values - here.values[:, None] + there.values
         result = result / (total - here.total[:, None] + there.total)[..., None]
         left = torch.maximum(left, ((result - mine).norm(dim=-1) / error).nan_to_num(torch.inf, torch.inf))
-    best = sorted((left <= _LEFT).nonzero().tolist(), key=lambda at: float(left[tuple(at)]))
+    best = sorted((left <= LEFT).nonzero().tolist(), key=lambda at: float(left[tuple(at)]))
     return [(page, other) for page, other in best[:2]]
 
 
@@ -259,6 +255,3 @@ def dequantisation(case: Case) -> Iterator[Try]:
     if p.kv_dtype == "int4":
         yield Try("the even element in the high half of a byte", s.changed(high_first=True))
         yield Try("integers without their sign", s.changed(unsigned=True))
-
-
-MISTAKES = (page_table, page_wrong, dequantisation)

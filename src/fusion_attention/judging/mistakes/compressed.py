@@ -1,15 +1,16 @@
 """Mistakes in the second source of keys: compressed keys, each of several tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
 
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Compressed
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 from fusion_attention.judging.setting import Setting
 
-Edges = Iterator[tuple[str, np.ndarray]]
+Edges = Iterable[tuple[str, np.ndarray]]
 BOUND = (
     "compressed-bound", "Compressed keys are visible too early or too late.",
     "A row at position p sees (p + 1) // ratio of them: each from its last token on.",
@@ -53,21 +54,18 @@ def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
             return
 
 
-@partial(Mistake, *BOUND)
-def compressed_bound(case: Case) -> Iterator[Try]:
+def _tries(case: Case, edges: Callable[[Setting, Compressed], Edges]) -> Iterator[Try]:
+    """Yields variants of a call with compressed keys: with edges(call, the keys) as upper edges of their band."""
     s, second = case.setting, case.setting.extents.compressed
-    if second is not None:
-        for detail, hi in bounds(second.hi, s.problem.compressed_ratio):
-            yield from (Try(detail, changed) for changed in _bounded(s, hi))
+    for detail, hi in () if second is None else edges(s, second):
+        yield from (Try(detail, changed) for changed in _bounded(s, hi))
 
 
-@partial(Mistake, *RESIDUAL)
-def compressed_residual(case: Case) -> Iterator[Try]:
-    s, second = case.setting, case.setting.extents.compressed
-    if second is not None:
-        ratio = s.problem.compressed_ratio
-        for detail, hi in residuals(second.hi, s.extents.q_len, second.kv_len, ratio):
-            yield from (Try(detail, changed) for changed in _bounded(s, hi))
+compressed_bound = Mistake(*BOUND, partial(_tries, edges=lambda s, keys: bounds(keys.hi, s.problem.compressed_ratio)))
+compressed_residual = Mistake(*RESIDUAL, partial(
+    _tries,
+    edges=lambda s, keys: residuals(keys.hi, s.extents.q_len, keys.kv_len, s.problem.compressed_ratio),
+))  # fmt: skip
 
 
 @partial(
@@ -75,23 +73,15 @@ def compressed_residual(case: Case) -> Iterator[Try]:
     "cmp_mask_mode is 0 by default; pass 3 (and ori_mask_mode 4 with its window).",
 )  # fmt: skip
 def compressed_unmasked(case: Case) -> Iterator[Try]:
-    s, second = case.setting, case.setting.extents.compressed
-    if second is not None:
-        for every in _bounded(s, np.full_like(second.hi, INFINITE)):
-            yield Try("", every)
-            e = every.extents
-            lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
-            yield Try("and all keys of the window's source", every.of_extents(lo=lo, hi=hi))
+    for way in _tries(case, lambda s, keys: [("", np.full_like(keys.hi, INFINITE))]):
+        yield way
+        e = way.setting.extents
+        lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
+        yield Try("and all keys of the window's source", way.setting.of_extents(lo=lo, hi=hi))
 
 
-@partial(
-    Mistake, "compressed-missing", "Rows read no compressed keys.",
+compressed_missing = Mistake(
+    "compressed-missing", "Rows read no compressed keys.",
     "Is cmp_kv passed, and do lists count from the sequence's first compressed key?",
+    partial(_tries, edges=lambda s, keys: [("", np.full_like(keys.hi, -INFINITE))]),
 )  # fmt: skip
-def compressed_missing(case: Case) -> Iterator[Try]:
-    s, second = case.setting, case.setting.extents.compressed
-    if second is not None:
-        yield from (Try("", changed) for changed in _bounded(s, np.full_like(second.hi, -INFINITE)))
-
-
-MISTAKES = (compressed_bound, compressed_residual, compressed_unmasked, compressed_missing)

@@ -11,7 +11,9 @@ import torch
 
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Problem
 from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
@@ -91,6 +93,15 @@ class Mistake:
     fix: str
     tries: Callable[[Case], Iterable[Try]]
     general: bool = False
+
+
+def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
+    """Returns a mistake whose ways depend only on the call: ways(call, its problem) returns calls with it by detail."""
+
+    def tries(case: Case) -> Iterator[Try]:
+        return (Try(detail, changed) for detail, changed in ways(case.setting, case.setting.problem).items())
+
+    return Mistake(name, means, fix, tries)
 
 
 def wrong_outputs(case: Case) -> list[Output]:
@@ -173,6 +184,20 @@ def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[
     """
     added = () if errors is None else (errors,)
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
+
+
+def of_results(
+    setting: Setting, changes: Mapping[str, Callable[..., Tensor]], errors: Callable[..., Tensor] | None = None
+) -> Setting:
+    """Returns a setting whose results of some kinds ("out", "max", "sum", "lse") are changed; errors: see returning().
+
+    changes: by kind, a function (result, the formulas' results by kind, block) -> changed result.
+    """
+
+    def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
+        return changes[kind](value, raw, x) if kind in changes else value
+
+    return returning(setting, change, errors)
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:

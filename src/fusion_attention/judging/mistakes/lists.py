@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import RowView
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing
 from fusion_attention.judging.setting import Block, Lists, Setting
 
 Tensor = torch.Tensor
@@ -56,13 +56,14 @@ def end_read(case: Case) -> Iterator[Try]:
     yield from _changed(case, "after -1", lambda x: x._replace(read=x.entries >= 0))
 
 
-@partial(Mistake, "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.")
-def duplicates(case: Case) -> Iterator[Try]:
-    def once(x: Block) -> Block:
-        return x if x.times is None else replace(x, times=x.times.clamp(max=1.0))
+def _once(x: Block) -> Block:
+    return x if x.times is None else replace(x, times=x.times.clamp(max=1.0))
 
-    if case.setting.problem.select_count:
-        yield Try("", case.setting.changed(once))
+
+duplicates = changing(
+    "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.",
+    lambda s, p: {"": s.changed(_once)} if p.select_count else {},
+)  # fmt: skip
 
 
 @partial(
@@ -90,10 +91,10 @@ def _moved(s: Setting, view: RowView, by: int) -> RowView:
     return RowView(keep, np.zeros_like(lengths), view.dim, lengths * view.dim, view.dim)
 
 
-@partial(Mistake, "list-ignored", "Rows read all visible keys, not only those of their lists.", "Are lists passed?")
-def ignored(case: Case) -> Iterator[Try]:
-    if case.setting.problem.select_count and not case.setting.problem.compressed_ratio:
-        yield Try("", case.setting.of_problem(select_count=0))
+ignored = changing(
+    "list-ignored", "Rows read all visible keys, not only those of their lists.", "Are lists passed?",
+    lambda s, p: {"": s.of_problem(select_count=0)} if p.select_count and not p.compressed_ratio else {},
+)  # fmt: skip
 
 
 @partial(
@@ -112,6 +113,3 @@ def block_size(case: Case) -> Iterator[Try]:
 def _complete(x: Lists) -> Lists:
     """Returns the lists x, read up to their first -1, also beyond the number of keys that the row sees."""
     return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
-
-
-MISTAKES = (shortened, end_read, duplicates, other_rows, ignored, block_size)

@@ -206,18 +206,6 @@ def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterato
 
 
 @partial(
-    Mistake, "edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
-    "A tile's first and last row and key tell whether it is skipped or needs no mask; other tiles need a comparison "
-    "per key.",
-)  # fmt: skip
-def edge_tiles(case: Case) -> Iterator[Try]:
-    e = case.setting.extents
-    right, left = bool(finite(e.hi).any()), bool(finite(e.lo).any())
-    edges = [("the right edge", 0, None)] * right + [("the left edge", None, 0)] * left
-    yield from _in_tiles(case, *edges, *([("both edges", None, None)] if right and left else []))
-
-
-@partial(
     Mistake, "window-ignored", "Only one edge of the window is applied.",
     "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.",
 )  # fmt: skip
@@ -331,18 +319,13 @@ def empty_rows(case: Case) -> Iterator[Try]:
         yield Try(detail, s.of_problem(empty_rows=form))
 
 
-MISTAKES = (
-    causal_alignment,
-    mask_ignored,
-    band_uncalled,
-    mask_polarity,
-    window_by_one,
-    window_ignored,
-    window_mirrored,
-    prefix_ignored,
-    tile_skipped,
-    mask_ends,
-    sequences_mixed,
-    empty_rows,
-    edge_tiles,
-)
+@partial(
+    Mistake, "edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
+    "A tile's first and last row and key tell whether it is skipped or needs no mask; other tiles need a comparison "
+    "per key.",
+)  # fmt: skip
+def edge_tiles(case: Case) -> Iterator[Try]:
+    e = case.setting.extents
+    right, left = bool(finite(e.hi).any()), bool(finite(e.lo).any())
+    edges = [("the right edge", 0, None)] * right + [("the left edge", None, 0)] * left
+    yield from _in_tiles(case, *edges, *([("both edges", None, None)] if right and left else []))

@@ -174,19 +174,9 @@ def _past_the_end(case: Case) -> Iterator[Try]:
         ends.setdefault(tuple((-(-e.kv_len // size) * size).tolist()), []).append(size)
     for lengths, sizes in ends.items():
         if lengths != tuple(e.kv_len.tolist()):
-            longer = {
-                name: replace(view, keep=(_with_zeros(view.keep[0], sizes[0] * view.stride_token),))
-                for name, view in views.items()
-            }
+            longer = {}
+            for name, view in views.items():
+                zeros = (0, sizes[0] * view.stride_token)
+                longer[name] = replace(view, keep=(torch.nn.functional.pad(view.keep[0].reshape(-1), zeros),))
             detail = f"keys after the last, in tiles of {' or '.join(map(str, sizes))}"
             yield Try(detail, s.of_operands(**longer).of_extents(kv_len=np.array(lengths)))
-
-
-def _with_zeros(t: Tensor, count: int) -> Tensor:
-    return torch.cat((t.reshape(-1), t.new_zeros(count)))
-
-
-MISTAKES = (
-    group_order, head_offset, sequence_offset, input_layout, values_confused, lengths_cumulative, length_by_one,
-    lengths_ignored,
-)  # fmt: skip

@@ -1,7 +1,7 @@
 """Mistakes in results: statistics, their base and order, the output's layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,16 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, layouts, returning
+from fusion_attention.judging.mistakes.kinds import (
+    Case,
+    Mistake,
+    Try,
+    changing,
+    grown,
+    layouts,
+    of_results,
+    returning,
+)
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block
 
@@ -30,13 +39,21 @@ def _kinds(case: Case) -> set[str]:
     "exp2 kernels: multiply by ln 2 before returning.",
 )  # fmt: skip
 def base_two(case: Case) -> Iterator[Try]:
-    log2e = 1 / math.log(2)
-
-    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return value * log2e if kind in ("lse", "max") else value
-
     if _kinds(case) & {"lse", "max"}:
-        yield Try("", returning(case.setting, change))
+        change = dict.fromkeys(("lse", "max"), lambda value, raw, x: value * (1 / math.log(2)))
+        yield Try("", of_results(case.setting, change))
+
+
+def _statistics_of(change: Callable[[Block], Block]) -> Callable[..., Tensor]:
+    """Returns a function for Setting.returns that computes the statistics of changed blocks; the output stays."""
+
+    def changed(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        if kind == "out":
+            return value
+        result = formulas.forward(change(x), p)
+        return result["max"] + result["sum"].log() if kind == "lse" else result[kind]
+
+    return changed
 
 
 @partial(
@@ -44,24 +61,41 @@ def base_two(case: Case) -> Iterator[Try]:
     "Maximum and log-sum-exp are of scale * q . k + bias.",
 )  # fmt: skip
 def unscaled(case: Case) -> Iterator[Try]:
-    if case.setting.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
+    s = case.setting
+    if s.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
         return
-
-    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        if kind == "out":
-            return value
-        result = formulas.forward(replace(x, scores_by=1.0), p)
-        return result["max"] + result["sum"].log() if kind == "lse" else result[kind]
-
-    def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return value / x.scores_by if kind == "max" else value
 
     def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
         return variance if kind == "out" else variance / x.scores_by**2
 
-    yield Try("", returning(case.setting, change, errors))
+    yield Try("", returning(s, _statistics_of(lambda x: replace(x, scores_by=1.0)), errors))
     if "max" in _kinds(case):
-        yield Try("the maximum alone", returning(case.setting, only_max))
+        yield Try("the maximum alone", of_results(s, {"max": lambda value, raw, x: value / x.scores_by}))
+
+
+def _from_zero(raw: Raw) -> Tensor:
+    top = raw["max"].clamp_min(0)
+    return raw["sum"] * (raw["max"] - top).exp()
+
+
+def _lse(value: Tensor, raw: Raw, x: Block) -> Tensor:
+    return raw["max"] + raw["sum"].log()
+
+
+# (statistics that the call must return, detail, changed statistics)
+_CONFUSED: tuple[tuple[set[str], str, dict[str, Callable[..., Tensor]]], ...] = (
+    ({"lse"}, "log(sum) without the maximum", {"lse": lambda value, raw, x: raw["sum"].log()}),
+    ({"lse"}, "the maximum alone", {"lse": lambda value, raw, x: raw["max"]}),
+    ({"sum"}, "log(sum) for the sum", {"sum": lambda value, raw, x: raw["sum"].log()}),
+    ({"sum"}, "the sum of exp(score), with no maximum", {
+        "sum": lambda value, raw, x: raw["sum"] * raw["max"].exp(), "max": lambda value, raw, x: torch.zeros_like(value)
+    }),
+    ({"sum"}, "1 / sum for the sum", {"sum": lambda value, raw, x: 1 / raw["sum"]}),
+    (set(), "the maximum starts at 0, not at -inf", {
+        "max": lambda value, raw, x: raw["max"].clamp_min(0), "sum": lambda value, raw, x: _from_zero(raw)
+    }),
+    ({*_PAIR}, "max + log(sum) in both", dict.fromkeys(_PAIR, _lse)),
+)  # fmt: skip
 
 
 @partial(
@@ -69,43 +103,9 @@ def unscaled(case: Case) -> Iterator[Try]:
     "lse = max + log(sum); the sum is of exp(score - max).",
 )  # fmt: skip
 def lse_parts(case: Case) -> Iterator[Try]:
-    s, kinds = case.setting, _kinds(case)
-
-    def without_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return raw["sum"].log() if kind == "lse" else value
-
-    def max_alone(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return raw["max"] if kind == "lse" else value
-
-    def logarithm(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return raw["sum"].log() if kind == "sum" else value
-
-    def both(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return raw["max"] + raw["sum"].log() if kind in _PAIR else value
-
-    def unshifted(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        if kind == "sum":
-            return raw["sum"] * raw["max"].exp()
-        return torch.zeros_like(value) if kind == "max" else value
-
-    def from_zero(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        top = raw["max"].clamp_min(0)
-        return {"max": top, "sum": raw["sum"] * (raw["max"] - top).exp()}.get(kind, value)
-
-    def inverse(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return 1 / raw["sum"] if kind == "sum" else value
-
-    if "lse" in kinds:
-        yield Try("log(sum) without the maximum", returning(s, without_max))
-        yield Try("the maximum alone", returning(s, max_alone))
-    if "sum" in kinds:
-        yield Try("log(sum) for the sum", returning(s, logarithm))
-        yield Try("the sum of exp(score), with no maximum", returning(s, unshifted))
-        yield Try("1 / sum for the sum", returning(s, inverse))
-    if kinds & {*_PAIR}:
-        yield Try("the maximum starts at 0, not at -inf", returning(s, from_zero))
-    if {*_PAIR} <= kinds:
-        yield Try("max + log(sum) in both", returning(s, both))
+    for needed, detail, changes in _CONFUSED:
+        if needed <= _kinds(case) and changes.keys() & _kinds(case):
+            yield Try(detail, of_results(case.setting, changes))
 
 
 @partial(
@@ -113,23 +113,13 @@ def lse_parts(case: Case) -> Iterator[Try]:
     "The sink is one more logit of the row: it counts in maximum, sum and log-sum-exp.",
 )  # fmt: skip
 def without_sink(case: Case) -> Iterator[Try]:
-    s = case.setting
+    def only_sum(value: Tensor, raw: Raw, x: Block) -> Tensor:
+        return value if x.sink is None else value - (x.sink[:, None, None] - raw["max"]).exp()
 
-    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        if kind == "out":
-            return value
-        result = formulas.forward(replace(x, sink=None), p)
-        return result["max"] + result["sum"].log() if kind == "lse" else result[kind]
-
-    def only_sum(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        if kind != "sum" or x.sink is None:
-            return value
-        return value - (x.sink[:, None, None] - raw["max"]).exp()
-
-    if s.problem.has_sink and _kinds(case) & {"lse", *_PAIR}:
-        yield Try("", returning(s, change))
+    if case.setting.problem.has_sink and _kinds(case) & {"lse", *_PAIR}:
+        yield Try("", returning(case.setting, _statistics_of(lambda x: replace(x, sink=None))))
         if "sum" in _kinds(case):
-            yield Try("the sum alone", returning(s, only_sum))
+            yield Try("the sum alone", of_results(case.setting, {"sum": only_sum}))
 
 
 @partial(Mistake, "statistics-swapped", "Maximum and sum are exchanged.", "softmax_max comes first.")
@@ -206,16 +196,14 @@ def output_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"as {layout} has them", s, outputs)
 
 
-@partial(
-    Mistake, "unnormalised", "The output is not divided by the sum of its weights.",
-    "Look at the last step of the row.",
-)  # fmt: skip
-def unnormalised(case: Case) -> Iterator[Try]:
-    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
+def _unnormalised(value: Tensor, raw: Raw, x: Block) -> Tensor:
+    return value.to(raw["sum"].dtype) * raw["sum"]
 
-    if case.setting.grads is None and case.setting.problem.out_quant == "none":
-        yield Try("", returning(case.setting, change, grown))
+
+unnormalised = changing(
+    "unnormalised", "The output is not divided by the sum of its weights.", "Look at the last step of the row.",
+    lambda s, p: {"": of_results(s, {"out": _unnormalised}, grown)} if not s.grads and p.out_quant == "none" else {},
+)  # fmt: skip
 
 
 @partial(
@@ -223,21 +211,5 @@ def unnormalised(case: Case) -> Iterator[Try]:
     "Nothing was written: look at the launch, and check that the kernel had ended when the output was read.",
 )  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
-    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
-        return torch.zeros_like(value) if kind == "out" else value
-
     if case.setting.grads is None and any(o.kind == "out" and not o.tensor.any() for o in case.outputs):
-        yield Try("", returning(case.setting, change))
-
-
-MISTAKES = (
-    base_two,
-    unscaled,
-    lse_parts,
-    without_sink,
-    swapped,
-    statistics_order,
-    output_layout,
-    unnormalised,
-    unwritten,
-)
+        yield Try("", of_results(case.setting, {"out": lambda value, raw, x: torch.zeros_like(value)}))

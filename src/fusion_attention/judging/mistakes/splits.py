@@ -52,34 +52,18 @@ def _splits(case: Case) -> list[Split]:
     return [*results.values()]
 
 
-def _weights_of_mean(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    live = (lse != -math.inf).to(lse)
-    return live / live.sum(0).clamp_min(1.0)
-
-
-def _weights_of_sum(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+def _live(lse: Tensor) -> Tensor:
+    """Returns 1 for splits with a visible key, else 0, in the shape of their lse."""
     return (lse != -math.inf).to(lse)
-
-
-def _weights_of_powers(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    return (lse * math.log(2)).softmax(0)
-
-
-def _weights_of_totals(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    return total / total.sum(0)
-
-
-def _weights_of_maxima(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
-    return top.softmax(0)
 
 
 # Wrong weights of splits, computed from their lse, maximum and sum of weights, [splits, heads, rows, 1].
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "mean of": _weights_of_mean,
-    "sum of": _weights_of_sum,
-    "weights 2^lse for e^lse of": _weights_of_powers,
-    "weights without the maxima of": _weights_of_totals,
-    "weights without the sums of": _weights_of_maxima,
+    "mean of": lambda lse, top, total: _live(lse) / _live(lse).sum(0).clamp_min(1.0),
+    "sum of": lambda lse, top, total: _live(lse),
+    "weights 2^lse for e^lse of": lambda lse, top, total: (lse * math.log(2)).softmax(0),
+    "weights without the maxima of": lambda lse, top, total: total / total.sum(0),
+    "weights without the sums of": lambda lse, top, total: top.softmax(0),
 }
 
 
@@ -140,6 +124,3 @@ def split_left_out(case: Case) -> Iterator[Try]:
         Way(f"split {n} of {split}", partial(without, split=split, number=n))
         for split in splits for n in range(split.count)
     ))  # fmt: skip
-
-
-MISTAKES = (tile_softmax, split_left_out)

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.expected_error import KERNEL, LEFT, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import (
     Case,
@@ -25,8 +25,8 @@ from fusion_attention.judging.standards import marked
 
 Tensor = torch.Tensor
 At = Block | Unit
+_mistake = partial(Mistake, general=True)
 _SAMPLES = 12
-_LEFT = 0.25  # largest fraction of a row's error that may remain under a candidate
 
 
 def _suits(case: Case) -> list[Output]:
@@ -80,7 +80,7 @@ def _changed(
 
 
 @partial(
-    Mistake, "output-factor", "Output rows are a multiple of the correct rows.",
+    _mistake, "output-factor", "Output rows are a multiple of the correct rows.",
     "Look at the last step of the row, and at factors that only some heads or tiles take.",
 )  # fmt: skip
 def multiplied(case: Case) -> Iterator[Try]:
@@ -93,12 +93,12 @@ def multiplied(case: Case) -> Iterator[Try]:
 def _multiplied(case: Case, o: Output, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Try]:
     mine, right = (torch.cat(rows) for rows in zip(*pairs, strict=True))
     factor = factor_of(mine, right)
-    if (mine - factor * right).norm() < _LEFT * (mine - right).norm() and factor:
+    if (mine - factor * right).norm() < LEFT * (mine - right).norm() and factor:
         yield _changed(case, o, f"{factor:.4g} times", lambda value, x: factor * value)
 
 
 @partial(
-    Mistake, "rows-unwritten", "Some output rows, or columns of them, are zeros.",
+    _mistake, "rows-unwritten", "Some output rows, or columns of them, are zeros.",
     "Look at the bounds of the last store: rows or columns after a tile's edge are not written.",
 )  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
@@ -133,7 +133,7 @@ def _orders(dim: int) -> dict[str, Tensor]:
 
 
 @partial(
-    Mistake, "columns-order", "Columns of output rows are in another order.",
+    _mistake, "columns-order", "Columns of output rows are in another order.",
     "Look at the mapping of a tile's registers to columns when they are stored.",
 )  # fmt: skip
 def columns_moved(case: Case) -> Iterator[Try]:
@@ -141,7 +141,7 @@ def columns_moved(case: Case) -> Iterator[Try]:
         mine, right = (torch.stack(rows) for rows in zip(*case.once(_samples, o), strict=True))
         error = (mine - right).norm()
         for detail, order in _orders(right.shape[-1]).items():
-            if (mine - right[:, order]).norm() < _LEFT * error:
+            if (mine - right[:, order]).norm() < LEFT * error:
                 yield _ordered(case, o, detail, order)
 
 
@@ -230,7 +230,7 @@ def _other_places(case: Case, o: Output) -> list[Place]:
 
 
 @partial(
-    Mistake, "rows-moved", "Output rows are those of other rows, heads or sequences.",
+    _mistake, "rows-moved", "Output rows are those of other rows, heads or sequences.",
     "Look at the offset of a tile of rows, and at the strides of heads and sequences, where rows are read or stored.",
 )  # fmt: skip
 def rows_moved(case: Case) -> Iterator[Try]:
@@ -244,6 +244,3 @@ def _moved(case: Case, o: Output, place: Place) -> Try:
         return place.of(case.setting, o, x, grade).variance
 
     return _changed(case, o, f"those of {place}", lambda value, x: place.of(case.setting, o, x).value, errors)
-
-
-MISTAKES = tuple(replace(mistake, general=True) for mistake in (multiplied, unwritten, columns_moved, rows_moved))

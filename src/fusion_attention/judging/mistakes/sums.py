@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 
 from fusion_attention.judging import formulas
+from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Try, wrong_area, wrong_outputs
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _SAMPLES = 8
-# A candidate explains wrong rows if at most this fraction of their error remains.
-_LEFT = 0.25
 # The vectors whose weighted sum a gradient is: of keys for gradients of queries, else of rows.
 _VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv": "dout"}
 
@@ -157,7 +156,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
                 ways[f"with the vectors of the tile {word}"] = right - terms + moved
         for word, result in ways.items():
             left = float((mine - result).norm()) / error
-            if left <= _LEFT and not torch.equal(result, right):
+            if left <= LEFT and not torch.equal(result, right):
                 results.append(Change(subset, word, left))
     order = ("all", "tile", "first", "last")
     results.sort(key=lambda c: (round(c.left, 6), order.index(c.subset.tiles), c.subset.head >= 0, c.subset.size))

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from fusion_attention.judging import formulas
-from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.expected_error import LEFT, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, grown, out_of, returning, wrong_rows
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-# A candidate explains a row if at most this fraction of its error remains.
-LEFT = 0.25
 _SCREENED = 4  # number of wrong rows on which candidates are tried first
 
 
@@ -282,6 +280,3 @@ def exponent_base(case: Case) -> Iterator[Try]:
         case,
         (Way(f"{detail}{where}", partial(f, factor=factor)) for where, f in programs for detail, factor in factors),
     )
-
-
-MISTAKES = (rescale_missing, padding_weighed, exponent_base)

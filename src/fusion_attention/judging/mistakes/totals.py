@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from fusion_attention.judging.expected_error import PROGRAM
+from fusion_attention.judging.expected_error import LEFT, PROGRAM
 from fusion_attention.judging.measure import of_total
 from fusion_attention.judging.outputs import Output, Wanted, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
 
 Tensor = torch.Tensor
-_LEFT = 0.25  # largest fraction of an output's error that may remain under a candidate
 _SEQUENCES = 8  # largest number of sequences whose single contributions are tried
 _NAMES = {"dsink": ("sink-gradient", "The gradient of the sink is wrong.", "dsink = -sum(P(sink) * delta)."),
           "dpse": ("bias-gradient", "The gradient of the bias is wrong.",
@@ -33,7 +32,7 @@ def _of_output(setting: Setting, o: Output) -> Iterator[Explanation]:
     error = float((mine - right.value).norm())
     for detail, wanted in _ways(setting, o, mine, right):
         tally = of_total(setting, o, wanted)
-        if tally.passes and float((mine - wanted.value).norm()) <= _LEFT * error:
+        if tally.passes and float((mine - wanted.value).norm()) <= LEFT * error:
             name, means, fix = _NAMES[o.kind]
             yield Explanation(name, detail, means, fix, (o.name,), tally.z, confirmed=True)
 
