@@ -8,31 +8,25 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
-from benchmarks.dense import DTYPES, PEAKS, arithmetic, packed_lengths, padded, rows, triangle
+from benchmarks.dense import DTYPES, PEAKS, arithmetic, attention, packed_lengths, padded, rows, triangle
 from benchmarks.features import with_threads
+from benchmarks.gradient import Call, gradient
 from fusion_attention.bench.pair import Pair
 
-Call = Callable[[], object]
 MATMULS = 5
 RATE = "ours full, by rate"  # the peer computes other work: its rate is compared, not its time
 # Goals: speed relative to the call without the feature.
 GROUPED, VISIBLE, SLOPES, DROPOUT, DBIAS = 0.9, 1 / 1.3, 1 / 1.1, 1 / 1.2, 1 / 1.25
 
 
-def gradients(out: torch.Tensor, *inputs: torch.Tensor) -> Call:
-    """Returns a function that computes the gradients of a result any number of times."""
-    dout = torch.randn_like(out)
-    return functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
-
-
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor, **options: Any) -> Call:
     """Returns a function that runs our backward of a padded call; more: further inputs with gradients."""
-    return gradients(fa.attention(q, k, v, layout="BNSD", **options), q, k, v, *more)
+    return gradient(attention(q, k, v, **options), (q, k, v, *more))
 
 
 def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Call:
     """Returns a function that runs SDPA's backward."""
-    return gradients(sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options), q, k, v)
+    return gradient(functools.partial(sdpa, q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options), (q, k, v))
 
 
 def grouped(quick: bool) -> Iterator[Pair]:
@@ -44,7 +38,7 @@ def grouped(quick: bool) -> Iterator[Pair]:
         mine, name = ours(*full_heads), f"{label} 32/8 heads S{size}"
         yield Pair("gradients", name, "SDPA", mine, theirs(*full_heads), flops, peak)
         expanded_heads = ours(*rows(dtype, (32, 32), size, 128, grad=True))
-        yield Pair("gradients", name, "ours 32/32", mine, expanded_heads, flops, peak, goal=0.0 if quick else GROUPED)
+        yield Pair("gradients", name, "ours 32/32", mine, expanded_heads, flops, peak, goal=GROUPED)
 
 
 def features(quick: bool) -> Iterator[Pair]:
@@ -59,7 +53,6 @@ def features(quick: bool) -> Iterator[Pair]:
         full, causal = ours(q, k, v), ours(q, k, v, band=fa.Band.causal())
 
         def pair(name: str, *rest: Any, goal: float = 0.0, label: str = label, peak: str = peak, **more: Any) -> Pair:
-            goal = 0.0 if quick else goal
             return Pair("gradients", f"{label} {name}, S{size}", *rest, peak, goal=goal, **more)
 
         visible = (key <= row) & (row - key < window)
@@ -88,10 +81,10 @@ def packed(quick: bool) -> Iterator[Pair]:
         call = functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths)
         dense = rows(dtype, (heads, heads), size, dim, grad=True)
         pairs, name = sum(n * n for n in lengths), f"{label}, {len(lengths)} sequences"
-        flops, goal = 2 * heads * pairs * dim, 0.0 if quick else VISIBLE
-        mine, full = gradients(call(), q, k, v), ours(*dense)
+        flops = 2 * heads * pairs * dim
+        mine, full = gradient(call, (q, k, v)), ours(*dense)
         every, work = arithmetic(dense[0], size**2, MATMULS), flops * MATMULS
-        yield Pair("steps", f"{name}, packed backward", RATE, mine, full, work, peak, peer_flops=every, goal=goal)
+        yield Pair("steps", f"{name}, packed backward", RATE, mine, full, work, peak, peer_flops=every, goal=VISIBLE)
         *padded_rows, mask = padded(q.detach(), k.detach(), v.detach(), lengths)
         for tensor in padded_rows:
             tensor.requires_grad_()
@@ -118,7 +111,6 @@ def threads(quick: bool) -> Iterator[Pair]:
             q, k, v = rows(DTYPES[label], (heads, heads), length, 128, grad=True)
             name = f"{label} {heads} head{'s' * (heads > 1)} S{length}, backward"
             work, flops = ours(q, k, v), arithmetic(q, length**2, MATMULS)
-            goal = 0.0 if quick else goal
             yield Pair("threads", name, "one thread", work, with_threads(1, work), flops, PEAKS[label], goal=goal)
 
 

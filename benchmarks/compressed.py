@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 import fusion_attention as fa
 from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
+from benchmarks.gradient import gradient
 from fusion_attention import _native
 from fusion_attention.bench.pair import Pair
 
@@ -48,20 +48,14 @@ def layers(quick: bool) -> Iterator[Pair]:
     for (ratio, count), shares in LAYERS.items():
         layer = Layer.of(tokens, ratio, count)
         name = f"ratio {ratio}, {f'{count} chosen' if count else 'all'}"
-        out, few = layer.ours(), eager(layer)
-        dout = torch.randn_like(out)
-        backward = _gradient(out, layer.leaves, dout), _gradient(few, layer.leaves, dout[:, -FEW:])
-        both = (torch.no_grad()(layer.ours), torch.no_grad()(partial(eager, layer))), backward
+        ways = layer.ours, partial(eager, layer)
+        both = [torch.no_grad()(way) for way in ways], [gradient(way, layer.leaves) for way in ways]
         for way, calls, products, fraction in zip(("forward", "backward"), both, (2, 5), shares, strict=True):
             flops, peer_flops = (2 * products * HEADS * DIM * layer.pairs(rows) for rows in (tokens, FEW))
-            goals: Any = {} if quick else {"goal": EAGER, "share_goal": fraction if native else OTHERS}
             yield Pair(
-                GROUP, f"{way}, {name}", f"eager, {FEW} rows", *calls, flops, peak, peer_flops=peer_flops, **goals
-            )
-
-
-def _gradient(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+                GROUP, f"{way}, {name}", f"eager, {FEW} rows", *calls, flops, peak, peer_flops=peer_flops, goal=EAGER,
+                share_goal=fraction if native else OTHERS,
+            )  # fmt: skip
 
 
 def decode(quick: bool) -> Iterator[Pair]:
@@ -94,7 +88,7 @@ def decode(quick: bool) -> Iterator[Pair]:
         keys = WINDOW + (count or closed)
         name = f"batch {batch}, {tokens} tokens in pages, ratio {ratio}, {f'{count} chosen' if count else 'all'}"
         flops = 2 * 2 * batch * HEADS * DIM * keys
-        yield Pair(DECODE, name, "rows", paged, in_rows, flops, "bfloat16", share_goal=0.0 if quick else DECODED)
+        yield Pair(DECODE, name, "rows", paged, in_rows, flops, "bfloat16", share_goal=DECODED)
 
 
 def indexing(quick: bool) -> Iterator[Pair]:
@@ -111,4 +105,4 @@ def indexing(quick: bool) -> Iterator[Pair]:
         return fa.lightning_indexer(q, k, weights, 512)
 
     flops = 2 * rows * INDEX_HEADS * INDEX_DIM * keys
-    yield Pair(INDEXER, "ratio 4", "ratio 1", ours, single, flops, "bfloat16", goal=0.0 if quick else 1.0)
+    yield Pair(INDEXER, "ratio 4", "ratio 1", ours, single, flops, "bfloat16", goal=1.0)

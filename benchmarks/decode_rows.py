@@ -86,9 +86,9 @@ def goal_of_reading(case: Case) -> float:
     return case.read_part * (min(goal, by_arithmetic) if case.read_part < 1 else goal)
 
 
-def pairs_of(case: Case, goals: dict[str, float], reading: float) -> Iterator[Pair]:
-    """Yields the pairs of a case with goals by name of the peer; reading: the goal of the rate of reading."""
-    s, ours = case.shape, torch.no_grad()(step(case.shape).ours)
+def pairs_of(case: Case) -> Iterator[Pair]:
+    """Yields the pairs of a case: reading of memory, alternatives and other forms of the call."""
+    s, ours, reading = case.shape, torch.no_grad()(step(case.shape).ours), goal_of_reading(case)
     read, cached = reader(s.called), round(s.bytes)
     yield Pair(GROUP, f"{s.name}, GB/s", "reading memory", ours, read, cached, peer_flops=READ_BYTES, goal=reading)
     calls = {}
@@ -101,18 +101,17 @@ def pairs_of(case: Case, goals: dict[str, float], reading: float) -> Iterator[Pa
     for name, other in case.others.items():
         calls[name], work[name] = step(other).ours, 0 if case.by_time else other.flops
     for name, call in calls.items():
-        theirs, goal = torch.no_grad()(call), goals.get(name, 0.0)
+        theirs, goal = torch.no_grad()(call), case.goals.get(name, 0.0)
         yield Pair(GROUP, s.name, name, ours, theirs, s.flops, "bfloat16", peer_flops=work[name], goal=goal)
 
 
 def rows(quick: bool) -> Iterator[Pair]:
     """Times every case; int8 is compared with bfloat16 alternatives of the same shape; quick: one sequence each."""
     for case in CASES:
-        if not quick:
-            yield from pairs_of(case, case.goals, goal_of_reading(case))
-            continue
-        others = {name: replace(other, batch=1) for name, other in case.others.items()}
-        yield from pairs_of(replace(case, shape=replace(case.shape, batch=1), others=others), {}, 0.0)
+        if quick:
+            others = {name: replace(other, batch=1) for name, other in case.others.items()}
+            case = replace(case, shape=replace(case.shape, batch=1), others=others)
+        yield from pairs_of(case)
 
 
 def latencies(turns: int = 3000) -> Iterator[Figure]:

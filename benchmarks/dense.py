@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
+from benchmarks.gradient import gradient
 from fusion_attention.bench.pair import Pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -53,9 +54,14 @@ def triangle(size: int) -> int:
     return size * (size + 1) // 2
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+    """Returns a function that runs our forward, with a graph if a tensor requires gradients."""
+    return functools.partial(fa.attention, q, k, v, layout="BNSD", **options)
+
+
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """Returns a function that runs our forward."""
-    return torch.no_grad()(lambda: fa.attention(q, k, v, layout="BNSD", **options))
+    """Returns a function that runs our forward without a graph."""
+    return torch.no_grad()(attention(q, k, v, **options))
 
 
 def peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
@@ -88,15 +94,14 @@ def training(quick: bool) -> Iterator[Pair]:
                 q, k, v = rows(dtype, (8, 8), size, dim)
                 ours, theirs = forward(q, k, v, band=band), peer(q, k, v, is_causal=causal)
                 flops, peak = arithmetic(q, pairs, 2), PEAKS[label]
-                share_goal = SHARES[label][causal] if dim == 128 and not quick else 0.0
-                goal = 0.0 if quick else FORWARD[label, dim][causal]
+                share_goal = SHARES[label][causal] if dim == 128 else 0.0
+                goal = FORWARD[label, dim][causal]
                 yield Pair("forward", name, "SDPA", ours, theirs, flops, peak, goal=goal, share_goal=share_goal)
                 q, k, v = rows(dtype, (8, 8), size, dim, grad=True)
-                outs = fa.attention(q, k, v, layout="BNSD", band=band), sdpa(q, k, v, is_causal=causal)
-                dout = torch.randn_like(outs[0])
-                calls = [functools.partial(torch.autograd.grad, o, (q, k, v), dout, retain_graph=True) for o in outs]
-                share_goal = BACKWARD_SHARES[label][causal] if dim == 128 and not quick else 0.0
-                goal = 0.0 if quick else BACKWARD[label, dim][causal]
+                ways = attention(q, k, v, band=band), functools.partial(sdpa, q, k, v, is_causal=causal)
+                calls = [gradient(way, (q, k, v)) for way in ways]
+                share_goal = BACKWARD_SHARES[label][causal] if dim == 128 else 0.0
+                goal = BACKWARD[label, dim][causal]
                 flops = arithmetic(q, pairs, 5)
                 yield Pair("backward", name, "SDPA", *calls, flops, peak, goal=goal, share_goal=share_goal)
 
@@ -119,7 +124,7 @@ def masks(quick: bool) -> Iterator[Pair]:
     alibi = (-slopes[:, None, None] * (row - key).abs()).masked_fill(key > row, -torch.inf).to(torch.bfloat16)[None]
     ours = forward(q, k, v, band=fa.Band.causal(), alibi_slopes=slopes)
     yield Pair("masks", f"causal ALiBi, S{size}", "SDPA + bias", ours, peer(q, k, v, attn_mask=alibi), flops, peak)
-    flops, goal = arithmetic(q, size * size, 2), 0.0 if quick else 0.95 * FORWARD["bf16", 128][0]
+    flops, goal = arithmetic(q, size * size, 2), 0.95 * FORWARD["bf16", 128][0]
     bias = torch.randn(1, 8, size, size, dtype=torch.bfloat16)
     ours, theirs = forward(q, k, v, bias=bias), peer(q, k, v, attn_mask=bias)
     yield Pair("masks", f"bias, S{size}", "SDPA + bias", ours, theirs, flops, peak, goal=goal)
@@ -173,7 +178,7 @@ def packed(quick: bool) -> Iterator[Pair]:
         theirs = torch.no_grad()(functools.partial(sdpa, *padded_rows, attn_mask=mask))
         flops = sum(4 * heads * n * n * dim for n in lengths)
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
-        goal = 0.0 if quick else 0.9 * padding * FORWARD[label, dim][0]
+        goal = 0.9 * padding * FORWARD[label, dim][0]
         yield Pair("packed", name, "padded SDPA + mask", ours, theirs, flops, PEAKS[label], goal=goal)
     yield from short(quick)
 
@@ -187,5 +192,5 @@ def short(quick: bool) -> Iterator[Pair]:
         batch = [t.view(count, size, heads, dim).transpose(1, 2).contiguous() for t in (q, k, v)]
         ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=[size] * count))
         theirs = torch.no_grad()(functools.partial(sdpa, *batch))
-        flops, goal = 4 * heads * tokens * size * dim, 3.0 if (label, size) == ("bf16", 16) and not quick else 0.0
+        flops, goal = 4 * heads * tokens * size * dim, 3.0 if (label, size) == ("bf16", 16) else 0.0
         yield Pair("packed", f"{label}, {count} of {size} tokens", "SDPA", ours, theirs, flops, PEAKS[label], goal=goal)

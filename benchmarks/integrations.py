@@ -14,9 +14,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, compiled_flex, rows, triangle
+from benchmarks.gradient import gradient
 from fusion_attention.bench.pair import Pair
 
 Tensor = torch.Tensor
@@ -73,7 +75,7 @@ def encoders(quick: bool) -> Iterator[Pair]:
         calls = [torch.no_grad()(functools.partial(m, **given)) for m, given in ((ours, packed), (theirs, padded))]
         name = f"BERT {label}, {len(texts)} texts, {real} of {len(texts) * longest} tokens"
         flops = linear(ours, real) + sum(4 * n * n * config.hidden_size for n in lengths) * config.num_hidden_layers
-        goal = 0.0 if quick else max(1.5, 0.95 * padding_ratio)
+        goal = max(1.5, 0.95 * padding_ratio)
         yield Pair("integrations", name, "padded, sdpa", *calls, flops, PEAKS[label], goal=goal)
 
 
@@ -88,13 +90,11 @@ def training(quick: bool) -> Iterator[Pair]:
     ids = torch.randint(config.vocab_size, (1, size), generator=torch.Generator().manual_seed(0))
     calls = [a_layers_call(model.eval(), ids) for model in pair]
     flops = 7 * 2 * width * triangle(size)  # two products forward, five backward
-    goal = 0.0 if quick else 1.7
     name = f"Llama bf16 S{size}, attention fwd + bwd"
-    yield Pair("integrations", name, "sdpa", *(c.forward_backward for c in calls), flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "sdpa", *(c.forward_backward for c in calls), flops, "bfloat16", goal=1.7)
     steps = [functools.partial(step, m.train(), torch.optim.AdamW(m.parameters(), **STEPS), ids) for m in pair]
     flops = 3 * linear(pair[0], size) + config.num_hidden_layers * flops
-    goal = 0.0 if quick else 1.0
-    yield Pair("integrations", f"Llama bf16 S{size}, training step", "sdpa", *steps, flops, "bfloat16", goal=goal)
+    yield Pair("integrations", f"Llama bf16 S{size}, training step", "sdpa", *steps, flops, "bfloat16", goal=1.0)
 
 
 def step(model: Any, optimizer: Any, ids: Tensor) -> None:
@@ -115,8 +115,7 @@ def windows(quick: bool) -> Iterator[Pair]:
     calls = [a_layers_call(model, ids) for model in models("Gemma3ForCausalLM", config, BF16)]
     flops = arithmetic(calls[0].q, window * size - triangle(window - 1), 2)
     name = f"Gemma 3 bf16 S{size}, attention, window {window}"
-    goal = 0.0 if quick else 5.0
-    yield Pair("integrations", name, "sdpa + mask", *(c.forward for c in calls), flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "sdpa + mask", *(c.forward for c in calls), flops, "bfloat16", goal=5.0)
 
 
 @dataclass(frozen=True)
@@ -170,19 +169,14 @@ def flash(quick: bool) -> Iterator[Pair]:
     lengths = documents(1024 if quick else 8192)
     q, k, v = (torch.randn(sum(lengths), 8, 128, dtype=BF16, requires_grad=True) for _ in range(3))
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    outs = (
-        flash_attn_varlen_func(q, k, v, ends, ends, max(lengths), max(lengths), causal=True),
-        fa.attention(q, k, v, layout="TND", q_len=lengths, band=fa.Band.causal()),
+    longest = max(lengths)
+    ways = (
+        functools.partial(flash_attn_varlen_func, q, k, v, ends, ends, longest, longest, causal=True),
+        functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths, band=fa.Band.causal()),
     )
-    calls = [backward(out, (q, k, v)) for out in outs]
-    flops, goal = 8 * 128 * 10 * sum(map(triangle, lengths)), 0.0 if quick else 1.0
-    name = f"flash varlen backward, {sum(lengths)} tokens"
-    yield Pair("integrations", name, "fa.attention", *calls, flops, "bfloat16", goal=goal)
-
-
-def backward(out: Tensor, given: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a function that computes the gradients of an attention result any number of times."""
-    return functools.partial(torch.autograd.grad, out, given, torch.randn_like(out), retain_graph=True)
+    calls = [gradient(way, (q, k, v)) for way in ways]
+    flops, name = 8 * 128 * 10 * sum(map(triangle, lengths)), f"flash varlen backward, {sum(lengths)} tokens"
+    yield Pair("integrations", name, "fa.attention", *calls, flops, "bfloat16", goal=1.0)
 
 
 def documents(tokens: int) -> list[int]:
@@ -211,13 +205,12 @@ def flex(quick: bool) -> Iterator[Pair]:
     ours = torch.no_grad()(functools.partial(flex_attention, q, k, v, block_mask=mask))
     theirs = torch.no_grad()(functools.partial(compiled_flex(), q, k, v, block_mask=mask))
     pairs, name = sum(map(triangle, lengths)), f"flex S{size}, {len(lengths)} documents"
-    goal = 0.0 if quick else 3.0
     flops = arithmetic(q, pairs, 2)
-    yield Pair("integrations", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=3.0)
     q, k, v = rows(BF16, (8, 8), size, 128, grad=True)
     full = is_visible(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
-    outs = flex_attention(q, k, v, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, k, v, full)
-    calls = [backward(out, (q, k, v)) for out in outs]
+    ways = functools.partial(flex_attention, q, k, v, block_mask=mask), functools.partial(sdpa, q, k, v, full)
+    calls = [gradient(way, (q, k, v)) for way in ways]
     yield Pair("integrations", f"{name}, backward", "SDPA + mask", *calls, arithmetic(q, pairs, 5), "bfloat16")
 
 

@@ -1,6 +1,6 @@
 """Times pooling of rows into compressed keys, forward and backward, beside memory reads and torch's operators."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.decode import READ_BYTES, reader
 from benchmarks.dense import DTYPES
+from benchmarks.gradient import gradient
 from fusion_attention.api.compress import compress
 from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind
@@ -40,19 +41,11 @@ def keys(quick: bool) -> Iterator[Pair]:
             )
             read = 2 * rows.numel() * rows.element_size()
             name, memory = f"{label}, {layer}", reader(True)
-            goals = (0.0, 0.0) if quick or label != "bf16" else (FORWARD, BACKWARD)
+            goals = (FORWARD, BACKWARD) if label == "bf16" else (0.0, 0.0)
             ours = partial(compress, rows, gates, **words), partial(run, backward)
-            torch_way = partial(pooled, rows, gates, bias, windows), _autograd(rows, gates, bias, windows, dout)
+            leaves = tuple(t.clone().requires_grad_() for t in (rows, gates, bias))
+            torch_way = partial(pooled, rows, gates, bias, windows), gradient(partial(pooled, *leaves, windows), leaves)
             for i, way in enumerate(("forward", "backward")):
                 case, moved = f"{way}, {name}", read * (1 + i)
                 yield Pair(GROUP, case, "reading memory", ours[i], memory, moved, peer_flops=READ_BYTES, goal=goals[i])
                 yield Pair(GROUP, case, "torch's operators", ours[i], torch_way[i], moved)
-
-
-def _autograd(
-    rows: torch.Tensor, gates: torch.Tensor, bias: torch.Tensor, windows: Windows, dout: torch.Tensor
-) -> Callable[[], object]:
-    """Returns a function that runs the backward of torch's operators; the forward runs here once."""
-    leaves = [t.clone().requires_grad_() for t in (rows, gates, bias)]
-    out = pooled(leaves[0], leaves[1], leaves[2], windows)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,14 +1,11 @@
 """Draws overviews of the package: its interfaces, back ends and layers."""
 
-from pathlib import Path
-
 import fusion_attention as fa
 from fusion_attention.backends import BACKENDS
 from fusion_attention.ops import RECORDS
 from website.masks import of_band
 from website.svg import Picture
 
-SOURCE = Path(fa.__file__).parent
 INTEGRATIONS = (
     ("transformers", 'attn_implementation="fusion_attention"', "a"),
     ("torch SDPA, FlexAttention", "the same calls, packed and banded", "a"),

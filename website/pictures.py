@@ -1,6 +1,5 @@
 """Draws pictures of memory layouts, of a paged cache and of training; masks.py draws masks."""
 
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -13,7 +12,6 @@ from website.svg import Picture
 
 Cell = tuple[int, int, int]  # sequence, token, head
 SEQUENCES = ("a", "b", "c", "d")  # a colour each
-SOURCE = Path(fa.__file__).parent
 
 
 def in_memory(layout: str, lengths: list[int], heads: int) -> list[Cell]:
@@ -185,7 +183,7 @@ def stages() -> Picture:
             cells.append(row)
         picture.grid(x, 96, cells, size, gap=1.5)
         for line, (indexer, name) in enumerate(((False, "attention"), (True, "indexer"))):
-            y = 370 + line * 0
+            y = 370
             at = x + line * 132
             picture.rect(at, y - 13, 122, 24, ("b2" if learns[indexer] else "off"), r=12)
             words = f"{name} {'learns' if learns[indexer] else 'rests'}"

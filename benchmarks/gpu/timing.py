@@ -1,13 +1,12 @@
 """Measures times on a GPU with events around many launches, and the machine's rates of products and of reading."""
 
-import functools
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-Call = Callable[[], object]
+from benchmarks.gradient import Call
+
 ROUNDS = 7
 TARGET_MS = 60.0  # duration of one round
 
@@ -22,22 +21,6 @@ class Row:
     peers: dict[str, Call]
     flops: int
     bytes: int = 0
-
-
-def gradient(forward: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...]) -> Call:
-    """Returns a function that computes gradients; its first call computes the forward.
-
-    So the errors of a peer, such as too little memory, count for its row and do not end the run.
-    """
-    calls: list[Call] = []
-
-    def call() -> object:
-        if not calls:
-            out = forward()
-            calls.append(functools.partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True))
-        return calls[0]()
-
-    return call
 
 
 def _elapsed(call: Call, count: int) -> float:

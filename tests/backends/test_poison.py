@@ -1,6 +1,5 @@
 """Whatever a back end forgets to write is noticed: memory for results holds poison, and comparisons refuse it."""
 
-import zlib
 from collections.abc import Callable
 
 import pytest
@@ -84,24 +83,3 @@ def test_other_bits(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_a_nan_is_equal_to_itself_and_strides_are_nothing() -> None:
     t = torch.tensor([[torch.nan, 1.0], [-0.0, torch.inf]])
     same_bits(t.mT, t.mT.contiguous())
-
-
-# --------------------------------------------------------------------------------------------------------------- seeds
-
-DRAWN: list[torch.Tensor] = []
-AT_IMPORT = torch.randn(3)
-
-
-def test_a_module_draws_the_same_whatever_was_imported_before(request: pytest.FixtureRequest) -> None:
-    generator = torch.Generator().manual_seed(zlib.crc32(request.node.parent.nodeid.encode()))
-    assert same(AT_IMPORT, torch.randn(3, generator=generator))
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_a_test_draws_the_same_whatever_ran_before(number: int, request: pytest.FixtureRequest) -> None:
-    """The second of these draws something else than the first, though neither seeds."""
-    seed = zlib.crc32(request.node.nodeid.encode())
-    drawn = torch.randn(3)
-    assert same(drawn, torch.randn(3, generator=torch.Generator().manual_seed(seed)))
-    assert all(not same(drawn, other) for other in DRAWN)
-    DRAWN.append(drawn)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.worlds import Failed, Worlds
+from support.worlds import Worlds
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusion_attention.distributed.groups import GroupError, group_of
@@ -96,17 +96,6 @@ def of_equal_meshes(group: Any) -> list[float]:
 
 def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
     assert worlds.run(4, of_equal_meshes) == [[4.0, 8.0, 12.0]] * 4
-
-
-def of_new_ones(group: Any) -> float:
-    subgroup = dist.new_group(list(range(dist.get_world_size(group))))
-    return group_of(subgroup).call("new", {}, CPU).sum_to_all("summing", torch.ones(1)).item()
-
-
-def test_worlds_of_fewer_ranks_leave_nothing_to_wait_for(worlds: Worlds) -> None:
-    """The pool's own: a group that some ranks made does not keep all of them from making the next."""
-    assert worlds.run(2, of_new_ones) == [2.0] * 2
-    assert worlds.run(4, of_new_ones) == [4.0] * 4
 
 
 def different(group: Any, name: str) -> str:
@@ -249,12 +238,3 @@ def of_another_kind(group: Any) -> str:
 
 def test_what_is_no_group(worlds: Worlds) -> None:
     assert "expected a ProcessGroup, a DeviceMesh or None, got int" in worlds.run(1, of_another_kind)[0]
-
-
-def wrong(group: Any) -> None:
-    raise ValueError("on purpose")
-
-
-def test_the_pool_tells_what_a_rank_raised(worlds: Worlds) -> None:
-    with pytest.raises(Failed, match="on purpose"):
-        worlds.run(1, wrong)

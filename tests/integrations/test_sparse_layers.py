@@ -133,7 +133,7 @@ def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
     """No operation allocates a number for every row and key: 16 times as many for 4 times as many rows."""
     model = make(name, **INDEXED.get(name, {})).float()
     largest(model, 64)
-    few, many = largest(model, 512), largest(model, 2048)
+    few, many = largest(model, 256), largest(model, 1024)
     assert few[0] > 0
     assert many[0] <= 4 * few[0] + 2**16
     assert many[1] <= 4 * few[1] + 2**20

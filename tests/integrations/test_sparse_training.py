@@ -70,6 +70,7 @@ def test_patches_are_removed_and_loaded_models_are_served(name: str) -> None:
     assert dict(vars(owner)) == before
 
 
+@pytest.mark.slow  # patches.when_loaded() has everyday tests
 def test_a_family_that_is_loaded_later_is_patched() -> None:
     program = """
 from fusion_attention.integrations import transformers as integration

@@ -29,13 +29,14 @@ def bare(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_gpu_tests_load_and_say_that_there_is_no_gpu() -> None:
-    done = bare("import pytest; sys.exit(pytest.main(['tests/gpu', '-q', '-rs', '-p', 'no:cacheprovider']))")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_gpu_tests_and_the_benchmark_load_and_say_that_there_is_no_gpu() -> None:
+    done = bare("""
+import pytest, runpy
+code = pytest.main(["tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"])
+assert code == 0, code
+sys.argv = ["benchmarks.gpu"]
+runpy.run_module("benchmarks.gpu", run_name="__main__")
+""")
+    assert done.returncode == 2, done.stdout + done.stderr
     assert "torch finds no GPU" in done.stdout
-
-
-def test_the_benchmark_loads_and_says_that_there_is_no_gpu() -> None:
-    done = bare("import runpy; sys.argv = ['benchmarks.gpu']; runpy.run_module('benchmarks.gpu', run_name='__main__')")
-    assert "torch finds no GPU" in done.stderr, done.stderr
-    assert done.returncode == 2
+    assert "torch finds no GPU" in done.stderr

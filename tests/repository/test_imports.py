@@ -73,7 +73,7 @@ out, lse = fa.sparse_attention(q, q[:, :, :1], None, indices, return_lse=True)
 (fa.indexer_loss(q, q[:, :, :1], lse, q, q[:, :, :1], q[..., 0], indices) + out.sum() + values.sum()).backward()
 from fusion_attention import npu
 npu.npu_fusion_attention(q, q, q, 2, "BSND", keep_prob=0.5)[0].sum().backward()
-import fusion_attention.aclnn, fusion_attention.nn
+import fusion_attention.aclnn, fusion_attention.nn, fusion_attention.integrations.flex_attention
 import tempfile
 with tempfile.TemporaryDirectory() as folder:
     with fa.capture(folder) as recorded:
@@ -111,13 +111,9 @@ print(json.dumps(facts))
 """
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    return run(FACTS)
-
-
-def test_every_name_of_the_interface(facts: dict[str, Any]) -> None:
-    """Loaded late, shown to checkers, and listed: three times the same names."""
+def test_every_name_of_the_interface() -> None:
+    """Loaded late, shown to checkers, listed and completed: the same names; they survive a reload and a pickle."""
+    facts = run(FACTS)
     tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
     shown = {
         alias.name: node.module
@@ -133,6 +129,14 @@ def test_every_name_of_the_interface(facts: dict[str, Any]) -> None:
     assert {name: f"fusion_attention.{home}" for name, home in fa._MODULES.items()} == shown
     for name, module in shown.items():
         assert getattr(fa, name) is getattr(sys.modules[str(module)], name)
+    assert facts["missing"] == []
+    assert facts["reloaded"]
+    assert facts["pickled"]
+    assert [name for name in facts["listed"] if not name.startswith("__")] == fa.__all__
+    assert {match.removeprefix("fa.").rstrip("()") for match in facts["completed"]} == set(fa.__all__)
+    behind = facts["help"][facts["help"].index("CLASSES") :]
+    assert all(f"{name}(" in behind for name in fa.__all__)
+    assert not [word for word in ("importlib", "_MODULES", "TYPE_CHECKING") if word in behind]
 
 
 def test_no_module_of_linux_alone_is_needed_before_its_use() -> None:
@@ -149,26 +153,6 @@ for folder in folders:
 print(json.dumps(len(sys.modules)))
 """
     assert run(program) > 100
-
-
-def test_star_reload_and_pickle(facts: dict[str, Any]) -> None:
-    assert facts["missing"] == []
-    assert facts["reloaded"]
-    assert facts["pickled"]
-
-
-def test_help_and_completion_show_what_is_public(facts: dict[str, Any]) -> None:
-    assert [name for name in facts["listed"] if not name.startswith("__")] == fa.__all__
-    assert {match.removeprefix("fa.").rstrip("()") for match in facts["completed"]} == set(fa.__all__)
-    behind = facts["help"][facts["help"].index("CLASSES") :]
-    assert all(f"{name}(" in behind for name in fa.__all__)
-    assert not [word for word in ("importlib", "_MODULES", "TYPE_CHECKING") if word in behind]
-
-
-def test_no_import_stands_before_a_name_is_asked_for() -> None:
-    tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
-    top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not [line for line in top if "fusion_attention" in line or "torch" in line or "numpy" in line]
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -280,27 +264,27 @@ print(json.dumps([first, same, len(made)]))
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["--help"], ["--version"], ["demo", "--runs=0"], []),
-        *([command, "--help"] for command in ("bench", "demo", "doctor", "explain", "npu", "ops", "replay")),
-    ],
-)
-def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:
+def test_the_command_line_starts_without_torch() -> None:
+    commands = ["bench", "demo", "doctor", "explain", "npu", "ops", "replay"]
+    lines = ["--help", "--version", "demo --runs=0", "", *(f"{command} --help" for command in commands)]
     program = """
-sys.argv[0] = "fusion-attention"
 from fusion_attention.cli import main
-try:
-    main()
-except SystemExit as end:
-    code = end.code
+codes, first, lines = [], {}, sys.argv[1:]
+for line in lines:
+    sys.argv = ["fusion-attention", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(end.code)
+    for module in ("torch", "numpy", "fusion_attention.api.attention"):
+        if module in sys.modules:
+            first.setdefault(module, line)
 print()
-print(json.dumps([code, [m for m in ("torch", "numpy", "fusion_attention.api.attention") if m in sys.modules]]))
+print(json.dumps([codes, first]))
 """
-    code, loaded = run(program, *arguments)
-    assert loaded == []
-    assert code == (0 if "--help" in arguments or "--version" in arguments else 2)
+    codes, first = run(program, *lines)
+    assert first == {}
+    assert codes == [0 if line.startswith("--") or line.endswith("--help") else 2 for line in lines]
 
 
 def test_commands_load_nothing_that_only_they_need() -> None:

@@ -1,4 +1,4 @@
-"""Laws on memory and on tests: results and scratch come from one place, which tests poison; no test skips itself.
+"""Laws on memory: results and scratch come from one place, which tests poison.
 
 Reads syntax trees, as test_source_rules.py does; knows nothing of attention.
 """
@@ -7,8 +7,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-from support.sources import ROOT, modules
+from support.sources import modules
 
 # What allocates and writes nothing. Results and scratch come from memory.py, where tests poison them: an element that
 # nobody writes is then a NaN in some comparison, and no number that was right by chance.
@@ -73,51 +72,3 @@ def test_results_and_scratch_come_from_one_place() -> None:
         f"take memory.empty() instead, or say why not in tests/repository/test_memory_rules.py's MAY_ALLOCATE: {wrong}"
     )
     assert not set(MAY_ALLOCATE) - set(allocating()), "no longer allocates: take it out of MAY_ALLOCATE"
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("q.new_empty(q.shape)", 1),
-        ("torch.empty(3, dtype=torch.int32)", 1),
-        ("np.empty_like(x)", 1),
-        ("make = torch.empty", 1),
-        ("from torch import empty", 1),
-        ("t.resize_(3)", 1),
-        ("q.new_empty(0)", 0),
-        ("torch.empty(0, dtype=torch.int64)", 0),
-        ("empty(q, q.shape)", 0),
-        ("torch.zeros(3)", 0),
-    ],
-)
-def test_the_allocations_themselves(source: str, count: int) -> None:
-    assert len(list(allocations(ast.parse(source)))) == count
-
-
-SKIPS = ("pytest.skip", "pytest.importorskip", "pytest.xfail")
-
-
-def test_no_test_skips_itself() -> None:
-    """What a test needs is a mark, which a report shows before it runs; or a module's, before it has any."""
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS
-    ]
-    assert not wrong, f"mark the test, or choose its parameters: {wrong}"
-
-
-def test_no_test_imports_another() -> None:
-    """What several tests need is in tests/support."""
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        if name.split(".")[-1].startswith("test_")
-    ]
-    assert not wrong, f"move what they share to tests/support: {wrong}"
