@@ -24,7 +24,6 @@ PROTOTYPE = prototype("""
     int64_t     seed offset
     aclTensor   softmaxMax softmaxSum softmaxOut attentionOut
 """)
-KEYWORDS = ("layout", "B", "S1", "S2", "N", "N2", "D", "Dv", "dtype")
 
 
 def renamed(name: str) -> str:

@@ -169,10 +169,6 @@ class Page:
         """The calls of all clauses."""
         return chain.from_iterable(self.clauses.values())
 
-    def __len__(self) -> int:
-        """Calls and parameters that are checked."""
-        return len(self.prototype) + sum(map(len, self.clauses.values()))
-
 
 def _shown(value: Any) -> str:
     if callable(value):
