@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clauses.pages import PAGES
+from clauses.table import Page
 
 from codegen import headers
 from codegen.c_definitions import definitions
@@ -17,33 +19,18 @@ COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 needs_compiler = pytest.mark.skipif(not COMPILERS, reason="no C compiler")
 LANGUAGES = {"c11": ".c", "c++11": ".cpp", "c++20": ".cpp"}
 
-# Declarations as CANN's pages print them, one for each thing that a record alone does not say: lengths that are arrays,
-# lengths that are tensors, lists of tensors, a padding that is a tensor, a flag.
-PRINTED = """
-aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclIntArray *,
-    const aclIntArray *, const aclIntArray *, double, double, int64_t, int64_t, int64_t, char *, int64_t, int64_t,
-    int64_t, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, uint64_t *, aclOpExecutor **);
-aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclIntArray *, const aclIntArray *, const aclIntArray *, const aclIntArray *, const aclIntArray *, double,
-    double, int64_t, int64_t, int64_t, char *, int64_t, int64_t, int64_t, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, uint64_t *, aclOpExecutor **);
-aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(const aclTensor *, const aclTensorList *, const aclTensorList *,
-    const aclTensor *, const aclTensor *, const aclIntArray *, const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *,
-    int64_t, double, char *, int64_t, int64_t, int64_t, const aclTensor *, uint64_t *, aclOpExecutor **);
-aclnnStatus aclnnSparseFlashAttentionGradGetWorkspaceSize(const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, double, int64_t, char *, int64_t, int64_t, int64_t, bool,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, uint64_t *,
-    aclOpExecutor **);
-aclnnStatus aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *,
-    const aclTensor *, const aclTensor *, const aclIntArray *, const aclIntArray *, double, char *, int64_t, int64_t,
-    int64_t, bool, const aclTensor *, const aclTensor *, const aclTensor *, const aclTensor *, uint64_t *,
-    aclOpExecutor **);
+C_TYPES = {"char": "char *", **{f"acl{kind}": f"const acl{kind} *" for kind in ("Tensor", "TensorList", "IntArray")}}
+
+
+def printed(page: Page) -> str:
+    """A page's declaration of phase 1, by the kinds of its prototype."""
+    types = [C_TYPES.get(parameter.kind, parameter.kind) for parameter in page.prototype]
+    return f"aclnnStatus {page.operator}GetWorkspaceSize({', '.join((*types, 'uint64_t *', 'aclOpExecutor **'))});\n"
+
+
+PRINTED = "".join(map(printed, PAGES))
+# Declarations of a page that has no table here, and of a phase 2.
+PRINTED += """
 aclnnStatus aclnnLightningIndexerGetWorkspaceSize(const aclTensor *, const aclTensor *, const aclTensor *,
     const aclTensor *, const aclTensor *, const aclTensor *, char *, char *, int64_t, int64_t, int64_t, int64_t, bool,
     const aclTensor *, const aclTensor *, uint64_t *, aclOpExecutor **);

@@ -10,7 +10,7 @@ import torch
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, H
 from clauses.near import Near, near, softmax
-from clauses.table import INVALID, NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses, taken_over
+from clauses.table import INVALID, NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.values import GENERATOR, draw, prepared, widened, zeros
 
 FORWARD = prototype("""
@@ -112,20 +112,15 @@ def formula(args: Args) -> dict[str, Near]:
     return {name: Near(written[name], slack[name]) for name in written}
 
 
-FORMS = (
-    clause(
-        "blocks",
-        "A mask over blocks, of the block shape, for every head; any number but 0 shows a block.",
+FORMS = {
+    "A mask over blocks, of the block shape, for every head; any number but 0 shows a block (ruling 46).": [
         *(computes(block=n) for n in ((1, 128), (2, 256), (128, 128))),
         *(computes(most=n) for n in (1, 7)),
         *(computes(**{MASK: lambda old, d=d: old.to(d)}) for d in (torch.bool, torch.uint8)),
         forbids(MASK, **{MASK: widened}),
         forbids("blockShapeOptional", blockShapeOptional=[0, 128]),
-        ruling=46,
-    ),
-    clause(
-        "forms",
-        "Layouts, heads and lengths; other masks are not defined.",
+    ],
+    "Layouts, heads and lengths; other masks are not defined (ruling 46).": [
         *(computes(dtype=d, **over) for d in (H, BF) for over in ({}, BNSD)),
         computes(D=128),
         computes(N2=1),
@@ -138,26 +133,24 @@ FORMS = (
         forbids("maskType", maskType=1),
         *(forbids(name, **{name: 64}) for name in ("preTokens", "nextTokens")),
         computes(scaleValue=-0.3),
-        ruling=46,
-    ),
-)  # fmt: skip
+    ],
+}
 ROWS = "query key value attentionOut"
-CLAUSES = (
-    *of_parameters(ROWS, "query key value attentionOut", "softmaxLseOptional", "", {"innerPrecise": (2,)}),
-    *FORMS,
-    clause(
-        "of-the-forward",
-        "Keys of a block are a multiple of 128; pages are not defined; softmaxLse is asked for.",
-        refuses(INVALID, "qInputLayout", layout="BSND", rows=(5, 5), keys=(260, 260)),
-        computes(softmaxLseFlag=0, softmaxLseOptional=None),
-        forbids("blockShapeOptional", block=(2, 64)),
-        refuses(NULL, "blockTableOptional", blockTableOptional=zeros(2, 2, d=torch.int32)),
-        forbids("blockSize", blockSize=128),
-        *(forbids("query", D=n) for n in (32, 96)),
-        forbids("softmaxLseOptional", softmaxLseOptional=widened),
-        refuses(NULL, "softmaxLseOptional", softmaxLseOptional=None),
-        ruling=46,
-    ),
+CLAUSES = merged(
+    of_parameters(ROWS, "query key value attentionOut", "softmaxLseOptional", "", {"innerPrecise": (2,)}),
+    FORMS,
+    {
+        "Keys of a block are a multiple of 128; pages are not defined; softmaxLse is asked for (ruling 46).": [
+            refuses(INVALID, "qInputLayout", layout="BSND", rows=(5, 5), keys=(260, 260)),
+            computes(softmaxLseFlag=0, softmaxLseOptional=None),
+            forbids("blockShapeOptional", block=(2, 64)),
+            refuses(NULL, "blockTableOptional", blockTableOptional=zeros(2, 2, d=torch.int32)),
+            forbids("blockSize", blockSize=128),
+            *(forbids("query", D=n) for n in (32, 96)),
+            forbids("softmaxLseOptional", softmaxLseOptional=widened),
+            refuses(NULL, "softmaxLseOptional", softmaxLseOptional=None),
+        ],
+    },
 )
 PAGE = Page("aclnnBlockSparseAttention", FORWARD, base, formula, CLAUSES)
 
@@ -209,17 +202,17 @@ def gradients(args: Args) -> dict[str, Near]:
     return results
 
 
-GRAD_CLAUSES = (
-    *of_parameters(
+GRAD_CLAUSES = merged(
+    of_parameters(
         f"{ROWS} dout softmaxLse dq dk dv", f"{ROWS} dout dq dk dv", "softmaxLse", outputs="query dout dq dk dv"
     ),
-    *FORMS,
-    clause(
-        "of-the-gradient",
-        "Shapes agree; dims are at most 128.",
-        *(forbids(name, **{name: widened}) for name in ("attentionOut", "dq", "dk", "dv")),
-        forbids("query", dout=widened),
-        forbids("query", D=256),
-    ),
+    FORMS,
+    {
+        "Shapes agree; dims are at most 128.": [
+            *(forbids(name, **{name: widened}) for name in ("attentionOut", "dq", "dk", "dv")),
+            forbids("query", dout=widened),
+            forbids("query", D=256),
+        ],
+    },
 )
 GRAD_PAGE = Page("aclnnBlockSparseAttentionGrad", GRAD, grad_base, gradients, GRAD_CLAUSES, finish)

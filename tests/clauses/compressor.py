@@ -10,7 +10,7 @@ import torch
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, I32, H
 from clauses.near import Near, cat, near, softmax, stack
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses, taken_over
+from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.values import draw, ints, longer, widened
 
 FORWARD = prototype("""
@@ -125,10 +125,8 @@ def formula(args: Args) -> dict[str, Near]:
     return {name: t.reshape(tuple(args[name].shape)) for name, t in results.items()}
 
 
-LENGTHS = (
-    clause(
-        "lengths",
-        "Padded or packed sequences, and rows that count.",
+LENGTHS = {
+    "Sequences are padded or packed; seqused and startPos say which rows count (ruling 44).": [
         *(computes(coff=n, **over) for n in (1, 2) for over in ({}, PACKED)),
         *(computes(dtype=d) for d in (H, BF)),
         computes(start=(6, 3)),
@@ -140,44 +138,42 @@ LENGTHS = (
         forbids("cuSeqlens", cuSeqlens=ints(1, 9, 15, d=I32), **PACKED),
         *(forbids("seqused", seqused=ints(*n, d=I32)) for n in ((10, 2), (-1, 2), (1,))),
         *(forbids("startPos", startPos=ints(*n, d=I32)) for n in ((-1, 0), (0,))),
-        ruling=44,
-    ),
-    clause(
-        "shapes",
-        "x and weights have as many elements; weights coff * D rows, results a row for every window.",
+    ],
+    "x and weights have as many elements; weights coff * D rows, results a row for every window.": [
         *(forbids(name, **{name: widened}) for name in ("wkv", "wgate")),
         forbids("x", width=512),
         *(forbids("wkv", D=n) for n in (64, 256)),
+    ],
+}
+CLAUSES = merged(
+    of_parameters(
+        "x wkv wgate stateCacheRef ape cmpKv",
+        "wkv wgate cmpKv",
+        "ape stateCacheRef softmaxScore kv",
+        "",
+        {"cmpRatio": (0, 129), "coff": (0, 3), "cacheMode": (0, 3)},
+        "x wkv wgate cmpKv softmaxScore kv",
+        workspace=False,
+        repeats=False,
     ),
+    LENGTHS,
+    {
+        "softmaxScore and kv are written where gradEnabled says so (ruling 44).": [
+            *(computes(saves=False, coff=n) for n in (1, 2)),
+            *(refuses(NULL, name, **{name: None}) for name in ("softmaxScore", "kv")),
+            *(forbids(name, **{name: longer}) for name in ("softmaxScore", "kv")),
+            forbids("softmaxScore", cmpKv=longer),
+            computes(saves=False, gradEnabled=False),
+        ],
+        "In cacheMode 1 block p // size of a sequence has row p, in 2 a ring has it (ruling 44).": [
+            computes(mode=2, start=(6, 3)),
+            forbids("stateBlockTable", stateBlockTable=ints(1, 99, d=I32), mode=2, start=(6, 3)),
+            forbids("stateCacheRef", stateCacheRef=widened),
+            forbids("ape", ape=widened),
+            computes(stateCacheStrideDim0=7),
+        ],
+    },
 )
-CLAUSES = (
-    *of_parameters(
-        "x wkv wgate stateCacheRef ape cmpKv", "wkv wgate cmpKv", "ape stateCacheRef softmaxScore kv", "",
-        {"cmpRatio": (0, 129), "coff": (0, 3), "cacheMode": (0, 3)}, "x wkv wgate cmpKv softmaxScore kv",
-        workspace=False, repeats=False,
-    ),
-    *LENGTHS,
-    clause(
-        "saved",
-        "softmaxScore and kv are written where gradEnabled says so.",
-        *(computes(saves=False, coff=n) for n in (1, 2)),
-        *(refuses(NULL, name, **{name: None}) for name in ("softmaxScore", "kv")),
-        *(forbids(name, **{name: longer}) for name in ("softmaxScore", "kv")),
-        forbids("softmaxScore", cmpKv=longer),
-        computes(saves=False, gradEnabled=False),
-        ruling=44,
-    ),
-    clause(
-        "cache",
-        "In cacheMode 1 block p // size of a sequence has row p, in 2 a ring has it.",
-        computes(mode=2, start=(6, 3)),
-        forbids("stateBlockTable", stateBlockTable=ints(1, 99, d=I32), mode=2, start=(6, 3)),
-        forbids("stateCacheRef", stateCacheRef=widened),
-        forbids("ape", ape=widened),
-        computes(stateCacheStrideDim0=7),
-        ruling=44,
-    ),
-)  # fmt: skip
 PAGE = Page("aclnnCompressor", FORWARD, base, formula, CLAUSES)
 
 
@@ -232,19 +228,24 @@ def gradients(args: Args) -> dict[str, Near]:
     return {name: t.rounded(args[name].dtype).reshape(tuple(args[name].shape)) for name, t in results.items()}
 
 
-GRAD_CLAUSES = (
-    *of_parameters(
-        "x wkv wgate dCmpKv softmaxScore kv dX dWkv dWgate dApe", "wkv wgate dCmpKv dX dWkv dWgate",
-        "softmaxScore kv dApe", "", {"cmpRatio": (0, 129), "coff": (0, 3)},
-        "x wkv wgate dCmpKv dX dWkv dWgate dApe", workspace=False, repeats=False,
+GRAD_CLAUSES = merged(
+    of_parameters(
+        "x wkv wgate dCmpKv softmaxScore kv dX dWkv dWgate dApe",
+        "wkv wgate dCmpKv dX dWkv dWgate",
+        "softmaxScore kv dApe",
+        "",
+        {"cmpRatio": (0, 129), "coff": (0, 3)},
+        "x wkv wgate dCmpKv dX dWkv dWgate dApe",
+        workspace=False,
+        repeats=False,
     ),
-    *LENGTHS,
-    clause(
-        "results",
-        "Gradients have the shapes of what they are of.",
-        *(forbids(name, **{name: widened}) for name in ("dWkv", "dWgate", "dApe", "dCmpKv", "softmaxScore", "kv")),
-        *(forbids(name, **{name: longer}) for name in ("dApe", "dCmpKv", "softmaxScore", "kv")),
-        *(forbids("dWgate", **{name: of}) for name, of in (("dX", widened), ("dWkv", longer))),
-    ),
-)  # fmt: skip
+    LENGTHS,
+    {
+        "Gradients have the shapes of what they are of.": [
+            *(forbids(name, **{name: widened}) for name in ("dWkv", "dWgate", "dApe", "dCmpKv", "softmaxScore", "kv")),
+            *(forbids(name, **{name: longer}) for name in ("dApe", "dCmpKv", "softmaxScore", "kv")),
+            *(forbids("dWgate", **{name: of}) for name, of in (("dX", widened), ("dWkv", longer))),
+        ],
+    },
+)
 GRAD_PAGE = Page("aclnnCompressorGrad", GRAD, grad_base, gradients, GRAD_CLAUSES, finish)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from clauses import indexer_kl_loss_grad as lists
-from clauses import indexer_kl_loss_grad_calls as calls
 from clauses.derived import of_page
 from clauses.dtypes import BF, F32, F64, I32, H
-from clauses.indexer_kl_loss_grad import BSND
-from clauses.indexer_kl_loss_grad_calls import ENDS, RESIDUAL, USED, bound, sequences
+from clauses.indexer_kl_loss_grad import BSND, ENDS, RESIDUAL, USED, bound, sequences
 from clauses.near import Near, near, softmax
-from clauses.table import INVALID, NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.table import INVALID, NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import deeper, draw, drawn, fractal, gapped, ints, longer, to, widened, zeros
 
 GRAD = prototype("""
@@ -35,10 +33,10 @@ LSE = prototype("""
 NAMES = {"q": "queryIndex", "k": "keyIndex", "w": "weight"}
 
 
-@wraps(calls.base)
+@wraps(lists.base)
 def base(**over: Any) -> Args:
     """The loss against a target for every key; packed, for one more than the longest sequence has."""
-    args = calls.base(**over)
+    args = lists.base(**over)
     q, k = args["q"], args["k"]
     packed = q.dim() == 3
     columns = 1 + max(n for _, n in sequences(args, "k", ENDS[1], USED[1])) if packed else k.shape[1]
@@ -51,7 +49,7 @@ def base(**over: Any) -> Args:
     })  # fmt: skip
 
 
-@wraps(calls.base)
+@wraps(lists.base)
 def lse_base(**over: Any) -> Args:
     """The statistics of the same rows and keys."""
     args = base(**over)
@@ -122,49 +120,48 @@ def of_statistics(check: Check) -> bool:
     return not {"attnSoftmaxL1Norm", "dq", "dk", "dw", "softmaxOut"} & {*check.over, *check.names}
 
 
-CLAUSES = (
-    clause(
-        "formula",
-        "softmaxLse is log(sum(exp(I))) of the indexer's scores, dI = exp(I - softmaxLse) - p.",
-        *(computes(dtype=d, mode=m, ratio=r, **over)
-          for d in (H, BF) for m in (0, 3) for r in (1, 4) for over in ({}, BSND)),
-        computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
-        computes(rows=(3, 9), keys=(300, 2), residual=(3, 3)),
-        ruling=45,
-    ),
-    clause(
-        "softmaxLse",
-        "FLOAT32, a number for every row, without an axis of heads.",
-        *(refuses(INVALID, "softmaxLse", softmaxLse=to(d)) for d in (H, BF, F64)),
-        refuses(INVALID, "softmaxLse", softmaxLse=fractal),
-        refuses(NULL, "softmaxLse", softmaxLse=None),
-        *(forbids("softmaxLse", softmaxLse=change, **over)
-          for change in (deeper, longer, widened) for over in ({}, BSND)),
-        computes(softmaxLse=gapped),
-        ruling=45,
-    ),
-    clause(
-        "empty",
-        "Nothing is computed of no rows; rows without keys have -inf, and gradients of 0.",
-        computes(seqUsedKOptional=ints(0, 2, d=I32), **BSND),
-        computes(keys=(0, 0), residual=(3, 3)),
-        computes(rows=(0, 5), keys=(3, 0), residual=(0, 1)),
-        computes(rows=(0, 0)),
-    ),
-    *of_page((c for c in lists.CLAUSES if c.id != "formula"), {}, shared),
-)  # fmt: skip
+CLAUSES = merged(
+    {
+        "softmaxLse is log(sum(exp(I))) of the indexer's scores, dI = exp(I - softmaxLse) - p (ruling 45).": [
+            *(
+                computes(dtype=d, mode=m, ratio=r, **over)
+                for d in (H, BF)
+                for m in (0, 3)
+                for r in (1, 4)
+                for over in ({}, BSND)
+            ),
+            computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
+            computes(rows=(3, 9), keys=(300, 2), residual=(3, 3)),
+        ],
+        "softmaxLse is FLOAT32, a number for every row, without an axis of heads (ruling 45).": [
+            *(refuses(INVALID, "softmaxLse", softmaxLse=to(d)) for d in (H, BF, F64)),
+            refuses(INVALID, "softmaxLse", softmaxLse=fractal),
+            refuses(NULL, "softmaxLse", softmaxLse=None),
+            *(
+                forbids("softmaxLse", softmaxLse=change, **over)
+                for change in (deeper, longer, widened)
+                for over in ({}, BSND)
+            ),
+            computes(softmaxLse=gapped),
+        ],
+        "Nothing is computed of no rows; rows without keys have -inf, and gradients of 0.": [
+            computes(seqUsedKOptional=ints(0, 2, d=I32), **BSND),
+            computes(keys=(0, 0), residual=(3, 3)),
+            computes(rows=(0, 5), keys=(3, 0), residual=(0, 1)),
+            computes(rows=(0, 0)),
+        ],
+    },
+    of_page({text: checks for text, checks in lists.CLAUSES.items() if not text.startswith("dI =")}, {}, shared),
+)
 LSE_CLAUSES = of_page(CLAUSES, NAMES, of_statistics)
-TARGETS = (
-    clause(
-        "target",
-        "p as it is given, of every key that a row sees; packed, of the longest sequence's keys or more.",
+TARGETS = {
+    "p is as it is given, of every key that a row sees; packed, of the longest sequence's keys or more (ruling 45).": [
         *(computes(attnSoftmaxL1Norm=drawn(12, 1, n), softmaxOut=zeros(12, 1, n)) for n in (3, 9)),
         computes(attnSoftmaxL1Norm=torch.zeros_like),
         computes(softmaxLse=torch.ones_like),  # not of these scores
         forbids("attnSoftmaxL1Norm", attnSoftmaxL1Norm=drawn(12, 1, 2), softmaxOut=zeros(12, 1, 2)),
         forbids("attnSoftmaxL1Norm", attnSoftmaxL1Norm=widened, softmaxOut=widened, **BSND),
-        ruling=45,
-    ),
-)
-PAGE = Page("aclnnDenseLightningIndexerKLLossGrad", GRAD, base, formula, (*TARGETS, *CLAUSES), finish)
+    ],
+}
+PAGE = Page("aclnnDenseLightningIndexerKLLossGrad", GRAD, base, formula, merged(TARGETS, CLAUSES), finish)
 LSE_PAGE = Page("aclnnDenseLightningIndexerSoftmaxLseV2", LSE, lse_base, lse_formula, LSE_CLAUSES)

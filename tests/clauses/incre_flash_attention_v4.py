@@ -4,7 +4,7 @@ import torch
 
 from clauses.dtypes import BF, BOOL, F32, F64, I8, I16, I32, I64, U8, H
 from clauses.incre_flash_attention_v4_calls import PROTOTYPE, base, formula
-from clauses.table import INVALID, NULL, RUN_TIME, Check, Page, clause, computes, forbids, refuses, repeats
+from clauses.table import INVALID, NULL, RUN_TIME, Check, Page, computes, forbids, refuses, repeats
 from clauses.values import drawn, fractal, gapped, ints, to, zeros
 
 LAYOUTS = ("BSH", "BNSD", "BSND")
@@ -46,36 +46,26 @@ def scale(*shape: int, d: torch.dtype = F32) -> object:
     return lambda old: (torch.arange(int(torch.Size(shape).numel())) * 8 + 5.0).reshape(shape).to(d)
 
 
-CLAUSES = (
+CLAUSES = {
     # ---------------------------------------------------------------------------------------------- layouts, dtypes
-    clause(
-        "layouts",
-        "inputLayout is BSH, BNSD or BSND, for FLOAT16 and BFLOAT16, with and without actualSeqLengths.",
+    "inputLayout is BSH, BNSD or BSND, for FLOAT16 and BFLOAT16, with and without actualSeqLengths.": [
         *(computes(layout=x, dtype=d) for x in LAYOUTS for d in (H, BF)),
         *(computes(layout=x, dtype=d, actualSeqLengths=[4, 9]) for x in LAYOUTS for d in (H, BF)),
         *(computes(layout=x, N2=4, numKeyValueHeads=n) for x in LAYOUTS for n in (0, 4)),
-    ),
-    clause(
-        "layouts-else",
-        "No other inputLayout.",
+    ],
+    "There is no other inputLayout.": [
         *(forbids("inputLayout", inputLayout=x) for x in ("SBH", "TND", "BNSD_BSND", "bsh", "")),
-    ),
-    clause(
-        "query-dtype",
-        "query is FLOAT16 or BFLOAT16.",
+    ],
+    "query is FLOAT16 or BFLOAT16.": [
         refuses(INVALID, "query", dtype=F32),
         refuses(INVALID, "query", dtype=F64),
         refuses(INVALID, "query key", query=to(I8)),
         refuses(INVALID, "query key", query=to(F32)),
-    ),
-    clause(
-        "int8-all",
-        "query, key and value may not all be INT8.",
+    ],
+    "query, key and value may not all be INT8.": [
         refuses(INVALID, "query", dtype=I8, antiquantScale=None),
-    ),
-    clause(
-        "key-dtype",
-        "key and value are FLOAT16, BFLOAT16 or INT8, of one dtype.",
+    ],
+    "key and value are FLOAT16, BFLOAT16 or INT8, of one dtype.": [
         *(computes(layout=x, dtype=d, cache=I8) for x in LAYOUTS for d in (H, BF)),
         refuses(INVALID, "key value", key=to(F32), value=to(F32)),
         refuses(INVALID, "key value", key=to(F64), value=to(F64)),
@@ -83,25 +73,19 @@ CLAUSES = (
         refuses(INVALID, "key value", value=to(BF)),
         refuses(INVALID, "key value", value=to(I8)),
         refuses(INVALID, "key value", key=to(U8), value=to(U8)),
-    ),
-    clause(
-        "out-dtype",
-        "attentionOut is FLOAT16 or BFLOAT16, as query, or INT8.",
+    ],
+    "attentionOut is FLOAT16 or BFLOAT16, as query, or INT8.": [
         refuses(INVALID, "attentionOut", attentionOut=to(F32)),
         refuses(INVALID, "attentionOut", attentionOut=to(BF)),
         refuses(INVALID, "attentionOut", attentionOut=to(U8)),
         refuses(INVALID, "attentionOut", dtype=BF, attentionOut=to(H)),
-    ),
-    clause(
-        "out-shape",
-        "attentionOut has the shape of query.",
+    ],
+    "attentionOut has the shape of query.": [
         forbids("attentionOut", attentionOut=zeros(2, 4, 1, 8, d=H)),
         forbids("attentionOut", attentionOut=zeros(2, 1, 4, 16, d=H)),
         forbids("attentionOut", attentionOut=zeros(2, 4, 16, d=H)),
-    ),
-    clause(
-        "formats",
-        "Tensors are ND.",
+    ],
+    "Tensors are ND.": [
         *(refuses(INVALID, name, **{name: fractal}) for name in ("query", "key", "value", "attentionOut")),
         refuses(INVALID, "pseShift", pseShift=lambda old: fractal(drawn(2, 4, 1, 9, d=H)(old))),
         refuses(INVALID, "attenMask", attenMask=lambda old: fractal(zeros(2, 9, d=BOOL)(old))),
@@ -110,70 +94,54 @@ CLAUSES = (
         refuses(INVALID, "antiquantOffset", cache=I8, antiquantOffset=lambda old: fractal(drawn(2, d=H)(old))),
         refuses(INVALID, "quantScale2", **narrow(quantScale2=lambda old: fractal(scale(1)(old)))),
         refuses(INVALID, "kvPaddingSize", actualSeqLengths=[4, 5], kvPaddingSize=lambda old: fractal(ints(1)(old))),
-    ),
-    clause(
-        "null",
-        "A null query, key, value, attentionOut or inputLayout.",
+    ],
+    "query, key, value, attentionOut and inputLayout are not null.": [
         *(refuses(NULL, name, **{name: None}) for name in ("query", "key", "value", "attentionOut", "inputLayout")),
-    ),
-    RUN_TIME,
-    clause(
-        "empty",
-        "An empty tensor stands for no tensor.",
+    ],
+    **RUN_TIME,
+    "An empty tensor stands for no tensor.": [
         *(computes(**{name: zeros(0, d=DTYPES.get(name, F32))}) for name in OPTIONAL),
         computes(kvPaddingSize=zeros(d=I64)),
         computes(kvPaddingSize=zeros(0, d=I64), actualSeqLengths=[4, 9]),
         computes(kvPaddingSize=zeros(d=I64), actualSeqLengths=[4, 9]),
         computes(kvPaddingSize=zeros(0, d=I64), page=16),
-    ),
+    ],
     # ------------------------------------------------------------------------------------------ bias, mask, lengths
-    clause(
-        "pse-dtype",
-        "pseShift has the dtype of query.",
+    "pseShift has the dtype of query.": [
         computes(pseShift=drawn(2, 4, 1, 9, d=H)),
         computes(dtype=BF, pseShift=drawn(2, 4, 1, 9, d=BF)),
         refuses(INVALID, "pseShift", pseShift=drawn(2, 4, 1, 9, d=BF)),
         refuses(INVALID, "pseShift", pseShift=drawn(2, 4, 1, 9, d=F32)),
         refuses(INVALID, "pseShift", dtype=BF, pseShift=drawn(2, 4, 1, 9, d=H)),
-    ),
-    clause(
-        "pse-shape",
-        "pseShift is (B, N, 1, S) or (1, N, 1, S).",
+    ],
+    "pseShift is (B, N, 1, S) or (1, N, 1, S).": [
         *(computes(layout=x, pseShift=drawn(b, 4, 1, 9, d=H)) for x in LAYOUTS for b in (1, 2)),
         *(
             forbids("pseShift", pseShift=drawn(*shape, d=H))
             for shape in ((2, 1, 1, 9), (2, 2, 1, 9), (3, 4, 1, 9), (4, 1, 9), (2, 4, 9), (9,), (2, 4, 1, 8))
         ),
-    ),
-    clause(
-        "mask",
-        "attenMask is BOOL, INT8 or UINT8, of (B, S), (B, 1, S) or (B, 1, 1, S); 1 hides a token.",
+    ],
+    "attenMask is BOOL, INT8 or UINT8, of (B, S), (B, 1, S) or (B, 1, 1, S); 1 hides a token.": [
         *(masked(*shape, d=d) for shape in MASKS for d in (BOOL, I8, U8)),
         *(refuses(INVALID, "attenMask", attenMask=zeros(2, 9, d=d)) for d in (H, F32, I32)),
-    ),
-    clause(
-        "mask-shape",
-        "attenMask has no other shape.",
+    ],
+    "attenMask has no other shape.": [
         *(
             forbids("attenMask", attenMask=zeros(*shape, d=BOOL))
             for shape in ((1, 9), (3, 9), (2, 4, 1, 9), (2, 2, 9), (9,), (2, 8), (2, 1, 8), (2, 1, 1, 8))
         ),
-    ),
-    clause(
-        "lengths",
-        "actualSeqLengths says how many tokens of S count, per item.",
+    ],
+    "actualSeqLengths says how many tokens of S count, per item.": [
         computes(actualSeqLengths=[1, 9]),
         computes(actualSeqLengths=[3]),
         computes(actualSeqLengths=[0, 9]),
         computes(actualSeqLengths=[5, 2], attenMask=zeros(2, 9, d=BOOL), pseShift=drawn(1, 4, 1, 9, d=H)),
         *(forbids("actualSeqLengths", actualSeqLengths=n) for n in ([10, 9], [9, 10], [-1, 9], [10])),
         forbids("actualSeqLengths", B=3, actualSeqLengths=[9, 9]),
-    ),
+    ],
     # --------------------------------------------------------------------------------------------------------- sizes
-    clause("query-one", "S of query is 1.", *(forbids("query", layout=x, Sq=2) for x in LAYOUTS)),
-    clause(
-        "sizes",
-        "B is at most 65536, N 256, D 512.",
+    "S of query is 1.": [*(forbids("query", layout=x, Sq=2) for x in LAYOUTS)],
+    "B is at most 65536, N 256, D 512.": [
         computes(B=65536, N=1, N2=1, S=1),
         forbids("query", B=65537, N=1, N2=1, S=1),
         computes(B=1, N=256, N2=4, S=2),
@@ -182,26 +150,20 @@ CLAUSES = (
         forbids("query", D=513),
         forbids("query", D=528),
         *(computes(layout=x, B=1, N=256, N2=256, S=1, D=32) for x in LAYOUTS),
-    ),
-    clause(
-        "heads",
-        "numHeads is N of query, a multiple of numKeyValueHeads, at most 64 times as many.",
+    ],
+    "numHeads is N of query, a multiple of numKeyValueHeads, at most 64 times as many.": [
         *(forbids("numHeads query", numHeads=n) for n in (2, 3, 8, 0, -4)),
         *(forbids("numKeyValueHeads key", numKeyValueHeads=n) for n in (3, 8, 1, -1)),
         computes(N=64, N2=1),
         forbids("numKeyValueHeads", N=65, N2=1),
         forbids("numKeyValueHeads", N=130, N2=2),
         computes(N=6, N2=3),
-    ),
-    clause(
-        "heads-default",
-        "numKeyValueHeads 0 stands for numHeads.",
+    ],
+    "numKeyValueHeads 0 stands for numHeads.": [
         computes(N2=4, numKeyValueHeads=0),
         forbids("key numKeyValueHeads", N2=2, numKeyValueHeads=0),
-    ),
-    clause(
-        "one-shape",
-        "Tensors of key and value have one shape, with N, D and B that fit query.",
+    ],
+    "Tensors of key and value have one shape, with N, D and B that fit query.": [
         forbids("value", value=lambda old: [old[0][:, :, :8].contiguous()]),
         forbids("value", value=lambda old: [old[0][..., :8].contiguous()]),
         forbids("value", value=lambda old: old * 2),
@@ -209,10 +171,8 @@ CLAUSES = (
             forbids("key", key=lambda old, s=s: [torch.zeros(s).half()], value=lambda old, s=s: [torch.zeros(s).half()])
             for s in ((2, 1, 9, 16), (3, 2, 9, 16), (2, 2, 9, 8), (2, 9, 32))
         ),
-    ),
-    clause(
-        "list",
-        "Keys and values may be lists of B tensors of batch 1, at most 256, that differ in S alone.",
+    ],
+    "Keys and values may be lists of B tensors of batch 1, at most 256, that differ in S alone.": [
         *(computes(layout=x, listed=(3, 9)) for x in LAYOUTS),
         computes(listed=(3, 9), actualSeqLengths=[2, 8]),
         computes(listed=(3, 9), attenMask=zeros(2, 9, d=BOOL)),
@@ -227,11 +187,9 @@ CLAUSES = (
                 lambda old: [old[0].repeat(2, 1, 1, 1), old[1].repeat(2, 1, 1, 1)],
             )
         ),
-    ),
+    ],
     # --------------------------------------------------------------------------------------------------------- cache
-    clause(
-        "antiquant",
-        "antiquantScale is (2), (2, H), (2, N, D) or (2, N, 1, D) of key heads, in the dtype of query.",
+    "antiquantScale is (2), (2, H), (2, N, D) or (2, N, 1, D) of key heads, in the dtype of query.": [
         *(computes(dtype=d, cache=I8, antiquantScale=drawn(*shape, d=d)) for shape in CHANNELS for d in (H, BF)),
         *(computes(layout=x, cache=I8, antiquantScale=drawn(2, 32, d=H)) for x in LAYOUTS),
         forbids("antiquantScale", cache=I8, antiquantScale=None),
@@ -242,10 +200,8 @@ CLAUSES = (
         forbids("antiquantScale", cache=I8, antiquantScale=to(BF)),
         forbids("antiquantScale", cache=I8, antiquantScale=to(F32)),
         forbids("antiquantScale", antiquantScale=drawn(2, d=H)),
-    ),
-    clause(
-        "antiquant-offset",
-        "antiquantOffset goes with antiquantScale, in its shape and dtype, and is added before scaling.",
+    ],
+    "antiquantOffset goes with antiquantScale, in its shape and dtype, and is added before scaling.": [
         *(
             computes(dtype=d, cache=I8, antiquantScale=drawn(*shape, d=d), antiquantOffset=drawn(*shape, d=d))
             for shape in CHANNELS
@@ -254,10 +210,8 @@ CLAUSES = (
         forbids("antiquantOffset", cache=I8, antiquantOffset=drawn(2, 32, d=H)),
         forbids("antiquantOffset", cache=I8, antiquantOffset=drawn(2, d=BF)),
         forbids("antiquantOffset", antiquantOffset=drawn(2, d=H)),
-    ),
-    clause(
-        "int8-query-scales",
-        "dequantScale1, quantScale1 and dequantScale2 stay null: they belong to an INT8 query.",
+    ],
+    "dequantScale1, quantScale1 and dequantScale2 stay null: they belong to an INT8 query.": [
         *(
             forbids(name, **{name: zeros(1, d=d)})
             for name in ("dequantScale1", "dequantScale2", "quantScale1")
@@ -265,11 +219,9 @@ CLAUSES = (
         ),
         *(forbids(name, **narrow(**{name: zeros(1)})) for name in ("dequantScale1", "dequantScale2", "quantScale1")),
         *(forbids(name, **{name: zeros(1, d=H)}) for name in ("dequantScale1", "dequantScale2", "quantScale1")),
-    ),
+    ],
     # ------------------------------------------------------------------------------------------------------ int8 output
-    clause(
-        "out-int8",
-        "INT8 output needs quantScale2: one number, or N * D of them in any of the shapes of the layouts.",
+    "INT8 output needs quantScale2: one number, or N * D of them in any of the shapes of the layouts.": [
         *(computes(**narrow(quantScale2=scale(*shape))) for shape in OUT_CHANNELS),
         *(computes(**narrow(x, quantScale2=scale(64))) for x in LAYOUTS),
         computes(**narrow(quantScale2=scale(4, 16), B=1, N=4)),
@@ -277,64 +229,47 @@ CLAUSES = (
         forbids("quantScale2", **narrow(quantScale2=zeros(0))),
         *(forbids("quantScale2", **narrow(quantScale2=scale(*shape))) for shape in ((2,), (16,), (63,), (128,))),
         forbids("quantScale2", quantScale2=scale(1)),
-    ),
-    clause(
-        "out-int8-heads",
-        "N of quantScale2's N * D: the table says numKeyValueHeads, the constraints H of the output; H holds.",
+    ],
+    "N of quantScale2's N * D: numKeyValueHeads by the table, H of the output by the constraints: H (ruling 16).": [
         forbids("quantScale2", **narrow(quantScale2=scale(32))),
         computes(**narrow(quantScale2=scale(64))),
-        ruling=16,
-    ),
-    clause(
-        "out-int8-dtype",
-        "quantScale2 is FLOAT32, beside a BFLOAT16 query also BFLOAT16.",
+    ],
+    "quantScale2 is FLOAT32, beside a BFLOAT16 query also BFLOAT16.": [
         *(computes(**narrow(dtype=BF, quantScale2=scale(*shape, d=BF))) for shape in ((1,), (64,))),
         computes(**narrow(dtype=BF, quantScale2=scale(64))),
         forbids("quantScale2", **narrow(quantScale2=scale(1, d=BF))),
         forbids("quantScale2", **narrow(quantScale2=scale(1, d=H))),
         forbids("quantScale2", **narrow(quantScale2=scale(1, d=F64))),
-    ),
-    clause(
-        "out-int8-offset",
-        "quantOffset2 is optional, in the shape and dtype of quantScale2.",
+    ],
+    "quantOffset2 is optional, in the shape and dtype of quantScale2.": [
         *(computes(**narrow(quantScale2=scale(*shape), quantOffset2=drawn(*shape))) for shape in OUT_CHANNELS),
         computes(**narrow(dtype=BF, quantScale2=scale(64, d=BF), quantOffset2=drawn(64, d=BF))),
         computes(**narrow(quantScale2=scale(1), quantOffset2=lambda old: torch.tensor([-200.0]))),
         forbids("quantOffset2", **narrow(quantOffset2=drawn(64))),
         forbids("quantOffset2", **narrow(dtype=BF, quantOffset2=drawn(1, d=BF))),
         forbids("quantOffset2 quantScale2", quantOffset2=drawn(1)),
-    ),
+    ],
     # --------------------------------------------------------------------------------------------------------- pages
-    clause(
-        "pages",
-        "With blocktable, keys and values lie in blocks: (blocknum, blocksize, H), beside BNSD also by heads.",
+    "With blocktable, keys and values lie in blocks: (blocknum, blocksize, H), beside BNSD also by heads.": [
         *(computes(page=16, dtype=d, **form) for form in PAGES for d in (H, BF)),
         *(computes(page=32, cache=I8, **form) for form in PAGES),
         *(forbids("key", page=16, layout=x, pages="BNSD") for x in ("BSH", "BSND")),
         forbids("value", page=16, value=lambda old: [old[0][:3].contiguous()]),
-    ),
-    clause(
-        "pages-size",
-        "blockSize is not 0, at most 512, a multiple of 16, of 32 for INT8.",
+    ],
+    "blockSize is not 0, at most 512, a multiple of 16, of 32 for INT8.": [
         *(computes(page=n) for n in (16, 48, 128, 512)),
         *(computes(page=n, cache=I8) for n in (64, 512)),
         *(forbids("blockSize", page=n) for n in (8, 24, 100, 528)),
         *(forbids("blockSize", page=n, cache=I8) for n in (16, 48)),
         forbids("blockSize", page=16, blockSize=0),
         forbids("blockSize key", page=16, blockSize=32),
-    ),
-    clause(
-        "pages-off", "Without blocktable blockSize has no effect.", *(computes(blockSize=n) for n in (1, 16, 24, 1024))
-    ),
-    clause(
-        "pages-lengths",
-        "blocktable needs actualSeqLengths.",
+    ],
+    "Without blocktable blockSize has no effect.": [*(computes(blockSize=n) for n in (1, 16, 24, 1024))],
+    "blocktable needs actualSeqLengths.": [
         forbids("actualSeqLengths", page=16, actualSeqLengths=None),
         forbids("actualSeqLengths", page=16, actualSeqLengths=[]),
-    ),
-    clause(
-        "pages-table",
-        "blocktable is INT32 and 2-D, a row per item, with columns for the longest of them.",
+    ],
+    "blocktable is INT32 and 2-D, a row per item, with columns for the longest of them.": [
         forbids("blocktable", page=16, blocktable=lambda old: old[0]),
         forbids("blocktable", page=16, blocktable=lambda old: old[None]),
         forbids("blocktable", page=16, blocktable=lambda old: old[:1]),
@@ -342,16 +277,12 @@ CLAUSES = (
         forbids("blocktable", page=16, blocktable=lambda old: old[:, :1].contiguous()),
         *(forbids("blocktable", page=16, blocktable=to(d)) for d in (F32, I16)),
         computes(page=16, tokens=(3, 3), blocktable=lambda old: torch.cat([old, old], 1)),
-    ),
-    clause(
-        "pages-known",
-        "blocktable names blocks that exist.",
+    ],
+    "blocktable names blocks that exist.": [
         forbids("blocktable", page=16, blocktable=lambda old: old + 1),
         forbids("blocktable", page=16, blocktable=lambda old: torch.full_like(old, -1)),
-    ),
-    clause(
-        "pages-enough",
-        "blocknum is at least the number of blocks that all items fill.",
+    ],
+    "blocknum is at least the number of blocks that all items fill.": [
         forbids(
             "key",
             page=16,
@@ -359,25 +290,19 @@ CLAUSES = (
             value=lambda old: [old[0][:3].contiguous()],
             blocktable=torch.zeros_like,
         ),
-    ),
-    clause(
-        "pages-columns",
-        "Beside blocktable, attenMask and pseShift have a column for every token of its columns.",
+    ],
+    "Beside blocktable, attenMask and pseShift have a column for every token of its columns.": [
         computes(page=16, attenMask=zeros(2, 32, d=BOOL)),
         computes(page=16, pseShift=drawn(2, 4, 1, 32, d=H)),
         forbids("attenMask", page=16, tokens=(3, 18), attenMask=zeros(2, 31, d=BOOL)),
         forbids("pseShift", page=16, tokens=(3, 18), pseShift=zeros(2, 4, 1, 31, d=H)),
-    ),
-    clause(
-        "pages-wide",
-        "Blocks (blocknum, blocksize, H) have numKvHeads * D of at most 64K; by heads they may be wider.",
+    ],
+    "Blocks (blocknum, blocksize, H) have numKvHeads * D of at most 64K; by heads they may be wider.": [
         forbids("key", page=16, B=1, N=256, N2=256, D=512, tokens=(16,)),
         computes(page=16, B=1, N=256, N2=256, D=512, tokens=(16,), pages="BNSD"),
-    ),
+    ],
     # ---------------------------------------------------------------------------------------------------- the rest
-    clause(
-        "strides",
-        "Tensors are contiguous.",
+    "Tensors are contiguous.": [
         *(forbids(name, **{name: gapped}) for name in ("query", "attentionOut")),
         *(forbids(f"{name} query", **{name: gapped}) for name in ("key", "value")),
         forbids("attenMask", attenMask=lambda old: torch.zeros(2, 18, dtype=BOOL)[:, ::2]),
@@ -385,10 +310,8 @@ CLAUSES = (
         forbids("blocktable", page=16, blocktable=gapped),
         *(forbids(name, cache=I8, **scales(name)) for name in ("antiquantScale", "antiquantOffset")),
         *(forbids(name, **narrow(quantScale2=scale(64)) | scales(name)) for name in ("quantScale2", "quantOffset2")),
-    ),
-    clause(
-        "padding",
-        "kvPaddingSize, INT64, is how many slots behind every item stay unused.",
+    ],
+    "kvPaddingSize, INT64, is how many slots behind every item stay unused.": [
         *(computes(layout=x, actualSeqLengths=[3, 6], kvPaddingSize=ints(2)) for x in LAYOUTS),
         computes(actualSeqLengths=[4, 9], kvPaddingSize=ints(0)),
         computes(actualSeqLengths=[4, 9], kvPaddingSize=ints(1)),
@@ -401,29 +324,22 @@ CLAUSES = (
         ),
         forbids("kvPaddingSize", actualSeqLengths=[3, 6], kvPaddingSize=zeros(1)),
         forbids("kvPaddingSize", actualSeqLengths=[3, 6], kvPaddingSize=ints(1, 1)),
-    ),
-    clause(
-        "padding-int32",
-        "kvPaddingSize INT32 is taken too.",
+    ],
+    "kvPaddingSize INT32 is taken too (ruling 28).": [
         computes(actualSeqLengths=[3, 6], kvPaddingSize=ints(2, d=I32)),
-        ruling=28,
-    ),
-    clause(
-        "precision",
-        "innerPrecise is 0 or 1.",
+    ],
+    "innerPrecise is 0 or 1.": [
         computes(innerPrecise=0),
         computes(innerPrecise=1),
         *(forbids("innerPrecise", innerPrecise=n) for n in (2, -1)),
-    ),
-    clause(
-        "formula",
-        "attentionOut = Softmax(scaleValue Q K^T) V, for long items and many heads.",
+    ],
+    "attentionOut = Softmax(scaleValue Q K^T) V, for long items and many heads.": [
         *(computes(B=1, S=500, N=16, N2=4, D=128, scaleValue=128**-0.5, dtype=d) for d in (H, BF)),
         computes(B=3, page=128, tokens=(300, 1, 129), N=8, N2=2, D=64, dtype=BF),
         computes(B=2, page=128, tokens=(300, 129), N=8, N2=2, D=64, cache=I8, pages="BNSD"),
         *(computes(scaleValue=s) for s in (0.0, 1.0, -0.5, 3.0)),
         repeats(B=3, S=700, N=8, N2=2),
-    ),
-)
+    ],
+}
 
 PAGE = Page("aclnnIncreFlashAttentionV4", PROTOTYPE, base, formula, CLAUSES)

@@ -1,144 +1,245 @@
 """The page of aclnnSparseLightningIndexerGradKLLoss, clause by clause: the edition of 16-bit weights."""
 
+from collections.abc import Sequence
+
 import torch
 
-from clauses.dtypes import BF, F32, F64, I8, I16, I64, U8, H
-from clauses.indexer_grad_kl_loss_calls import LENGTHS, PROTOTYPE, base, finish, formula
-from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
-from clauses.values import deeper, ends, fractal, gapped, longer, swapped, to, widened, zeros
+from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
+from clauses.near import Near, near, softmax
+from clauses.selections import Item, flat, items_of, lists, selected, sequences_of
+from clauses.table import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
+from clauses.values import deeper, draw, ends, fractal, gapped, longer, swapped, to, widened, zeros
+
+PROTOTYPE = prototype("""
+    aclTensor   query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope
+    aclIntArray actualSeqLengthsQuery actualSeqLengthsKey
+    double      scaleValue
+    char        layout
+    int64_t     sparseMode pre_tokens next_tokens
+    bool        deterministic
+    aclTensor   dQueryIndex dKeyIndex dWeights loss
+""")
+LENGTHS = ("actualSeqLengthsQuery", "actualSeqLengthsKey")
+
+
+def base(
+    axes: str = "TND",
+    q: Sequence[int] = (3, 5),
+    kv: Sequence[int] = (70, 160),
+    N: int = 8,
+    Nidx: int = 8,
+    D: int = 512,
+    Dr: int = 64,
+    Didx: int = 128,
+    dtype: torch.dtype = H,
+    weights_dtype: torch.dtype | None = None,
+    count: int = 48,
+    K: int = 2048,
+    rope: bool = True,
+    peak: float = 0.02,
+    tokens: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Args:
+    """The loss of an indexer over selected keys.
+
+    Args:
+        axes: "TND" or "BSND".
+        q, kv: inclusive ends of sequences; BSND: the first is S of each of len(q) items, which tokens may shorten.
+        count: keys that every row selects at most; K: entries of a list.
+        peak: of the indexer's weights, on which depends how peaked its distribution is.
+    """
+    items, t1, t2, lengths = sequences_of(axes, q, kv, tokens)
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if axes == "TND" else t.unflatten(0, (len(q), -1))
+
+    statistics = torch.ones((1, t1, N) if axes == "TND" else (len(q), 1, q[0], N), dtype=F32)
+    query_index, key_index = shaped(draw(t1, Nidx, Didx, d=dtype)), shaped(draw(t2, 1, Didx, d=dtype))
+    weights = shaped((draw(t1, Nidx) * peak).to(weights_dtype or dtype))
+    listed = torch.full((t1, 1, K), -1, dtype=I32)
+    listed[..., :2048] = lists(items, t1, 3, 1, min(count, K))[..., :K]
+    return filled(
+        PROTOTYPE,
+        query=shaped(draw(t1, N, D, d=dtype)),
+        key=shaped(draw(t2, 1, D, d=dtype)),
+        queryIndex=query_index,
+        keyIndex=key_index,
+        weights=weights,
+        sparseIndices=shaped(listed),
+        softmaxMax=torch.zeros_like(statistics),
+        softmaxSum=statistics,
+        queryRope=shaped(draw(t1, N, Dr, d=dtype)) if rope else None,
+        keyRope=shaped(draw(t2, 1, Dr, d=dtype)) if rope else None,
+        **dict(zip(LENGTHS, lengths, strict=True) if axes == "TND" or tokens else ()),
+        scaleValue=0.04,
+        layout=axes,
+        sparseMode=3,
+        pre_tokens=65536,
+        next_tokens=65536,
+        deterministic=False,
+        dQueryIndex=torch.empty_like(query_index),
+        dKeyIndex=torch.empty_like(key_index),
+        dWeights=torch.empty_like(weights),
+        loss=torch.empty(1),
+    )
+
+
+def sequences(args: Args) -> list[tuple[Item, torch.Tensor]]:
+    """Every sequence with rows and keys, and [rows, keys]: what its rows selected."""
+    return [(item, selected(args, item, 3, 1)) for item in items_of(args, *LENGTHS) if item.rows and item.keys]
+
+
+def scores_of(args: Args, item: Item) -> Near:
+    """[rows, N1, keys]: scaleValue Q K^T of the attention, rope included."""
+    ropes = (("query", "queryRope"), ("key", "keyRope"))
+    query, key = (flat(torch.cat([args[x] for x in pair if args[x] is not None], -1)) for pair in ropes)
+    keys = near(key[item.key : item.key + item.keys, 0])
+    return (near(query[item.row : item.row + item.rows]) @ keys.T) * args["scaleValue"]
+
+
+def finish(args: Args, changed: frozenset[str]) -> None:
+    """softmaxMax and softmaxSum of the attention over the selected keys."""
+    heads = args["query"].shape[-2]
+    for name, which in (("softmaxMax", 1), ("softmaxSum", 2)):
+        if name in changed:
+            continue
+        rows = torch.zeros(flat(args["query"]).shape[0], heads)
+        for item, visible in sequences(args):
+            visible = wide_of(visible, heads)
+            result = softmax(scores_of(args, item), visible | ~visible.any(-1, keepdim=True))[which].value[..., 0]
+            rows[item.row : item.row + item.rows] = (result * visible.any(-1)).float()
+        args[name] = rows.reshape(args[name].shape)
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """I = W ReLU(q K^T), y = softmax(I), p = mean of the attention's heads, loss = sum p log(p / y), dI = y - p."""
+    q, k, w = flat(args["queryIndex"]), flat(args["keyIndex"])[:, 0], args["weights"].flatten(0, -2)
+    heads, dtype = args["query"].shape[-2], args["query"].dtype
+    d_q, d_k, d_w = (near(torch.zeros(t.shape)) for t in (q, k, w))
+    loss = near(torch.zeros(1, 1))
+    # The rows' own axis first, which is the second or third one.
+    statistics = [args[name].squeeze(-3).flatten(0, -2) for name in ("softmaxMax", "softmaxSum")]
+    for item, visible in sequences(args):
+        rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
+        some = visible.any(-1, keepdim=True)
+        visible_of_heads = wide_of(visible, heads)
+        top, total = (near(t[rows])[..., None] for t in statistics)
+        of_heads = (
+            (scores_of(args, item).only(visible_of_heads, 0) - top).exp() / total.only(total.value > 0, 1)
+        ).only(visible_of_heads, 0)
+        p = of_heads.sum(1)[:, 0] / heads
+        products = near(q[rows]) @ near(k[keys]).T
+        weight = near(w[rows])[..., None]
+        y = softmax((weight * products.relu()).sum(1)[:, 0], visible | ~some)[0].only(visible, 0)
+        logs = p.only(visible, 1).log() - y.only(visible, 1).log()
+        loss = loss + (p * logs).sum(1).sum(0)
+        d_i = (y - p)[:, None]
+        d_w.prepare(rows, (d_i * products.relu()).sum(2))
+        d_s = (d_i * weight * products.step()).rounded(dtype).only(wide_of(visible, q.shape[1]), 0)
+        d_q.prepare(rows, d_s @ near(k[keys]))
+        flat_s = Near(d_s.value.flatten(0, 1), d_s.slack.flatten(0, 1))
+        d_k.prepare(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
+    results = {"dQueryIndex": d_q, "dKeyIndex": d_k, "dWeights": d_w, "loss": loss}
+    return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in results.items()}
+
+
+def wide_of(visible: torch.Tensor, heads: int) -> torch.Tensor:
+    """[rows, heads, keys]."""
+    return visible[:, None].expand(-1, heads, -1)
+
 
 BSND = {"axes": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "queryIndex", "keyIndex", "queryRope", "keyRope")
 OUTPUTS = ("dQueryIndex", "dKeyIndex", "dWeights", "loss")
 REQUIRED = ("query", "key", "queryIndex", "keyIndex", "weights", "sparseIndices", "softmaxMax", "softmaxSum", *OUTPUTS)
 
-CLAUSES = (
+CLAUSES = {
     # ---------------------------------------------------------------------------------------------------------- dtypes
-    clause(
-        "dtypes",
-        "query, key, queryIndex and keyIndex are FLOAT16 or BFLOAT16, of one dtype, and so are the rope parts.",
+    "query, key, queryIndex and keyIndex are FLOAT16 or BFLOAT16, of one dtype, and so are the rope parts.": [
         *(computes(dtype=d, **over) for d in (H, BF) for over in ({}, BSND)),
         refuses(INVALID, "query", dtype=F32),
         refuses(INVALID, "query", dtype=F64),
         refuses(INVALID, "query key", query=to(F32)),
         *(refuses(INVALID, name, **{name: to(d)}) for name in ROWS for d in (F32, BF)),
         refuses(INVALID, "key", key=to(I8)),
-    ),
-    clause(
-        "weights-dtype",
-        "weights are FLOAT16 or BFLOAT16.",
+    ],
+    "weights are FLOAT16 or BFLOAT16.": [
         computes(weights_dtype=H),
         computes(dtype=BF, weights_dtype=BF),
         *(refuses(INVALID, "weights", weights_dtype=d) for d in (F32, F64, I8)),
         refuses(INVALID, "weights", dtype=BF, weights_dtype=F32),
-    ),
-    clause(
-        "weights-other",
-        "weights of the other of these dtypes than the rows are not taken.",
+    ],
+    "weights of the other of these dtypes than the rows are not taken (ruling 28).": [
         refuses(INVALID, "weights", weights_dtype=BF),
         refuses(INVALID, "weights", dtype=BF, weights_dtype=H),
-        ruling=28,
-    ),
-    clause(
-        "indices-dtype",
-        "sparseIndices are INT32.",
+    ],
+    "sparseIndices are INT32.": [
         computes(),
         *(refuses(INVALID, "sparseIndices", sparseIndices=to(d)) for d in (I16, U8, F32)),
-    ),
-    clause(
-        "indices-int64",
-        "INT64 sparseIndices, as other pages have them, are taken.",
+    ],
+    "INT64 sparseIndices, as other pages have them, are taken (ruling 12).": [
         computes(sparseIndices=to(I64)),
-        ruling=12,
-    ),
-    clause(
-        "float32",
-        "softmaxMax, softmaxSum and loss are FLOAT32.",
+    ],
+    "softmaxMax, softmaxSum and loss are FLOAT32.": [
         *(refuses(INVALID, name, **{name: to(d)}) for name in ("softmaxMax", "softmaxSum", "loss") for d in (H, F64)),
-    ),
-    clause(
-        "gradient-dtypes",
-        "Gradients have the dtype of what they belong to.",
+    ],
+    "Gradients have the dtype of what they belong to.": [
         *(refuses(INVALID, name, **{name: to(d)}) for name in OUTPUTS[:3] for d in (BF, F32)),
         *(refuses(INVALID, name, dtype=BF, **{name: to(H)}) for name in OUTPUTS[:3]),
-    ),
-    clause(
-        "formats",
-        "Tensors are ND.",
+    ],
+    "Tensors are ND.": [
         *(refuses(INVALID, name, **{name: fractal}) for name in (*REQUIRED, "queryRope", "keyRope")),
-    ),
+    ],
     # ---------------------------------------------------------------------------------------------- what must be there
-    clause(
-        "null",
-        "A null required tensor or output.",
+    "Required tensors and outputs are not null.": [
         *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
         *(refuses(NULL, name, **{name: None}, **BSND) for name in ("key", "weights", "loss")),
-    ),
-    clause(
-        "layout-null",
-        "layout is required.",
+    ],
+    "layout is required.": [
         refuses(NULL, "layout", layout=None),
         refuses(NULL, "layout", layout=None, **BSND),
-    ),
-    RUN_TIME,
-    clause(
-        "lengths-given",
-        "TND needs both lengths.",
+    ],
+    **RUN_TIME,
+    "TND needs both lengths.": [
         *(refuses(NULL, name, **{name: None}) for name in LENGTHS),
         refuses(NULL, " ".join(LENGTHS), **dict.fromkeys(LENGTHS)),
-    ),
-    clause(
-        "ropes",
-        "queryRope and keyRope come together; without them the attention has no such part.",
+    ],
+    "queryRope and keyRope come together; without them the attention has no such part (ruling 28).": [
         computes(rope=False),
         computes(rope=False, **BSND),
         refuses(NULL, "queryRope keyRope", queryRope=None),
         refuses(NULL, "queryRope keyRope", keyRope=None),
         computes(rope=False, queryRope=zeros(0, d=H), keyRope=zeros(0, d=H)),
-        ruling=28,
-    ),
-    clause(
-        "layouts",
-        "layout is BSND or TND.",
+    ],
+    "layout is BSND or TND.": [
         computes(),
         computes(**BSND),
         *(forbids("layout", layout=x) for x in ("BNSD", "BSH", "SBH", "tnd", "")),
         forbids("query", layout="BSND"),
         refuses(NULL, " ".join(LENGTHS), layout="TND", **BSND),
-    ),
+    ],
     # ---------------------------------------------------------------------------------------------------------- shapes
-    clause(
-        "ranks",
-        "Every tensor has the axes of its layout.",
+    "Every tensor has the axes of its layout.": [
         *(forbids(name, **{name: deeper}) for name in (*REQUIRED, "queryRope", "keyRope")),
         *(forbids(name, **{name: deeper}, **BSND) for name in ("key", "weights", "softmaxMax")),
-    ),
-    clause(
-        "shapes",
-        "Shapes agree in T1, T2, N1, Nidx1, D, Dr and G; gradients have the shape of what they belong to.",
+    ],
+    "Shapes agree in T1, T2, N1, Nidx1, D, Dr and G; gradients have the shape of what they belong to.": [
         *(forbids(f"{name} key keyIndex", **{name: longer}) for name in (*REQUIRED[1:8], "queryRope", "keyRope")),
         *(forbids(name, **{name: longer}) for name in OUTPUTS),
         *(forbids(name, **{name: widened}) for name in ("key", "keyIndex", "weights", "softmaxSum", *OUTPUTS)),
         forbids("softmaxMax softmaxSum", softmaxMax=widened),
         forbids("loss", loss=zeros()),
         *(forbids(name, **{name: longer}, **BSND) for name in ("keyIndex", "weights", "sparseIndices", "dKeyIndex")),
-    ),
-    clause(
-        "heads",
-        "N1 is 8, 16, 32, 64 or 128.",
+    ],
+    "N1 is 8, 16, 32, 64 or 128.": [
         *(computes(N=n, count=20) for n in (8, 16, 32, 64, 128)),
         *(forbids("query", N=n) for n in (1, 4, 7, 24, 256)),
-    ),
-    clause(
-        "index-heads",
-        "Nidx1 is 8, 16, 32 or 64.",
+    ],
+    "Nidx1 is 8, 16, 32 or 64.": [
         *(computes(Nidx=n, count=20) for n in (8, 16, 32, 64)),
         *(forbids("queryIndex", Nidx=n) for n in (1, 4, 7, 24, 128)),
         computes(N=64, Nidx=32, **BSND),
-    ),
-    clause(
-        "one-key-head",
-        "N2 and Nidx2 are 1.",
+    ],
+    "N2 and Nidx2 are 1.": [
         *(
             forbids(f"{name} softmaxMax key keyIndex", **{name: lambda old: old.expand(-1, 2, -1)})
             for name in ("key", "keyIndex", "sparseIndices")
@@ -150,30 +251,22 @@ CLAUSES = (
             softmaxSum=zeros(2, 5, 4),
             **{name: lambda old: old.repeat(1, 2, 1) for name in ("key", "keyRope")},
         ),
-    ),
-    clause(
-        "dims",
-        "D is 512, Drope 64, D of the indexer 128.",
+    ],
+    "D is 512, Drope 64, D of the indexer 128.": [
         *(forbids("query", D=n) for n in (256, 511, 576)),
         *(forbids("queryRope keyRope", Dr=n) for n in (32, 65, 128)),
         *(forbids("queryIndex", Didx=n) for n in (64, 127, 129, 512)),
-    ),
-    clause(
-        "count",
-        "sparseIndices has topk = 2048 entries per row.",
+    ],
+    "sparseIndices has topk = 2048 entries per row.": [
         *(forbids("sparseIndices", K=n) for n in (1, 64, 1024, 2047, 4096, 8193)),
         computes(q=(2,), kv=(2100,), count=2048),
-    ),
-    clause(
-        "batch",
-        "B is 1 to 256.",
+    ],
+    "B is 1 to 256.": [
         computes(q=ends(256), kv=ends(256)),
         forbids("query actualSeqLengthsQuery", q=ends(257), kv=ends(257)),
         forbids("query", axes="BSND", q=(1,) * 257, kv=(1,)),
-    ),
-    clause(
-        "tokens",
-        "S1 and S2 are 1 to 128K.",
+    ],
+    "S1 and S2 are 1 to 128K.": [
         forbids(
             "key query actualSeqLengthsKey",
             q=(1,),
@@ -190,108 +283,77 @@ CLAUSES = (
             dKeyIndex=lambda old: old.new_empty(1, 131073, 1, 128),
             **{name: lambda old: old.expand(1, 131073, 1, old.shape[-1]) for name in ("key", "keyIndex", "keyRope")},
         ),
-    ),
-    clause(
-        "unequal",
-        "S1 and S2 may differ: more keys than rows.",
+    ],
+    "S1 and S2 may differ: more keys than rows.": [
         computes(q=(1,), kv=(90,)),
         computes(q=(1, 8), kv=(33, 40)),
         computes(axes="BSND", q=(2, 2), kv=(90,)),
         computes(q=(7,), kv=(7,)),
-    ),
-    clause(
-        "unequal-rows",
-        "More rows than keys, which the page allows, is refused as the chip's host code does.",
+    ],
+    "More rows than keys, which the page allows, is refused as the chip's host code does (ruling 28).": [
         forbids("query actualSeqLengthsQuery", q=(5,), kv=(3,)),
         forbids("query", axes="BSND", q=(5, 5), kv=(3,)),
-        ruling=28,
-    ),
+    ],
     # ------------------------------------------------------------------------------------------------------- attributes
-    clause(
-        "modes",
-        "sparseMode is 3, causal from the lower right corner.",
+    "sparseMode is 3, causal from the lower right corner.": [
         computes(),
         computes(q=(9,), kv=(9,), count=9),
         *(forbids("sparseMode", sparseMode=n) for n in (0, 1, 2, 4, 5, 6, 7, 8, 9, -1)),
-    ),
-    clause(
-        "window",
-        "pre_tokens and next_tokens act in no mode that is offered.",
+    ],
+    "pre_tokens and next_tokens act in no mode that is offered (ruling 20).": [
         *(computes(**{name: n}) for name in ("pre_tokens", "next_tokens") for n in (65536, 2**31 - 1, 2**63 - 1, 0)),
-        ruling=20,
-    ),
-    clause(
-        "deterministic",
-        "deterministic has no effect; results repeat.",
+    ],
+    "deterministic has no effect; results repeat.": [
         repeats(deterministic=False),
         repeats(deterministic=True, **BSND),
-    ),
-    clause(
-        "lengths",
-        "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2.",
+    ],
+    "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2 (ruling 28).": [
         computes(q=(2, 2, 5), kv=(10, 20, 60)),
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[3, 6]),
         forbids("actualSeqLengthsKey", actualSeqLengthsKey=[70, 161]),
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[5, 3]),
         forbids("actualSeqLengthsKey", actualSeqLengthsKey=[160, 70]),
         *(forbids(" ".join(LENGTHS), **{name: n}) for name, n in zip(LENGTHS, ([5], [70, 100, 160]), strict=True)),
-        ruling=28,
-    ),
-    clause(
-        "lengths-end",
-        "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.",
+    ],
+    "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.": [
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[3, 4]),
         forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[2, 3]),
         forbids("actualSeqLengthsKey", actualSeqLengthsKey=[70, 90], count=0),
-    ),
-    clause(
-        "lengths-bsnd",
-        "In BSND they are the valid tokens of every item.",
+    ],
+    "In BSND they are the valid tokens of every item.": [
         computes(tokens=((2, 1), (60, 3)), **BSND),
         computes(tokens=((3, 3), (70, 70)), **BSND),
         *(forbids(name, **{name: n}, **BSND) for name in LENGTHS for n in ([3], [3, 71], [-1, 3])),
-    ),
+    ],
     # --------------------------------------------------------------------------------------------------------- numbers
-    clause(
-        "formulas",
-        "I = W ReLU(q K^T), loss = sum KL(p, softmax(I)), dI = softmax(I) - p, dW, dq and dK by the chain rule.",
+    "I = W ReLU(q K^T), loss = sum KL(p, softmax(I)), dI = softmax(I) - p, dW, dq and dK by the chain rule.": [
         *(computes(q=(20, 45), kv=(90, 200), dtype=d, rope=rope) for d in (H, BF) for rope in (True, False)),
         *(computes(peak=n) for n in (0.0, 0.005, 0.05, 0.08)),
         *(computes(scaleValue=n) for n in (0.0, 1 / 24, 0.1, -0.04)),
         *(computes(count=n) for n in (0, 1, 2, 2048)),
         computes(weights=lambda old: -old),
         computes(count=2048, **BSND),
-    ),
-    clause(
-        "normalised",
-        "p is L1-normalised by the text, divided by N1 here: the same where the statistics are of the listed keys.",
+    ],
+    "p is L1-normalised by the text, divided by N1 here: the same for statistics of the listed keys (ruling 14).": [
         computes(),
         computes(softmaxMax=zeros(1, 5, 8), softmaxSum=lambda old: old * 40),
         computes(softmaxMax=zeros(2, 1, 3, 8), softmaxSum=lambda old: old * 7, **BSND),
-        ruling=14,
-    ),
-    clause(
-        "indices",
-        "sparseIndices names keys of the row's own sequence.",
+    ],
+    "sparseIndices names keys of the row's own sequence.": [
         *(
             forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
             for n in (160, 90, -2, 2**30)
         ),
-    ),
-    clause(
-        "empty-query",
-        "Without query rows it returns at once.",
+    ],
+    "Without query rows it returns at once (ruling 24).": [
         computes(q=(0,), kv=(20,)),
         computes(axes="BSND", q=(0, 0), kv=(20,)),
-        ruling=24,
-    ),
-    clause(
-        "strides",
-        "Every tensor may be non-contiguous.",
+    ],
+    "Every tensor may be non-contiguous.": [
         *(computes(**{name: gapped}) for name in (*REQUIRED[:6], "queryRope", "keyRope", *OUTPUTS[:3])),
         *(computes(**{name: swapped}) for name in ("query", "queryIndex", "dQueryIndex")),
         computes(queryIndex=gapped, **BSND),
-    ),
-)
+    ],
+}
 
 PAGE = Page("aclnnSparseLightningIndexerGradKLLoss", PROTOTYPE, base, formula, CLAUSES, finish)

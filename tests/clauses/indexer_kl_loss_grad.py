@@ -1,107 +1,205 @@
 """The page of aclnnSparseLightningIndexerKLLossGrad, clause by clause."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
-from clauses.indexer_kl_loss_grad_calls import ENDS, PROTOTYPE, RESIDUAL, USED, base, formula
-from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
-from clauses.values import deeper, drawn, fractal, gapped, ints, longer, swapped, to, widened, zeros
+from clauses.near import Near, near, softmax
+from clauses.table import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
+from clauses.values import GENERATOR, deeper, draw, drawn, fractal, gapped, ints, longer, swapped, to, widened, zeros
+
+PROTOTYPE = prototype("""
+    aclTensor q k w sparseIndices attnSoftmaxL1Norm cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional
+    aclTensor seqUsedKOptional cmpResidualKOptional metadataOptional
+    char      layoutQ layoutK
+    int64_t   maskMode cmpRatio
+    aclTensor dq dk dw softmaxOut
+""")
+ENDS = ("cuSeqLensQOptional", "cuSeqLensKOptional")
+USED = ("seqUsedQOptional", "seqUsedKOptional")
+RESIDUAL = "cmpResidualKOptional"
+
+
+def base(
+    layout: str = "TND",
+    rows: Sequence[int] = (7, 5),
+    keys: Sequence[int] = (3, 2),
+    N: int = 8,
+    D: int = 128,
+    K: int = 512,
+    ratio: int = 4,
+    residual: Sequence[int] = (1, 0),
+    mode: int = 3,
+    dtype: torch.dtype = H,
+    mass: float = 0.6,
+) -> Args:
+    """A loss over lists of up to three keys.
+
+    Args:
+        rows, keys: of every sequence; BSND: all alike.
+        K: entries of a list.
+        ratio, residual: tokens of a key, and those behind the last one; ratio 1 or mode 0: no residual.
+        mass: of every row's target over the entries of its list.
+    """
+    packed, total = layout == "TND", sum(rows)
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if packed else t.unflatten(0, (len(rows), -1))
+
+    q, k = shaped(draw(total, N, D, d=dtype)), shaped(draw(sum(keys), 1, D, d=dtype))
+    w, target = shaped(draw(total, N) * 0.02), torch.zeros(total, 1, K)
+    lists = torch.full((total, 1, K), -1, dtype=I32)
+    bounds = has_bound(ratio, mode)
+    for b, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
+        for i in range(count):
+            visible = bound(i, count, keys[b], ratio, residual[b] if bounds else 0, mode)
+            chosen = torch.randperm(visible, generator=GENERATOR)[: min(3, K)]
+            lists[start + i, 0, : len(chosen)] = chosen.to(I32)
+            target[start + i, 0, : len(chosen)] = draw(len(chosen)).softmax(-1) * mass
+    ends = {
+        name: torch.tensor([*accumulate(n, initial=0)], dtype=I32) for name, n in zip(ENDS, (rows, keys), strict=True)
+    }
+    return filled(
+        PROTOTYPE,
+        q=q,
+        k=k,
+        w=w,
+        sparseIndices=shaped(lists),
+        attnSoftmaxL1Norm=shaped(target),
+        **(ends if packed else {}),
+        cmpResidualKOptional=torch.tensor(residual, dtype=I32) if bounds else None,
+        layoutQ=layout,
+        layoutK=layout,
+        maskMode=mode,
+        cmpRatio=ratio,
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dw=torch.empty_like(w),
+        softmaxOut=torch.empty_like(shaped(target), dtype=F32),
+    )
+
+
+def has_bound(ratio: int, mode: int) -> bool:
+    """Whether a residual says where rows stand."""
+    return ratio > 1 and mode == 3
+
+
+def bound(row: int, rows: int, keys: int, ratio: int, residual: int, mode: int) -> int:
+    """How many keys a row sees: those whose tokens have all come."""
+    return keys if mode == 0 else min(max((keys * ratio + residual - rows + row + 1) // ratio, 0), keys)
+
+
+def sequences(args: Args, tensor: str, ends: str, used: str) -> list[tuple[int, int]]:
+    """(first row, rows) of every sequence, in a tensor's rows end to end."""
+    rows = args[tensor].shape[1]
+    room = args[ends].tolist() if args[tensor].dim() == 3 else [b * rows for b in range(len(args[tensor]) + 1)]
+    counts = [b - a for a, b in pairwise(room)] if args[used] is None else args[used].tolist()
+    return list(zip(room, counts, strict=False))
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """y = softmax(I) over the entries that a row reads, dI = y * sum p - p, and the gradients from it."""
+    q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
+    w, dtype = args["w"].flatten(0, -2), q.dtype
+    lists, target = (args[name].flatten(0, -3)[:, 0] for name in ("sparseIndices", "attnSoftmaxL1Norm"))
+    d_q, d_k, d_w, out = (near(torch.zeros(t.shape)) for t in (q, k[:, 0], w, target))
+    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
+    for b, ((first, count), (key, keys)) in enumerate(sides):
+        residual = 0 if args[RESIDUAL] is None else int(args[RESIDUAL][b])
+        for i in range(count):
+            row, visible = (
+                slice(first + i, first + i + 1),
+                bound(i, count, keys, args["cmpRatio"], residual, args["maskMode"]),
+            )
+            entries = lists[first + i, :visible].tolist()
+            entries = entries[: entries.index(-1)] if -1 in entries else entries
+            slots = [n for n, entry in enumerate(entries) if entry < visible]
+            if not slots:
+                continue
+            chosen = torch.tensor([key + entries[n] for n in slots])
+            listed, query, weight = near(k[chosen, 0]), near(q[first + i]), near(w[first + i])[:, None]
+            products = query @ listed.T
+            y = softmax((weight * products.relu()).sum(0), torch.ones(1, len(slots), dtype=torch.bool))[0]
+            p = near(target[row][:, slots])
+            d_i = y * p.sum(1) - p
+            d_s = (d_i * weight * products.step()).rounded(dtype)
+            d_q.prepare(row, (d_s @ listed).reshape((1, *q.shape[1:])))
+            d_w.prepare(row, (d_i * products.relu()).sum(1).reshape((1, -1)))
+            d_k = d_k + near(torch.eye(len(k))[:, chosen]) @ (d_s.T @ query)
+            out.prepare(row, y @ near(torch.eye(target.shape[1])[slots]))
+    results = {"dq": d_q, "dk": d_k, "dw": d_w, "softmaxOut": out}
+    return {name: x.rounded(args[name].dtype).reshape(tuple(args[name].shape)) for name, x in results.items()}
+
 
 BSND = {"layout": "BSND", "rows": (6, 6), "keys": (2, 2), "residual": (0, 3)}
 NEEDED = ("q", "k", "w", "sparseIndices", "attnSoftmaxL1Norm", "dq", "dk", "dw", "softmaxOut")
 SINGLES = ("w", "attnSoftmaxL1Norm", "dw", "softmaxOut")
 
-CLAUSES = (
-    clause(
-        "dtypes",
-        "q and k are FLOAT16 or BFLOAT16, of one dtype, and so are their gradients.",
+CLAUSES = {
+    "q and k are FLOAT16 or BFLOAT16, of one dtype, and so are their gradients.": [
         *(computes(dtype=d, **over) for d in (H, BF) for over in ({}, BSND)),
         refuses(INVALID, "q", dtype=F32),
         refuses(INVALID, "q", dtype=F64),
         *(refuses(INVALID, name, **{name: to(d)}) for name in ("k", "dq", "dk") for d in (F32, BF, I8)),
-    ),
-    clause(
-        "float32",
-        "w, attnSoftmaxL1Norm, dw and softmaxOut are FLOAT32.",
+    ],
+    "w, attnSoftmaxL1Norm, dw and softmaxOut are FLOAT32.": [
         *(refuses(INVALID, name, **{name: to(d)}) for name in SINGLES for d in (H, BF, F64)),
-    ),
-    clause(
-        "integers",
-        "Lists and lengths are INT32; INT64 is taken too.",
+    ],
+    "Lists and lengths are INT32; INT64 is taken too (ruling 12).": [
         *(computes(**{name: to(d)}) for name in ("sparseIndices", RESIDUAL, *ENDS) for d in (I32, I64)),
         *(refuses(INVALID, name, **{name: to(d)}) for name in ("sparseIndices", *ENDS) for d in (I16, F32)),
-        ruling=12,
-    ),
-    clause("formats", "Tensors are ND.", *(refuses(INVALID, name, **{name: fractal}) for name in NEEDED)),
-    clause(
-        "null",
-        "Rows, lists, the target and the outputs, the ends of packed sequences, and a residual of compressed keys.",
+    ],
+    "Tensors are ND.": [*(refuses(INVALID, name, **{name: fractal}) for name in NEEDED)],
+    "Rows, lists, target, outputs, ends of packed sequences and residuals of compressed keys are required.": [
         *(refuses(NULL, name, **{name: None}) for name in (*NEEDED, *ENDS, RESIDUAL)),
-    ),
-    RUN_TIME,
-    clause(
-        "metadata",
-        "metadataOptional of any content changes nothing.",
+    ],
+    **RUN_TIME,
+    "metadataOptional of any content changes nothing.": [
         computes(metadataOptional=ints(*range(-5, 5), d=I32)),
         computes(metadataOptional=drawn(64)),
         computes(metadataOptional=zeros(64, d=I32)),
-    ),
-    clause(
-        "masks",
-        "maskMode is 0 (all keys) or 3 (causal).",
+    ],
+    "maskMode is 0 (all keys) or 3 (causal).": [
         *(computes(mode=0, ratio=n, **over) for n in (1, 4) for over in ({}, BSND)),
         *(forbids("maskMode", ratio=1, maskMode=n) for n in (1, 2, 4, -1)),
-    ),
-    clause(
-        "ratio",
-        "cmpRatio is the tokens of a key, 1 to 128.",
+    ],
+    "cmpRatio is the tokens of a key, 1 to 128.": [
         *(computes(ratio=n, residual=(n - 1, 0)) for n in (2, 3, 4, 128)),
         computes(ratio=1, rows=(3, 2)),
         computes(ratio=1, **{**BSND, "rows": (2, 2)}),
         *(forbids("cmpRatio", ratio=1, cmpRatio=n) for n in (0, -4)),
         forbids("cmpRatio", ratio=129),
-    ),
-    clause(
-        "residual",
-        "cmpResidualKOptional is from 0 to cmpRatio - 1; without compressed keys there is none.",
+    ],
+    "cmpResidualKOptional is from 0 to cmpRatio - 1; without compressed keys there is none (ruling 45).": [
         *(computes(residual=(n, 3 - n)) for n in range(4)),
         *(forbids(RESIDUAL, **{RESIDUAL: ints(*n, d=I32)}) for n in ((4, 2), (-1, 2), (1,), (1, 2, 0))),
         *(refuses(NULL, RESIDUAL, ratio=n, mode=m, **{RESIDUAL: ints(0, 0, d=I32)}) for n, m in ((1, 3), (4, 0))),
-        ruling=45,
-    ),
-    clause(
-        "layouts",
-        "layoutQ is BSND or TND, and layoutK the same.",
+    ],
+    "layoutQ is BSND or TND, and layoutK the same.": [
         *(forbids("layoutQ", layoutQ=x) for x in ("BNSD", "SBH", "tnd")),
         *(forbids("layoutK", layoutK=x) for x in ("BSND", "PA_BBND", "")),
         *(refuses(NULL, name, **{name: ints(0, 6, 12, d=I32)}, **BSND) for name in ENDS),
-    ),
-    clause(
-        "shapes",
-        "Shapes agree in T1, T2, N1, D and K.",
+    ],
+    "Shapes agree in T1, T2, N1, D and K.": [
         *(forbids(name, **{name: deeper}) for name in NEEDED),
         *(forbids(name, **{name: widened}) for name in ("k", "w", "dq", "dk", "dw", "softmaxOut")),
         forbids("softmaxOut", attnSoftmaxL1Norm=widened),
         *(forbids(name, **{name: longer}) for name in ("w", "sparseIndices", "attnSoftmaxL1Norm", "dw", "softmaxOut")),
-    ),
-    clause("heads", "N1 is 1 to 128.", *(computes(N=n) for n in (1, 2, 8, 64, 128)), forbids("q", N=129)),
-    clause("dims", "D is 128.", *(forbids("q", D=n) for n in (64, 127, 256))),
-    clause(
-        "lists-sizes",
-        "K is 512, 1024, 2048, 4096 or 8192.",
+    ],
+    "N1 is 1 to 128.": [*(computes(N=n) for n in (1, 2, 8, 64, 128)), forbids("q", N=129)],
+    "D is 128.": [*(forbids("q", D=n) for n in (64, 127, 256))],
+    "K is 512, 1024, 2048, 4096 or 8192.": [
         *(computes(K=n) for n in (1024, 2048)),
         *(forbids("sparseIndices", K=n) for n in (1, 256, 513)),
-    ),
-    clause(
-        "lengths",
-        "Ends begin with 0, never fall, and end with the tokens of their tensor.",
+    ],
+    "Ends begin with 0, never fall, and end with the tokens of their tensor.": [
         computes(rows=(0, 5), keys=(3, 2)),
         computes(rows=(7, 0, 2), keys=(3, 0, 1), residual=(1, 0, 2)),
         *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 99, 5), (0, 3))),
-    ),
-    clause(
-        "used",
-        "seqUsed are lengths; the rows behind them are padding, whose results are 0.",
+    ],
+    "seqUsed are lengths; the rows behind them are padding, whose results are 0.": [
         computes(seqUsedQOptional=ints(4, 0, d=I32)),
         computes(seqUsedQOptional=ints(4, 5, d=I32)),
         computes(
@@ -111,24 +209,16 @@ CLAUSES = (
         computes(seqUsedKOptional=ints(2, 1, d=I32), sparseIndices=torch.zeros_like, **BSND),
         *(forbids(name, **{name: ints(*n, d=I32)}) for name in USED for n in ((1, 99), (-1, 2), (1,))),
         *(forbids(name, **{name: ints(*n, d=I32)}, **BSND) for name in USED for n in ((1, 99), (-1, 2), (1, 1, 1))),
-    ),
-    clause(
-        "formula",
-        "dI = y * sum p - p, with p as it is given.",
+    ],
+    "dI = y * sum p - p, with p as it is given (ruling 45).": [
         *(computes(mass=m, **over) for m in (0.0, 0.3, 1.0, 2.0) for over in ({}, BSND)),
         computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
-        ruling=45,
-    ),
-    clause(
-        "rows-without-keys",
-        "A row that sees no key has zeros.",
+    ],
+    "A row that sees no key has zeros (ruling 45).": [
         computes(rows=(30, 5), keys=(3, 2)),
         computes(keys=(0, 2), residual=(3, 0)),
-        ruling=45,
-    ),
-    clause(
-        "lists",
-        "A list ends at its first -1; a row reads as many slots as it sees keys, and none of a later key.",
+    ],
+    "A list ends at its first -1; a row reads as many slots as it sees keys, and none of a later key (ruling 45).": [
         computes(sparseIndices=lambda old: torch.full_like(old, -1)),
         computes(sparseIndices=torch.zeros_like),  # one key again and again
         computes(sparseIndices=torch.ones_like),  # past the bound of the first rows
@@ -137,15 +227,12 @@ CLAUSES = (
             forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
             for n in (3, -2, 2**30)
         ),
-        ruling=45,
-    ),
-    clause(
-        "strides",
-        "Tensors may be non-contiguous.",
+    ],
+    "Tensors may be non-contiguous.": [
         *(computes(**{name: gapped}) for name in NEEDED),
         *(computes(**{name: swapped}) for name in ("q", "dq")),
-    ),
-    clause("repeats", "Results are the same bits again.", repeats(), repeats(**BSND)),
-)
+    ],
+    "Results are the same bits again.": [repeats(), repeats(**BSND)],
+}
 
 PAGE = Page("aclnnSparseLightningIndexerKLLossGrad", PROTOTYPE, base, formula, CLAUSES)

@@ -8,9 +8,9 @@ import torch
 
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
-from clauses.indexer_kl_loss_grad_calls import bound, has_bound, sequences
+from clauses.indexer_kl_loss_grad import bound, has_bound, sequences
 from clauses.near import Near, near
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import draw, ints, longer, widened, zeros
 
 PROTOTYPE = prototype("""
@@ -83,58 +83,49 @@ def formula(args: Args) -> dict[str, Near]:
     return {name: t.reshape(tuple(args[name].shape)) for name, t in results.items()}
 
 
-CLAUSES = (
-    *of_parameters(
-        "q k w sparseIndices", "q k", "w", " ".join(ENDS),
-        {"cmpRatio": (129,), "returnValue": (2,), "layoutQ": ("BNSD",),
-         "layoutK": ("BSND",)}, "q k w sparseIndices",
+CLAUSES = merged(
+    of_parameters(
+        "q k w sparseIndices",
+        "q k",
+        "w",
+        " ".join(ENDS),
+        {"cmpRatio": (129,), "returnValue": (2,), "layoutQ": ("BNSD",), "layoutK": ("BSND",)},
+        "q k w sparseIndices",
     ),
-    clause(
-        "choice",
-        "The largest scores of the keys that a row sees, -1 behind them.",
-        *(computes(mode=m, ratio=r, **over) for m in (0, 3) for r in (1, 4) for over in ({}, BSND)),
-        *(computes(dtype=d, values=True, **FULL) for d in (H, BF)),
-        *(computes(topk=n, values=True) for n in (1, 8, 2048)),
-        computes(rows=(30, 5)),
-        ruling=43,
-    ),
-    clause(
-        "offset",
-        "outputIdxOffset is added to numbers of keys, of a row or of a sequence.",
-        computes(outputIdxOffset=ints(100, 200, d=I32)),
-        computes(outputIdxOffset=lambda old: torch.arange(12)[:, None].int()),
-        forbids("outputIdxOffset", outputIdxOffset=zeros(3, d=I32)),
-        ruling=43,
-    ),
-    clause(
-        "shapes",
-        "Rows, keys, heads and results agree; keys in pages have a table.",
-        *(forbids(name, **{name: widened}) for name in ("k", "w", "sparseIndices")),
-        forbids("sparseValues", values=True, sparseValues=widened),
-        *(forbids(name, **{name: longer}) for name in ("w", "sparseIndices")),
-        forbids("topk", topk=0),
-        *(forbids("maskMode", ratio=1, maskMode=n) for n in (1, 4)),
-        forbids("cmpRatio", ratio=1, cmpRatio=0),
-        forbids("q", D=64),
-        refuses(NULL, "blockTable", blockTable=zeros(2, 1, d=I32)),
-    ),
-    clause(
-        "lengths",
-        "Ends, used lengths and residuals.",
-        computes(sequsedQ=ints(4, 0, d=I32)),
-        *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
-        *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
-        forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
-        refuses(NULL, "cmpResidualK", cmpResidualK=None),
-        refuses(NULL, "cmpResidualK", ratio=1, cmpResidualK=ints(0, 0, d=I32)),
-        ruling=43,
-    ),
-    clause(
-        "unread",
-        "maxSeqlenQ and metadata change nothing.",
-        computes(maxSeqlenQ=3),
-        computes(metadata=zeros(1024, d=F32)),
-        ruling=43,
-    ),
-)  # fmt: skip
+    {
+        "The largest scores of the keys that a row sees, -1 behind them (ruling 43).": [
+            *(computes(mode=m, ratio=r, **over) for m in (0, 3) for r in (1, 4) for over in ({}, BSND)),
+            *(computes(dtype=d, values=True, **FULL) for d in (H, BF)),
+            *(computes(topk=n, values=True) for n in (1, 8, 2048)),
+            computes(rows=(30, 5)),
+        ],
+        "outputIdxOffset is added to numbers of keys, of a row or of a sequence (ruling 43).": [
+            computes(outputIdxOffset=ints(100, 200, d=I32)),
+            computes(outputIdxOffset=lambda old: torch.arange(12)[:, None].int()),
+            forbids("outputIdxOffset", outputIdxOffset=zeros(3, d=I32)),
+        ],
+        "Rows, keys, heads and results agree; keys in pages have a table.": [
+            *(forbids(name, **{name: widened}) for name in ("k", "w", "sparseIndices")),
+            forbids("sparseValues", values=True, sparseValues=widened),
+            *(forbids(name, **{name: longer}) for name in ("w", "sparseIndices")),
+            forbids("topk", topk=0),
+            *(forbids("maskMode", ratio=1, maskMode=n) for n in (1, 4)),
+            forbids("cmpRatio", ratio=1, cmpRatio=0),
+            forbids("q", D=64),
+            refuses(NULL, "blockTable", blockTable=zeros(2, 1, d=I32)),
+        ],
+        "Ends begin with 0 and reach the last token; used lengths and residuals are within bounds (ruling 43).": [
+            computes(sequsedQ=ints(4, 0, d=I32)),
+            *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
+            *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
+            forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
+            refuses(NULL, "cmpResidualK", cmpResidualK=None),
+            refuses(NULL, "cmpResidualK", ratio=1, cmpResidualK=ints(0, 0, d=I32)),
+        ],
+        "maxSeqlenQ and metadata change nothing (ruling 43).": [
+            computes(maxSeqlenQ=3),
+            computes(metadata=zeros(1024, d=F32)),
+        ],
+    },
+)
 PAGE = Page("aclnnLightningIndexerV2", PROTOTYPE, base, formula, CLAUSES)

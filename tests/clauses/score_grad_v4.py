@@ -4,10 +4,9 @@ from functools import wraps
 from typing import Any
 
 from clauses import unpadding_score_grad_v3 as v3
-from clauses import unpadding_score_grad_v3_calls as calls
 from clauses.derived import of_page
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.table import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import zeros
 
 PROTOTYPE = prototype("""
@@ -23,13 +22,13 @@ PROTOTYPE = prototype("""
 OTHERS = {"keyIn": "key", "keyInRope": "keyRope"}
 NAMES = {
     p.name: OTHERS.get(p.name) or p.name.removesuffix("Optional" if p.name.endswith("Optional") else "Out")
-    for p in calls.PROTOTYPE
+    for p in v3.PROTOTYPE
 }
 
 
-@wraps(calls.base)
+@wraps(v3.base)
 def base(**over: Any) -> Args:
-    given = {NAMES[name]: value for name, value in calls.base(**{"rope": False, **over}).items()}
+    given = {NAMES[name]: value for name, value in v3.base(**{"rope": False, **over}).items()}
     return filled(PROTOTYPE, **given, softmaxInLayout="", seed=0, offset=0, outDtype=0)
 
 
@@ -38,13 +37,13 @@ def of_v3(args: Args) -> Args:
 
 
 def formula(args: Args) -> dict[str, Near]:
-    return {NAMES[name]: t for name, t in calls.formula(of_v3(args)).items()}
+    return {NAMES[name]: t for name, t in v3.formula(of_v3(args)).items()}
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
     """The forward's results."""
     given = of_v3(args)
-    calls.finish(given, frozenset(name for name, new in NAMES.items() if new in changed))
+    v3.finish(given, frozenset(name for name, new in NAMES.items() if new in changed))
     args.update({NAMES[name]: value for name, value in given.items()})
 
 
@@ -58,23 +57,22 @@ def holds(check: Check) -> bool:
 
 
 ROPE: dict[str, Any] = {"rope": True, "D": 128, "Dr": 64}
-CLAUSES = (
-    clause(
-        "new",
-        "Rope parts beside 128 elements; a sink and its gradient; fp8's parameters are refused.",
-        computes(**ROPE),
-        computes(outDtype=1, seed=7, offset=9),
-        refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
-        forbids("queryRope", rope=True),
-        forbids("sinkIn", sinkIn=zeros(3), dsink=zeros(3)),
-        refuses(NULL, "dsink", sinkIn=zeros(4)),
-        *(refuses(NULL, f"dScale{of}", **{f"dScale{of}": zeros(2, 4, 1, 1)}) for of in ("Q", "K", "V", "Dy", "O")),
-        forbids("keepProb", keepProb=1.5),
-        forbids("softmaxInLayout", softmaxInLayout="TND"),
-        forbids("dqRope", **ROPE, dqRope=zeros(11, 4, 32)),
-        forbids("dkRope", **ROPE, dkRope=zeros(16, 2, 32)),
-        ruling=47,
-    ),
-    *of_page(v3.CLAUSES, NAMES, holds),
+CLAUSES = merged(
+    {
+        "Rope parts beside 128 elements; a sink and its gradient; fp8's parameters are refused (ruling 47).": [
+            computes(**ROPE),
+            computes(outDtype=1, seed=7, offset=9),
+            refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
+            forbids("queryRope", rope=True),
+            forbids("sinkIn", sinkIn=zeros(3), dsink=zeros(3)),
+            refuses(NULL, "dsink", sinkIn=zeros(4)),
+            *(refuses(NULL, f"dScale{of}", **{f"dScale{of}": zeros(2, 4, 1, 1)}) for of in ("Q", "K", "V", "Dy", "O")),
+            forbids("keepProb", keepProb=1.5),
+            forbids("softmaxInLayout", softmaxInLayout="TND"),
+            forbids("dqRope", **ROPE, dqRope=zeros(11, 4, 32)),
+            forbids("dkRope", **ROPE, dkRope=zeros(16, 2, 32)),
+        ],
+    },
+    of_page(v3.CLAUSES, NAMES, holds),
 )
 PAGE = Page("aclnnFlashAttentionScoreGradV4", PROTOTYPE, base, formula, CLAUSES, finish)

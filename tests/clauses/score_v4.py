@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from clauses import flash_attention_score_v2 as v2
-from clauses import flash_attention_score_v2_calls as calls
 from clauses.derived import of_page
 from clauses.dtypes import H
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.table import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import drawn, zeros
 
 PROTOTYPE = prototype("""
@@ -25,7 +24,6 @@ PROTOTYPE = prototype("""
     int64_t     seed offset
     aclTensor   softmaxMax softmaxSum softmaxOut attentionOut
 """)
-KEYWORDS = ("layout", "B", "S1", "S2", "N", "N2", "D", "Dv", "dtype")
 
 
 def renamed(name: str) -> str:
@@ -33,12 +31,12 @@ def renamed(name: str) -> str:
     return name.removesuffix("Optional") if name.endswith("Optional") else name.removesuffix("Out") or name
 
 
-NAMES = {p.name: renamed(p.name) for p in calls.PROTOTYPE}
+NAMES = {p.name: renamed(p.name) for p in v2.PROTOTYPE}
 
 
-@wraps(calls.base)
+@wraps(v2.base)
 def base(**over: Any) -> Args:
-    given = {NAMES[name]: value for name, value in calls.base(**over).items()}
+    given = {NAMES[name]: value for name, value in v2.base(**over).items()}
     return filled(PROTOTYPE, **given, outDtype=0, softmaxOutLayout="", seed=0, offset=0)
 
 
@@ -48,7 +46,7 @@ def formula(args: Args) -> dict[str, Near]:
     for name, rope in (("query", "queryRope"), ("key", "keyRope")):
         if args[rope] is not None:
             of_v2[name] = torch.cat((args[name], args[rope]), -1)
-    return {NAMES[name]: t for name, t in calls.formula(of_v2).items()}
+    return {NAMES[name]: t for name, t in v2.formula(of_v2).items()}
 
 
 def holds(check: Check) -> bool:
@@ -61,22 +59,21 @@ def holds(check: Check) -> bool:
 
 ROPE: dict[str, Any] = {"D": 128, "queryRope": drawn(2, 5, 4, 64, d=H), "keyRope": drawn(2, 7, 2, 64, d=H)}
 SCALES = ("dScaleQ", "dScaleK", "dScaleV")
-CLAUSES = (
-    clause(
-        "new",
-        "Rope parts beside 128 elements; a sink; packed rows with their ends; fp8's parameters are refused.",
-        computes(**ROPE),
-        computes(Dv=8),
-        computes(sink=lambda old: torch.full((4,), -1e4)),
-        computes(outDtype=1, seed=7, offset=9),
-        refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
-        forbids("queryRope", **{**ROPE, "queryRope": drawn(2, 5, 4, 32, d=H), "keyRope": drawn(2, 7, 2, 32, d=H)}),
-        forbids("sink", sink=zeros(3)),
-        *(refuses(NULL, name, **{name: zeros(2, 4, 1, 1)}) for name in SCALES),
-        refuses(NULL, "actualSeqQLen actualSeqKvLen", inputLayout="TND"),
-        forbids("softmaxOutLayout", softmaxOutLayout="TND"),
-        ruling=47,
-    ),
-    *of_page(v2.CLAUSES, NAMES, holds),
+CLAUSES = merged(
+    {
+        "Rope parts beside 128 elements; a sink; packed rows with ends; fp8's parameters are refused (ruling 47).": [
+            computes(**ROPE),
+            computes(Dv=8),
+            computes(sink=lambda old: torch.full((4,), -1e4)),
+            computes(outDtype=1, seed=7, offset=9),
+            refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
+            forbids("queryRope", **{**ROPE, "queryRope": drawn(2, 5, 4, 32, d=H), "keyRope": drawn(2, 7, 2, 32, d=H)}),
+            forbids("sink", sink=zeros(3)),
+            *(refuses(NULL, name, **{name: zeros(2, 4, 1, 1)}) for name in SCALES),
+            refuses(NULL, "actualSeqQLen actualSeqKvLen", inputLayout="TND"),
+            forbids("softmaxOutLayout", softmaxOutLayout="TND"),
+        ],
+    },
+    of_page(v2.CLAUSES, NAMES, holds),
 )
 PAGE = Page("aclnnFlashAttentionScoreV4", PROTOTYPE, base, formula, CLAUSES)

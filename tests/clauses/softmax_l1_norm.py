@@ -8,9 +8,9 @@ import torch
 
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
-from clauses.indexer_kl_loss_grad_calls import bound, sequences
+from clauses.indexer_kl_loss_grad import bound, sequences
 from clauses.near import Near, near
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import GENERATOR, draw, ints, longer, widened, zeros
 
 PROTOTYPE = prototype("""
@@ -97,46 +97,43 @@ def formula(args: Args) -> dict[str, Near]:
     return {"out": out.reshape(tuple(args["out"].shape))}
 
 
-CLAUSES = (
-    *of_parameters(
-        "q k softmaxLse out", "q k", "softmaxLse out", " ".join(("sparseIndices", *ENDS)),
-        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)}, "q k softmaxLse out",
+CLAUSES = merged(
+    of_parameters(
+        "q k softmaxLse out",
+        "q k",
+        "softmaxLse out",
+        " ".join(("sparseIndices", *ENDS)),
+        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)},
+        "q k softmaxLse out",
         workspace=False,
     ),
-    clause(
-        "lists",
-        "Of the entries of lists, or of all keys; mode 0 shows all keys.",
-        *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
-        *(computes(dtype=d) for d in (H, BF)),
-        computes(sparseIndices=torch.zeros_like),
-        computes(topkLength=lambda old: torch.arange(12)[:, None].int() % 3),
-        computes(N=1),
-        ruling=42,
-    ),
-    clause(
-        "shapes",
-        "Columns are those of lists, or maxSeqlenK; heads and elements agree.",
-        *(forbids(name, **{name: widened}) for name in ("k", "softmaxLse", "out")),
-        *(forbids(name, **{name: longer}) for name in ("sparseIndices", "out")),
-        forbids("maxSeqlenK", chosen=False, maxSeqlenK=1),
-        forbids("q", N=129),
-        forbids("q", D=256),
-    ),
-    clause(
-        "lengths",
-        "Ends, used lengths and residuals.",
-        computes(sequsedQ=ints(4, 0, d=I32)),
-        computes(rows=(30, 5)),
-        *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
-        *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
-        forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
-        refuses(NULL, " ".join(ENDS), **{ENDS[0]: None}),
-    ),
-    clause(
-        "numbers",
-        "Any scale; metadata of any content.",
-        *(computes(softmaxScale=s) for s in (0.0, -0.1)),
-        computes(metadata=zeros(64, d=F32)),
-    ),
-)  # fmt: skip
+    {
+        "Probabilities are of the entries of lists, or of all keys; mode 0 shows all keys (ruling 42).": [
+            *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
+            *(computes(dtype=d) for d in (H, BF)),
+            computes(sparseIndices=torch.zeros_like),
+            computes(topkLength=lambda old: torch.arange(12)[:, None].int() % 3),
+            computes(N=1),
+        ],
+        "Columns are those of lists, or maxSeqlenK; heads and elements agree.": [
+            *(forbids(name, **{name: widened}) for name in ("k", "softmaxLse", "out")),
+            *(forbids(name, **{name: longer}) for name in ("sparseIndices", "out")),
+            forbids("maxSeqlenK", chosen=False, maxSeqlenK=1),
+            forbids("q", N=129),
+            forbids("q", D=256),
+        ],
+        "Ends begin with 0 and reach the last token; used lengths and residuals are within bounds.": [
+            computes(sequsedQ=ints(4, 0, d=I32)),
+            computes(rows=(30, 5)),
+            *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
+            *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
+            forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
+            refuses(NULL, " ".join(ENDS), **{ENDS[0]: None}),
+        ],
+        "Any scale; metadata of any content.": [
+            *(computes(softmaxScale=s) for s in (0.0, -0.1)),
+            computes(metadata=zeros(64, d=F32)),
+        ],
+    },
+)
 PAGE = Page("aclnnSparseFlashMlaSoftmaxL1Norm", PROTOTYPE, base, formula, CLAUSES)

@@ -1,11 +1,167 @@
 """The page of aclnnSparseFlashAttentionGrad, clause by clause: the edition whose lists have 2048 entries."""
 
+from collections.abc import Sequence
+
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
-from clauses.sparse_flash_attention_grad_calls import LENGTHS, PROTOTYPE, base, finish, formula
-from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
-from clauses.values import deeper, drawn, ends, fractal, gapped, ints, longer, swapped, to, widened, zeros
+from clauses.near import Near, near, softmax
+from clauses.selections import Item, flat, items_of, lists, selected, sequences_of
+from clauses.table import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
+from clauses.values import deeper, draw, drawn, ends, fractal, gapped, ints, longer, swapped, to, widened, zeros
+
+PROTOTYPE = prototype("""
+    aclTensor query key value sparseIndices dOut out softmaxMax softmaxSum actualSeqLengthsQueryOptional
+    aclTensor actualSeqLengthskvOptional queryRopeOptional keyRopeOptional
+    double    scaleValue
+    int64_t   sparseBlockSize
+    char      layoutOptional
+    int64_t   sparseMode preTokens nextTokens
+    bool      deterministic
+    aclTensor dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional
+""")
+LENGTHS = ("actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
+INF = 2147483647
+
+
+def base(
+    layout: str = "TND",
+    q: Sequence[int] = (3, 5),
+    kv: Sequence[int] = (70, 160),
+    N: int = 4,
+    D: int = 512,
+    Dr: int = 64,
+    dtype: torch.dtype = H,
+    mode: int = 3,
+    block: int = 1,
+    count: int = 48,
+    rope: bool = True,
+    lengths: bool = True,
+    tokens: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Args:
+    """The gradient of attention to selected keys.
+
+    Args:
+        q, kv: inclusive ends of TND's sequences; BSND: the first is S of each of len(q) items.
+        count: blocks that every row selects at most.
+        lengths: whether they are given; tokens: of the items of BSND, where these are not full.
+    """
+    items, t1, t2, given = sequences_of(layout, q, kv, tokens)
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if layout == "TND" else t.unflatten(0, (len(q), -1))
+
+    query, query_rope = shaped(draw(t1, N, D, d=dtype)), shaped(draw(t1, N, Dr, d=dtype))
+    key, key_rope = shaped(draw(t2, 1, D, d=dtype)), shaped(draw(t2, 1, Dr, d=dtype))
+    statistics = torch.ones((1, t1, N) if layout == "TND" else (len(q), 1, q[0], N), dtype=F32)
+    return filled(
+        PROTOTYPE,
+        query=query,
+        key=key,
+        value=shaped(draw(t2, 1, D, d=dtype)),
+        sparseIndices=shaped(lists(items, t1, mode, block, count)),
+        dOut=shaped(draw(t1, N, D, d=dtype)),
+        out=torch.zeros_like(query),
+        softmaxMax=torch.zeros_like(statistics),
+        softmaxSum=statistics,
+        **{
+            name: torch.tensor(lengths_of_side, dtype=I32)
+            for name, lengths_of_side in zip(LENGTHS, given, strict=True)
+            if lengths
+        },
+        queryRopeOptional=query_rope if rope else None,
+        keyRopeOptional=key_rope if rope else None,
+        scaleValue=0.04,
+        sparseBlockSize=block,
+        layoutOptional=layout,
+        sparseMode=mode,
+        preTokens=INF,
+        nextTokens=INF,
+        deterministic=False,
+        dQueryOut=torch.empty_like(query),
+        dKeyOut=torch.empty_like(key),
+        dValueOut=torch.empty_like(key),
+        dQueryRopeOutOptional=torch.empty_like(query_rope) if rope else None,
+        dKeyRopeOutOptional=torch.empty_like(key_rope) if rope else None,
+    )
+
+
+def joined(args: Args, argument: str, rope: str) -> torch.Tensor:
+    """Rows with their rope part."""
+    parts = [args[argument], args[rope]] if args[rope] is not None else [args[argument]]
+    return flat(torch.cat(parts, -1))
+
+
+def scores_of(args: Args, item: Item, query: torch.Tensor, key: torch.Tensor) -> Near:
+    """[rows * N, keys]: scaleValue Q K^T of a sequence."""
+    rows = near(query[item.row : item.row + item.rows].flatten(0, 1))
+    return (rows @ near(key[item.key : item.key + item.keys, 0]).T) * args["scaleValue"]
+
+
+def items_and_rows(args: Args) -> tuple[list[Item], torch.Tensor, torch.Tensor]:
+    """(sequences, query rows, key rows), rope included."""
+    query = joined(args, "query", "queryRopeOptional")
+    return items_of(args, *LENGTHS), query, joined(args, "key", "keyRopeOptional")
+
+
+def finish(args: Args, changed: frozenset[str]) -> None:
+    """out, softmaxMax and softmaxSum as the forward operator leaves them: zeros where nothing is seen."""
+    items, query, key = items_and_rows(args)
+    heads = args["query"].shape[-2]
+    value, out = flat(args["value"]), torch.zeros_like(flat(args["query"]))
+    top, total = torch.zeros(out.shape[:2]), torch.zeros(out.shape[:2])
+    for item in items:
+        visible = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        some = visible.any(-1)
+        if not visible.numel():
+            continue
+        p, m, s = softmax(scores_of(args, item, query, key), visible | ~some[:, None])
+        where = slice(item.row, item.row + item.rows)
+        rows = (p.value @ value[item.key : item.key + item.keys, 0].double()) * some[:, None]
+        out[where] = rows.reshape(out[where].shape).to(out.dtype)
+        top[where] = torch.where(some, m.value[:, 0], 0).reshape(item.rows, heads).float()
+        total[where] = torch.where(some, s.value[:, 0], 0).reshape(item.rows, heads).float()
+    if "out" not in changed:
+        args["out"] = out.reshape(args["query"].shape)
+    for name, rows in (("softmaxMax", top), ("softmaxSum", total)):
+        if name not in changed:
+            args[name] = rows.reshape(args[name].shape)
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K and dK = dS^T Q, times scaleValue."""
+    items, query, key = items_and_rows(args)
+    heads, dim, dtype = args["query"].shape[-2], args["query"].shape[-1], args["query"].dtype
+    value, given, out = (flat(args[name]) for name in ("value", "dOut", "out"))
+    sums = [near(torch.zeros(shape)) for shape in (query.shape, key.shape, value.shape)]
+    for item in items:
+        rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
+        visible = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        if not visible.numel():
+            continue
+        some = visible.any(-1, keepdim=True)
+        p = softmax(scores_of(args, item, query, key), visible | ~some)[0].only(visible, 0)
+        d_out = near(given[rows].flatten(0, 1))
+        d_p = d_out @ near(value[keys, 0]).T
+        d_s = p * (d_p - (d_out * near(out[rows].flatten(0, 1))).sum(-1))
+        d_s, p = d_s.rounded(dtype).only(visible, 0), p.rounded(dtype).only(visible, 0)
+        d_q = (d_s @ near(key[keys, 0])) * args["scaleValue"]
+        d_k = (d_s.T @ near(query[rows].flatten(0, 1))) * args["scaleValue"]
+        d_v = p.T @ d_out
+        for total, one, where in zip(sums, (d_q, d_k, d_v), (rows, keys, keys), strict=True):
+            total.prepare(where, one)
+    results = {}
+    pairs = (("dQueryOut", 0, 0), ("dKeyOut", 1, 0), ("dValueOut", 2, 0))
+    ropes = (("dQueryRopeOutOptional", 0, dim), ("dKeyRopeOutOptional", 1, dim))
+    for name, which, first in pairs + (ropes if args["queryRopeOptional"] is not None else ()):
+        last = dim if first == 0 else None
+        rounded_sum = sums[which].rounded(dtype)
+        shape = args[name].shape
+        results[name] = Near(
+            rounded_sum.value[..., first:last].reshape(shape), rounded_sum.slack[..., first:last].reshape(shape)
+        )
+    return results
+
 
 BSND = {"layout": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "value", "dOut", "out", "queryRopeOptional", "keyRopeOptional")
@@ -15,11 +171,9 @@ NO_ROPE = {"queryRopeOptional": None, "keyRopeOptional": None}
 REQUIRED = ("query", "key", "value", "sparseIndices", "dOut", "out", "softmaxMax", "softmaxSum", *OUTPUTS)
 
 
-CLAUSES = (
+CLAUSES = {
     # ---------------------------------------------------------------------------------------------------------- dtypes
-    clause(
-        "dtypes",
-        "Rows and their gradients are FLOAT16 or BFLOAT16, all of one dtype.",
+    "Rows and their gradients are FLOAT16 or BFLOAT16, all of one dtype.": [
         *(computes(dtype=d, rope=rope) for d in (H, BF) for rope in (True, False)),
         *(computes(dtype=d, **BSND) for d in (H, BF)),
         refuses(INVALID, "query", dtype=F32),
@@ -29,52 +183,36 @@ CLAUSES = (
         *(refuses(INVALID, name, **{name: to(d)}) for name in (*OUTPUTS, *ROPE_OUTPUTS) for d in (F32, BF)),
         refuses(INVALID, "key", key=to(I8)),
         refuses(INVALID, "value", value=to(F64)),
-    ),
-    clause(
-        "indices-dtype",
-        "sparseIndices is INT64 in the table and INT32 in the example: both are taken.",
+    ],
+    "sparseIndices is INT64 in the table and INT32 in the example: both are taken (ruling 12).": [
         *(computes(sparseIndices=to(d)) for d in (I32, I64)),
         *(computes(sparseIndices=to(d), **BSND) for d in (I32, I64)),
         *(refuses(INVALID, "sparseIndices", sparseIndices=to(d)) for d in (I16, U8, F32)),
-        ruling=12,
-    ),
-    clause(
-        "lengths-dtype",
-        "actualSeqLengthsQueryOptional and actualSeqLengthskvOptional are INT32, INT64 in the example: both are taken.",
+    ],
+    "actualSeqLengthsQueryOptional and actualSeqLengthskvOptional are INT32, in the example INT64: both (ruling 28).": [
         *(computes(**{name: to(d) for name in LENGTHS}) for d in (I32, I64)),
         *(refuses(INVALID, name, **{name: to(d)}) for name in LENGTHS for d in (F32, I16, I8)),
-        ruling=28,
-    ),
-    clause(
-        "statistics-dtype",
-        "softmaxMax and softmaxSum are FLOAT32.",
+    ],
+    "softmaxMax and softmaxSum are FLOAT32.": [
         *(refuses(INVALID, name, **{name: to(d)}) for name in ("softmaxMax", "softmaxSum") for d in (H, F64)),
-    ),
-    clause(
-        "formats",
-        "Tensors are ND.",
+    ],
+    "Tensors are ND.": [
         *(
             refuses(INVALID, name, **{name: fractal})
             for name in (*REQUIRED, "queryRopeOptional", "keyRopeOptional", *ROPE_OUTPUTS, *LENGTHS)
         ),
-    ),
+    ],
     # ---------------------------------------------------------------------------------------------- what must be there
-    clause(
-        "null",
-        "A null required tensor, value and its gradient among them.",
+    "Required tensors are not null, value and its gradient among them.": [
         *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
         refuses(NULL, "value", value=None, dValueOut=None),
-    ),
-    RUN_TIME,
-    clause(
-        "lengths-given",
-        "TND needs both lengths.",
+    ],
+    **RUN_TIME,
+    "TND needs both lengths.": [
         *(refuses(NULL, name, **{name: None}) for name in LENGTHS),
         refuses(NULL, " ".join(LENGTHS), **dict.fromkeys(LENGTHS)),
-    ),
-    clause(
-        "lengths-bsnd",
-        "BSND needs no lengths; given, they are the valid tokens of every item.",
+    ],
+    "BSND needs no lengths; given, they are the valid tokens of every item.": [
         computes(lengths=False, **BSND),
         computes(**BSND),
         computes(tokens=((2, 1), (60, 3)), **BSND),
@@ -82,10 +220,8 @@ CLAUSES = (
         computes(**{name: zeros(0, d=I32) for name in LENGTHS}, **BSND),
         computes(actualSeqLengthsQueryOptional=None, **BSND),
         *(forbids(name, **{name: ints(*n)}, **BSND) for name in LENGTHS for n in ((3,), (3, 71), (-1, 3))),
-    ),
-    clause(
-        "ropes",
-        "Both rope parts or none; their gradients exactly with them.",
+    ],
+    "Both rope parts or none; their gradients exactly with them.": [
         computes(rope=False),
         computes(rope=False, **BSND),
         refuses(NULL, "queryRopeOptional keyRopeOptional", queryRopeOptional=None),
@@ -93,27 +229,21 @@ CLAUSES = (
         *(refuses(NULL, name, **{name: None}) for name in ROPE_OUTPUTS),
         forbids(" ".join(ROPE_OUTPUTS), **NO_ROPE),
         computes(rope=False, dQueryRopeOutOptional=zeros(0, d=H), dKeyRopeOutOptional=zeros(0, d=H)),
-    ),
-    clause(
-        "layouts",
-        "layoutOptional is BSND or TND; null is BSND.",
+    ],
+    "layoutOptional is BSND or TND; null is BSND.": [
         computes(),
         computes(**BSND),
         computes(layoutOptional=None, **BSND),
         *(forbids("layoutOptional", layoutOptional=x) for x in ("BNSD", "BSH", "SBH", "tnd", "")),
         forbids("query", layoutOptional="BSND"),
         forbids("query", layoutOptional="TND", **BSND),
-    ),
+    ],
     # ---------------------------------------------------------------------------------------------------------- shapes
-    clause(
-        "ranks",
-        "query, key, value, sparseIndices, dOut, out, softmaxMax and softmaxSum have as many axes as each other.",
+    "query, key, value, sparseIndices, dOut, out, softmaxMax and softmaxSum have as many axes as each other.": [
         *(forbids(name, **{name: deeper}) for name in REQUIRED[1:]),
         forbids("query", query=deeper),
-    ),
-    clause(
-        "shapes",
-        "Shapes agree in T1, T2, N1, D, Dr and G; gradients have the shape of what they belong to.",
+    ],
+    "Shapes agree in T1, T2, N1, D, Dr and G; gradients have the shape of what they belong to.": [
         *(forbids(f"{name} key", **{name: longer}) for name in REQUIRED[2:]),
         *(forbids(name, **{name: longer}) for name in ("queryRopeOptional", "keyRopeOptional", *ROPE_OUTPUTS)),
         *(forbids(name, **{name: widened}) for name in ("dOut", "out", "softmaxSum", *OUTPUTS)),
@@ -122,16 +252,12 @@ CLAUSES = (
         *(forbids(name, **{name: widened}) for name in ROPE_OUTPUTS),
         *(forbids(name, **{name: widened}, **BSND) for name in ("softmaxSum", "dOut", "dKeyOut")),
         *(forbids(name, **{name: longer}, **BSND) for name in ("key", "value", "sparseIndices", "softmaxSum")),
-    ),
-    clause(
-        "heads",
-        "N1 is 1, 2, 4, 8, 16, 32, 64 or 128.",
+    ],
+    "N1 is 1, 2, 4, 8, 16, 32, 64 or 128.": [
         *(computes(N=n, count=20) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
         *(forbids("query", N=n) for n in (3, 5, 24, 256)),
-    ),
-    clause(
-        "one-key-head",
-        "N2 is 1.",
+    ],
+    "N2 is 1.": [
         *(
             forbids("key value sparseIndices softmaxMax", **{name: lambda old: old.expand(-1, 2, -1)})
             for name in ("key", "sparseIndices")
@@ -146,30 +272,22 @@ CLAUSES = (
             softmaxMax=zeros(2, 5, 2),
             softmaxSum=zeros(2, 5, 2),
         ),
-    ),
-    clause(
-        "dims",
-        "D is 512, Dr 64.",
+    ],
+    "D is 512, Dr 64.": [
         *(forbids("query", D=n) for n in (256, 511, 513, 128)),
         *(forbids("queryRopeOptional keyRopeOptional", Dr=n) for n in (32, 65, 128)),
         forbids("keyRopeOptional queryRopeOptional", keyRopeOptional=widened),
-    ),
-    clause(
-        "count",
-        "sparseIndices has K = 2048 entries per row.",
+    ],
+    "sparseIndices has K = 2048 entries per row.": [
         *(forbids("sparseIndices", sparseIndices=zeros(5, 1, n, d=I32)) for n in (1, 64, 1024, 2047, 4096)),
         computes(q=(2,), kv=(2100,), N=2, count=2048),
-    ),
-    clause(
-        "batch",
-        "B is 1 to 256.",
+    ],
+    "B is 1 to 256.": [
         computes(q=ends(256), kv=ends(256), N=1),
         forbids("query actualSeqLengthsQueryOptional", q=ends(257), kv=ends(257), N=1),
         forbids("query", layout="BSND", q=(1,) * 257, kv=(1,), N=1),
-    ),
-    clause(
-        "tokens",
-        "S1 and S2 are 1 to 128K.",
+    ],
+    "S1 and S2 are 1 to 128K.": [
         *(
             forbids(
                 "key query actualSeqLengthskvOptional",
@@ -200,48 +318,33 @@ CLAUSES = (
             dQueryRopeOutOptional=lambda old: old.new_empty(131073, 1, 64),
             **{name: lambda old: old.expand(1, 131073, 1) for name in ("softmaxMax", "softmaxSum")},
         ),
-    ),
-    clause(
-        "unequal",
-        "S1 and S2 may differ, either way.",
+    ],
+    "S1 and S2 may differ, either way.": [
         *(computes(q=(7,), kv=(3,), mode=mode) for mode in (0, 3)),
         *(computes(q=(1,), kv=(90,), mode=mode) for mode in (0, 3)),
         computes(layout="BSND", q=(7, 7), kv=(3,)),
-    ),
+    ],
     # ------------------------------------------------------------------------------------------------------- attributes
-    clause(
-        "blocks",
-        "sparseBlockSize is 1, 8, 16, 32 or 64; blocks end with the keys that a row sees.",
+    "sparseBlockSize is 1, 8, 16, 32 or 64; blocks end with the keys that a row sees.": [
         *(computes(block=n, mode=mode, count=3) for n in (1, 8, 16, 32, 64) for mode in (0, 3)),
         *(computes(block=n, count=2, **BSND) for n in (8, 64)),
         *(forbids("sparseBlockSize", sparseBlockSize=n) for n in (0, 2, 4, 24, 65, 128, -1)),
-    ),
-    clause(
-        "modes",
-        "sparseMode is 0, no mask, or 3, causal from the lower right corner.",
+    ],
+    "sparseMode is 0, no mask, or 3, causal from the lower right corner.": [
         *(computes(mode=mode, **over) for mode in (0, 3) for over in ({}, BSND, {"rope": False})),
         *(forbids("sparseMode", sparseMode=n) for n in (1, 2, 4, 5, 6, 7, 8, 9, -1)),
-    ),
-    clause(
-        "window",
-        "preTokens and nextTokens take 2147483647 alone, and act in mode 4 alone, which is not offered.",
+    ],
+    "preTokens and nextTokens take 2147483647 alone, and act in mode 4 alone, which is not offered.": [
         *(forbids(name, **{name: n}) for name in ("preTokens", "nextTokens") for n in (65536, 0, -1)),
-    ),
-    clause(
-        "window-int64",
-        "The largest INT64, which torch_npu passes by default, stands for 2147483647.",
+    ],
+    "The largest INT64, which torch_npu passes by default, stands for 2147483647 (ruling 20).": [
         *(computes(**{name: 2**63 - 1}) for name in ("preTokens", "nextTokens")),
-        ruling=20,
-    ),
-    clause(
-        "deterministic",
-        "deterministic is a bool; results repeat with either.",
+    ],
+    "deterministic is a bool; results repeat with either.": [
         repeats(deterministic=False),
         repeats(deterministic=True, **BSND),
-    ),
-    clause(
-        "lengths",
-        "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2.",
+    ],
+    "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2 (ruling 28).": [
         computes(q=(2, 2, 5), kv=(10, 20, 60)),
         computes(q=(2, 5), kv=(0, 60)),
         forbids("actualSeqLengthsQueryOptional", actualSeqLengthsQueryOptional=ints(3, 6)),
@@ -250,54 +353,40 @@ CLAUSES = (
         forbids("actualSeqLengthskvOptional", actualSeqLengthskvOptional=ints(160, 70)),
         forbids(" ".join(LENGTHS), actualSeqLengthsQueryOptional=ints(5)),
         forbids(" ".join(LENGTHS), actualSeqLengthskvOptional=ints(70, 100, 160)),
-        ruling=28,
-    ),
-    clause(
-        "lengths-end",
-        "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.",
+    ],
+    "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.": [
         forbids("actualSeqLengthsQueryOptional", actualSeqLengthsQueryOptional=ints(2, 3)),
         forbids("actualSeqLengthskvOptional", actualSeqLengthskvOptional=ints(70, 90), count=0),
-    ),
+    ],
     # --------------------------------------------------------------------------------------------------------- numbers
-    clause(
-        "formulas",
-        "dV = P^T dO, dS = P * (dO V^T - FlashSoftmaxGrad(dO, O)), dQ = dS K and dK = dS^T Q, scaled once.",
+    "dV = P^T dO, dS = P * (dO V^T - FlashSoftmaxGrad(dO, O)), dQ = dS K and dK = dS^T Q, scaled once.": [
         *(computes(q=(20, 45), kv=(90, 200), dtype=d, N=8, rope=rope) for d in (H, BF) for rope in (True, False)),
         *(computes(scaleValue=s) for s in (0.0, 1 / 24, 0.2, -0.04)),
         *(computes(mode=mode, count=2048, **over) for mode in (0, 3) for over in ({}, BSND)),
         computes(value=lambda old: old * 3),
         computes(count=1),
         computes(count=0),
-    ),
-    clause(
-        "value-is-key",
-        "value may hold what key holds; each has its own gradient.",
+    ],
+    "value may hold what key holds; each has its own gradient.": [
         computes(q=(5,), kv=(60,), value=drawn(60, 1, 512, d=H)),
-    ),
-    clause(
-        "indices",
-        "sparseIndices names blocks of the row's own sequence.",
+    ],
+    "sparseIndices names blocks of the row's own sequence.": [
         *(
             forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
             for n in (160, 90, -2, 2**30)
         ),
         forbids("sparseIndices", block=16, sparseIndices=lambda old: old.index_fill(-1, torch.tensor(0), 10)),
-    ),
-    clause(
-        "empty-query",
-        "Without query rows it returns at once.",
+    ],
+    "Without query rows it returns at once (ruling 24).": [
         computes(q=(0,), kv=(20,)),
         computes(layout="BSND", q=(0, 0), kv=(20,)),
-        ruling=24,
-    ),
-    clause(
-        "strides",
-        "Every tensor may be non-contiguous.",
+    ],
+    "Every tensor may be non-contiguous.": [
         *(computes(**{name: gapped}) for name in ("query", "key", "value", "dOut", "out", *OUTPUTS, *ROPE_OUTPUTS)),
         *(computes(**{name: swapped}) for name in ("query", "queryRopeOptional", "dQueryOut", "dOut")),
         computes(sparseIndices=gapped),
         computes(sparseIndices=gapped, **BSND),
-    ),
-)
+    ],
+}
 
 PAGE = Page("aclnnSparseFlashAttentionGrad", PROTOTYPE, base, formula, CLAUSES, finish)

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from clauses import sparse_flash_mla_calls as forward
+from clauses import sparse_flash_mla as forward
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, H
 from clauses.near import Near, near
-from clauses.sparse_flash_mla_calls import ENTRIES, SIDES, flat, keys_of, lengths_of, row_entries
-from clauses.table import NULL, TILING, Args, Page, clause, computes, forbids, prototype, refuses, taken_over
+from clauses.sparse_flash_mla import ENTRIES, SIDES, flat, keys_of, lengths_of, row_entries
+from clauses.table import NULL, TILING, Args, Page, computes, forbids, merged, prototype, refuses, taken_over
 from clauses.values import draw, ints, widened, zeros
 
 PROTOTYPE = prototype("""
@@ -101,60 +101,59 @@ def formula(args: Args) -> dict[str, Near]:
 
 ROWS = "query dOut out oriKv dQuery dOriKv"
 ENDS = " ".join(f"cuSeqlens{side}" for side in SIDES)
-CLAUSES = (
-    *of_parameters(
-        f"{ROWS} lse", ROWS, "lse dSinks", ENDS,
-        {"oriMaskMode": (1, 2, 5), "cmpMaskMode": (0, 4), "cmpRatio": (0, -4), "layoutQ": ("BNSD",),
-         "layoutKv": ("BSND", "PA_BBND")}, "query dOut dQuery dOriKv dCmpKv cmpSoftmaxL1Norm",
+CLAUSES = merged(
+    of_parameters(
+        f"{ROWS} lse",
+        ROWS,
+        "lse dSinks",
+        ENDS,
+        {
+            "oriMaskMode": (1, 2, 5),
+            "cmpMaskMode": (0, 4),
+            "cmpRatio": (0, -4),
+            "layoutQ": ("BNSD",),
+            "layoutKv": ("BSND", "PA_BBND"),
+        },
+        "query dOut dQuery dOriKv dCmpKv cmpSoftmaxL1Norm",
     ),
-    clause(
-        "kinds",
-        "A window alone, with all compressed keys, or with chosen ones; lists of keys of another chip.",
-        *(computes(kind=kind, **over) for kind in ("window", "all", "chosen", "keys") for over in ({}, BSND)),
-        *(computes(dtype=d) for d in (H, BF)),
-        *(computes(mode=mode) for mode in (0, 3)),
-        ruling=42,
-    ),
-    clause(
-        "sinks",
-        "sinks are needed; their gradient is part of the results.",
-        *(computes(sinks=lambda old, n=n: torch.full_like(old, n)) for n in (-1e4, 0.0, 5.0)),
-        refuses(TILING, "sinks", sinks=None, dSinks=None),
-        forbids("dSinks", dSinks=widened),
-    ),
-    clause(
-        "padding",
-        "Rows behind seqused, and rows without keys, have no gradient.",
-        computes(sequsedQ=ints(2, 0, d=torch.int32)),
-        computes(rows=(9, 5), tokens=(4, 5)),
-        forbids("sequsedQ", sequsedQ=ints(1, 99, d=torch.int32)),
-        forbids("sequsedOriKv", sequsedOriKv=ints(1, 99, d=torch.int32)),
-        forbids("sequsedCmpKv", sequsedCmpKv=ints(1, 99, d=torch.int32)),
-        ruling=42,
-    ),
-    clause(
-        "lists",
-        "The norm has a column for every entry of a list, 0 of those that are not read.",
-        computes(cmpSparseIndices=lambda old: torch.full_like(old, -1)),
-        computes(cmpSparseIndices=zeros(8, 1, ENTRIES, d=torch.int32)),
-        forbids("cmpSoftmaxL1Norm", cmpSoftmaxL1Norm=widened),
-        forbids("oriSoftmaxL1Norm", kind="keys", oriSoftmaxL1Norm=widened),
-        refuses(NULL, "cmpTopkLength", cmpTopkLength=zeros(8, 1, d=torch.int32)),
-        refuses(NULL, "oriSparseIndices", oriSparseIndices=zeros(8, 1, 4, d=torch.int32)),
-        refuses(NULL, "oriTopkLength", oriTopkLength=zeros(8, 1, d=torch.int32)),
-    ),
-    clause(
-        "numbers",
-        "Any scale; a window; a residual; metadata of any content.",
-        *(computes(scaleValue=s) for s in (0.0, -0.04)),
-        computes(window=(2, 1)),
-        *(forbids(name, oriMaskMode=3) for name in ("oriWinLeft",)),
-        forbids("oriWinLeft", mode=3, oriWinRight=0),
-        forbids("cmpResidualKv", cmpRatio=3),
-        forbids("cmpResidualKv", cmpResidualKv=ints(4, 2, d=torch.int32)),
-        forbids("cmpKv", cmpKv=widened),
-        refuses(NULL, "dCmpKv", dCmpKv=None),
-        computes(metadata=ints(*range(-5, 5), d=torch.int32)),
-    ),
-)  # fmt: skip
+    {
+        "A window alone, with all compressed keys, or with chosen ones; lists of keys of another chip (ruling 42).": [
+            *(computes(kind=kind, **over) for kind in ("window", "all", "chosen", "keys") for over in ({}, BSND)),
+            *(computes(dtype=d) for d in (H, BF)),
+            *(computes(mode=mode) for mode in (0, 3)),
+        ],
+        "sinks are needed; their gradient is part of the results.": [
+            *(computes(sinks=lambda old, n=n: torch.full_like(old, n)) for n in (-1e4, 0.0, 5.0)),
+            refuses(TILING, "sinks", sinks=None, dSinks=None),
+            forbids("dSinks", dSinks=widened),
+        ],
+        "Rows behind seqused, and rows without keys, have no gradient (ruling 42).": [
+            computes(sequsedQ=ints(2, 0, d=torch.int32)),
+            computes(rows=(9, 5), tokens=(4, 5)),
+            forbids("sequsedQ", sequsedQ=ints(1, 99, d=torch.int32)),
+            forbids("sequsedOriKv", sequsedOriKv=ints(1, 99, d=torch.int32)),
+            forbids("sequsedCmpKv", sequsedCmpKv=ints(1, 99, d=torch.int32)),
+        ],
+        "The norm has a column for every entry of a list, 0 of those that are not read.": [
+            computes(cmpSparseIndices=lambda old: torch.full_like(old, -1)),
+            computes(cmpSparseIndices=zeros(8, 1, ENTRIES, d=torch.int32)),
+            forbids("cmpSoftmaxL1Norm", cmpSoftmaxL1Norm=widened),
+            forbids("oriSoftmaxL1Norm", kind="keys", oriSoftmaxL1Norm=widened),
+            refuses(NULL, "cmpTopkLength", cmpTopkLength=zeros(8, 1, d=torch.int32)),
+            refuses(NULL, "oriSparseIndices", oriSparseIndices=zeros(8, 1, 4, d=torch.int32)),
+            refuses(NULL, "oriTopkLength", oriTopkLength=zeros(8, 1, d=torch.int32)),
+        ],
+        "Any scale; a window; a residual; metadata of any content.": [
+            *(computes(scaleValue=s) for s in (0.0, -0.04)),
+            computes(window=(2, 1)),
+            *(forbids(name, oriMaskMode=3) for name in ("oriWinLeft",)),
+            forbids("oriWinLeft", mode=3, oriWinRight=0),
+            forbids("cmpResidualKv", cmpRatio=3),
+            forbids("cmpResidualKv", cmpResidualKv=ints(4, 2, d=torch.int32)),
+            forbids("cmpKv", cmpKv=widened),
+            refuses(NULL, "dCmpKv", dCmpKv=None),
+            computes(metadata=ints(*range(-5, 5), d=torch.int32)),
+        ],
+    },
+)
 PAGE = Page("aclnnSparseFlashMlaGrad", PROTOTYPE, base, formula, CLAUSES, finish)

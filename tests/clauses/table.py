@@ -8,8 +8,9 @@ parameter, spelled as the page spells it; a function of the old value gives a ne
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -85,36 +86,25 @@ def fails_to_run(code: int, names: str, /, **second: Any) -> Check:
     return Check({}, (code,), tuple(names.split()), second)
 
 
-@dataclass(frozen=True, eq=False)
-class Clause:
-    """One thing that a page says, in our words.
+# The statements of a page, and calls that show each. "(ruling N)" ends a statement that docs/rulings.md decides
+# otherwise than the page, or on which the page contradicts itself.
+Clauses = Mapping[str, Sequence[Check]]
 
-    Args:
-        id: short, unique on its page.
-        text: one sentence.
-        checks: calls that show it.
-        ruling: the number of docs/rulings.md that decides otherwise than the page, or where it contradicts itself.
-    """
-
-    id: str
-    text: str
-    checks: tuple[Check, ...]
-    ruling: int | None = None
+RUN_TIME: Clauses = {
+    "What fails at run time: no workspace, too little of it, a stream or an executor that ended.": [
+        fails_to_run(RUNTIME, "workspace", workspace=None),
+        fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
+        fails_to_run(RUNTIME, "stream", stream="closed"),
+        fails_to_run(RUNTIME, "executor", again=True),
+    ],
+}
 
 
-def clause(id: str, text: str, *checks: Check, ruling: int | None = None) -> Clause:
-    """A row of a table."""
-    return Clause(id, text, checks, ruling)
-
-
-RUN_TIME = clause(
-    "run-time",
-    "What fails at run time: no workspace, too little of it, a stream or an executor that ended.",
-    fails_to_run(RUNTIME, "workspace", workspace=None),
-    fails_to_run(RUNTIME, "workspace", workspace=torch.empty(1, dtype=U8)),
-    fails_to_run(RUNTIME, "stream", stream="closed"),
-    fails_to_run(RUNTIME, "executor", again=True),
-)
+def merged(*tables: Clauses) -> Clauses:
+    """The clauses of several tables, in which no statement stands twice."""
+    result = {text: checks for table in tables for text, checks in table.items()}
+    assert len(result) == sum(map(len, tables))
+    return result
 
 
 class Parameter(NamedTuple):
@@ -172,16 +162,12 @@ class Page:
     prototype: tuple[Parameter, ...]
     base: Callable[..., Args]
     formula: Callable[[Args], dict[str, Near]]
-    clauses: tuple[Clause, ...]
+    clauses: Clauses
     finish: Callable[[Args, frozenset[str]], None] | None = None
 
-    def parts(self) -> Iterator[tuple[Clause, Check]]:
-        """Every check with its clause."""
-        return ((clause, check) for clause in self.clauses for check in clause.checks)
-
-    def __len__(self) -> int:
-        """Calls and parameters that are checked."""
-        return len(self.prototype) + sum(1 for _ in self.parts())
+    def checks(self) -> Iterator[Check]:
+        """The calls of all clauses."""
+        return chain.from_iterable(self.clauses.values())
 
 
 def _shown(value: Any) -> str:

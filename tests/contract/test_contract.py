@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.records import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, one, outcome
+from support.records import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, of_versions, one, outcome
 from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding
@@ -23,10 +23,6 @@ from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops.auxiliary.definitions import CONTRACTS
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.plan import Plan
-
-# Every day the rules of the newest version of each function; most are those of the versions before.
-slow = pytest.mark.slow
-NEWEST = {re.sub(r"_?[vV]\d+(?=$|Grad$|_)", "", name): name for name in CONTRACTS}.values()
 
 # --------------------------------------------------------------------------------------------- samples, invalid samples
 
@@ -40,7 +36,7 @@ def test_every_sample_is_legal(name: str) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NEWEST else slow) for name in CONTRACTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
     op = CONTRACTS[name]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.records import EVERY_INTERFACE, Args, call, layouts
+from support.records import EVERY_INTERFACE, Args, call, layouts, of_versions, starts
 
 from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
@@ -72,15 +72,6 @@ def odd_values(p: Param) -> list[Any]:
     if isinstance(p, Attr):
         candidates = {int: INTS, float: FLOATS + INTS, str: WORDS, Band: BANDS}.get(p.type, [True, False])
     return [*candidates, *OBJECTS, *(INTS + FLOATS + WORDS + LISTS)[::3]]
-
-
-def starts(op: Op) -> list[Args]:
-    """Settings of legal calls that are small enough for golden, every optional tensor among them."""
-    results: list[Args] = [{}]
-    for rule in op.asked:
-        if rule.given and rule.given not in results and rule.given.get("S1", 0) < 100:
-            results.append(dict(rule.given))
-    return results
 
 
 @st.composite
@@ -162,7 +153,7 @@ def fuzz(op: Op, examples: int) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", CONTRACTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_strange_values(name: str) -> None:
     fuzz(CONTRACTS[name], 50 if name in RECORDS else 15)
 

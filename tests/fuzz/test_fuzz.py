@@ -42,6 +42,7 @@ def test_many_calls(family: str, calls: range, noted: list[str], pytestconfig: p
     noted[-1] += f", {time.perf_counter() - start:.0f} s"
 
 
+@pytest.mark.slow
 def test_a_call_is_made_again_by_its_number() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "attention", "1234"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

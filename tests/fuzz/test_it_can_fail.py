@@ -1,14 +1,14 @@
 """Mistakes on purpose: each is seen within a few dozen calls, so a suite that is green has looked."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from . import attention, caches, decode, dense, formulas, indexer, loss, sparse, training, two_phase
+from . import attention, caches, decode, dense, formulas, indexer, loss, sparse, training
 from .core import Drawn, Mismatch, Value, compare, drawn, exact, judge
 from .formulas import Rows
 
@@ -195,21 +195,6 @@ def no_clamp(monkeypatch: Patch) -> None:
     monkeypatch.setattr(loss, "LEAST", 1e-30)
 
 
-@around(two_phase, "exact")
-def other_code(right: Any, value: torch.Tensor) -> Value:
-    return right(torch.where(value == 561002, 561000, value))
-
-
-@around(two_phase, "call")
-def written_beside(right: Any, op: Any, args: Any, outputs: Mapping[str, Any], *content: bool, **how: bool) -> Any:
-    """Somebody writes one byte of an output's gap, or of a refused call's output."""
-    result = right(op, args, outputs, *content, **how)
-    for tensor in outputs.values():
-        if tensor is not None and tensor.untyped_storage().nbytes():
-            tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
-    return result
-
-
 MISTAKES: tuple[tuple[str, Mistake], ...] = (
     *((f, of_rows(m)) for f in ("attention", "training", "decode", "infer", "sparse") for m in (scale, heads)),
     *((f, of_rows(m)) for f in ("attention", "training", "sparse") for m in (one_key, one_tile, no_sink)),
@@ -222,7 +207,6 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
     *(("sparse", m) for m in (of_rows(once), holes_are_passed, no_delta)),
     *(("indexer", m) for m in (holes_are_passed, slots_close_up, ties_from_behind, no_gate)),
     *(("loss", m) for m in (of_rows(scale), loss_of_means, no_clamp, no_gate)),
-    *(("two_phase", m) for m in (other_code, written_beside)),
 )
 
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_other_devices_are_not_its_concern() -> None:
     assert devices == ["cpu"]
 
 
+def test_inductor_is_wrapped_while_the_device_is_installed() -> None:
+    module = importlib.import_module("torch._inductor.compile_fx")
+    inside = module.compile_fx
+    npu.uninstall()
+    assert module.compile_fx is not inside
+
+
 @pytest.mark.slow
 def test_a_layer_trains_under_inductor() -> None:
     torch.manual_seed(0)
@@ -99,7 +107,7 @@ LENGTHS: list[list[int] | torch.Tensor] = [[2, 6], torch.tensor([2, 6])]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["list", "host tensor"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_lengths_stay_in_host_memory(backend: str, lengths: list[int] | torch.Tensor) -> None:
     x = torch.randn(6, 2, 16, device="npu", requires_grad=True)
 
@@ -114,14 +122,18 @@ def test_lengths_stay_in_host_memory(backend: str, lengths: list[int] | torch.Te
         same_bits(mine.cpu(), theirs.cpu())
 
 
-def test_lengths_that_a_graph_returns_are_the_hosts() -> None:
+WAYS = [partial(compiling, devices=[]), pytest.param(torch.compile, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("compiler", WAYS, ids=["in its place", "inductor"])
+def test_lengths_that_a_graph_returns_are_the_hosts(compiler: Callable[..., Any]) -> None:
     x, lengths = torch.randn(2, 2, 8, 16, device="npu"), torch.tensor([8, 5])
 
     def call(x: torch.Tensor, lengths: torch.Tensor) -> Any:
         how: dict[str, Any] = {"num_heads": 2, "input_layout": "BNSD", "scale": 0.25}
         return npu.npu_fused_infer_attention_score(x, x, x, actual_seq_lengths_kv=lengths, **how)[0], lengths + 1, x + 1
 
-    for got, want in zip(torch.compile(call, fullgraph=True)(x, lengths), call(x, lengths), strict=True):
+    for got, want in zip(compiler(call, fullgraph=True)(x, lengths), call(x, lengths), strict=True):
         assert got.device == want.device
         same_bits(got.cpu(), want.cpu())
 

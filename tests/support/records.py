@@ -1,15 +1,18 @@
 """Calls records: returns their errors and warnings, and the functions that they describe."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
 from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY
+from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
 
 INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
@@ -21,6 +24,7 @@ AUXILIARY_INTERFACES: dict[str, Callable[..., Any]] = {
 }
 EVERY_INTERFACE = INTERFACES | AUXILIARY_INTERFACES
 Args = dict[str, Any]
+NEWEST = {re.sub(r"_?[vV]\d+(?=$|Grad$|_)", "", name): name for name in CONTRACTS}.values()
 ATTENTION = RECORDS["attention"]
 PACKED = {"input_layout": "TND"}
 
@@ -28,6 +32,21 @@ PACKED = {"input_layout": "TND"}
 def layouts(op: Op) -> list[Args]:
     """Returns sample options for each layout of a record; [{}] if the record has no layouts."""
     return [{op.layout_attr: layout} for layout in op.layouts] or [{}]
+
+
+def of_versions(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Returns the marks of a record's case: every day the newest version of a function, whose rules are mostly those of
+    the versions before."""
+    return () if name in NEWEST else (pytest.mark.slow,)
+
+
+def starts(op: Op) -> list[Args]:
+    """Returns sample options of small legal calls in which every optional tensor occurs: {}, and those of the rules."""
+    results: list[Args] = [{}]
+    for rule in op.asked:
+        if rule.given and rule.given not in results and rule.given.get("S1", 0) < 100:
+            results.append(dict(rule.given))
+    return results
 
 
 def outcome(op: Op, args: Args, **flags: bool) -> tuple[tuple[Failure, ...], list[str]]:
