@@ -1,111 +1,69 @@
-"""Pooling of windows under the interpreter: roundings away from golden, of values that are not finite too."""
+"""Pooling of windows under the interpreter: roundings away from float64, of values that are not finite too."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
+from support.pooling import Case, both, computed, expected, specified
 
+from fusion_attention.backends import triton
 from fusion_attention.backends.triton.windows import launch
-from fusion_attention.contract import bind
-from fusion_attention.ops.compressed.pooling import OUT, RECORD, Pooling, PoolingBackward
+from fusion_attention.ops.compressed.pooling import PoolingBackward
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.torch_ops.eager import run
+from fusion_attention.torch_ops import eager
 
-Tensor = torch.Tensor
-Case = dict[str, Any]
-CASES: tuple[Case, ...] = (
-    {},
-    {"overlap": True},
-    {"overlap": True, "kv_len": [11, 3]},
-    {"overlap": True, "kv_len": [11, 3], "packed": True, "dtype": torch.bfloat16},
-    {"ratio": 20, "size": 45, "dtype": torch.float16},
-    {"overlap": True, "before": True, "biased": False},
-    {"ratio": 1, "overlap": True, "size": 3},
-    {"ratio": 7, "size": 5},
-)
-
-
-def lowered(
-    ratio: int = 4, overlap: bool = False, size: int = 13, kv_len: list[int] | None = None, packed: bool = False,
-    before: bool = False, biased: bool = True, dtype: torch.dtype = torch.float32,
-) -> Pooling:  # fmt: skip
-    """A call on rows that lie in strided memory between NaN."""
-    generator, channels = torch.Generator().manual_seed(3), 20 * (1 + overlap)
-    rows, lengths = (sum(kv_len or ()),) if packed else (2, size), kv_len or [size, size]
-    memory = [torch.full((*rows, 3, channels + 3), torch.nan, dtype=dtype) for _ in range(2)]
-    kv, gate = (t[..., 1:, 2:-1] for t in memory)
-    for t in (kv, gate):
-        for b, n in enumerate(lengths):
-            sequence = t[sum(lengths[:b]) :][:n] if packed else t[b, :n]
-            sequence.copy_(torch.randn(sequence.shape, generator=generator))
-    bias = torch.randn(ratio, channels, generator=generator) if biased else None
-    args = {
-        "kv": kv, "gate": gate, "position_bias": bias, "ratio": ratio, "overlap": overlap, "before": before,
-        "layout": "TND" if packed else "BSND", "kv_len": kv_len,
-        "windows": sum(n // ratio for n in lengths) if packed else 0,
-    }  # fmt: skip
-    call: Pooling = RECORD.lower(bind(RECORD, args))
-    return call
+OVERLAPPING = Case(dim=20, lengths=(13, 13))
+CASES = [
+    (Case(overlap=False, dim=20, lengths=(13, 13)), torch.float32),
+    (OVERLAPPING, torch.float32),
+    (Case(dim=20, lengths=(11, 3)), torch.float32),
+    (Case(dim=20, lengths=(11, 3), packed=True), torch.bfloat16),
+    (Case(ratio=20, overlap=False, dim=20, lengths=(45, 45), size=45), torch.float16),
+    (Case(dim=20, lengths=(13, 13), before=True, biased=False), torch.float32),
+    (Case(ratio=1, dim=20, lengths=(3, 3), size=3), torch.float32),
+    (Case(ratio=7, overlap=False, dim=20, lengths=(5, 5), size=5), torch.float32),
+]
+run = partial(eager.run, backend="triton")
 
 
-def results(call: Pooling, dout: Tensor, backend: str) -> dict[str, Tensor]:
-    return run(call, backend) | run(PoolingBackward(call, dout), backend)
-
-
-def in_float64(call: Pooling) -> Pooling:
-    tensors = {name: None if t is None else t.double() for name, t in call.tensors.items()}
-    args = {"ratio": call.problem.ratio, "overlap": call.problem.overlap, "before": bool(call.extents.lo.any())}
-    lengths = call.extents.kv_len.tolist() if call.layout == "TND" else None
-    args |= {"layout": call.layout, "kv_len": lengths, "windows": call.windows if lengths else 0}
-    exact: Pooling = RECORD.lower(bind(RECORD, {**tensors, **args}))
-    return exact
-
-
-def upstream(call: Pooling) -> Tensor:
-    like = call.results()[OUT]
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(5)).to(like.dtype)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_and_gradients(case: Case) -> None:
-    call = lowered(**case)
-    dout = upstream(call)
-    got = results(call, dout, "triton")
-    exact = in_float64(call)
-    if case.get("kv_len") and not case.get("packed"):
-        exact = RECORD.lower(bind(RECORD, {**exact.tensors, "ratio": 4, "overlap": True, "layout": "BSND",
-                                          "kv_len": case["kv_len"], "before": False}))  # fmt: skip
-    compare_with(str(case), got, lambda: results(exact, dout.double(), "golden"))
+@pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
+def test_results_and_gradients(case: Case, dtype: torch.dtype) -> None:
+    compare_with(str(case), computed(case, dtype, run), lambda: expected(case, dtype))
 
 
 def test_ranges_of_results_do_not_depend_on_what_else_is_computed() -> None:
-    call = lowered(overlap=True)
-    dout = upstream(call)
-    first, again = results(call, dout, "triton"), results(call, dout, "triton")
-    same_bits(again, first)
-    without = run(PoolingBackward(call, dout, of_bias=False), "triton")
-    same_bits(without, {name: first[name] for name in without})
+    rows, gates, dout = (
+        OVERLAPPING.rows(1, torch.float32),
+        OVERLAPPING.rows(2, torch.float32),
+        OVERLAPPING.upstream(torch.float32),
+    )
+    call = OVERLAPPING.lowered(rows, gates, OVERLAPPING.table())
+    first = both(call, dout, run)
+    same_bits(both(call, dout, run), first)
+    same_bits(tuple(run(PoolingBackward(call, dout, of_bias=False)).values()), first[1:3])
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("name", ["kv", "gate", "dout"])
+@pytest.mark.parametrize("name", ["rows", "gates", "dout"])
 def test_what_is_not_finite_reaches_what_it_reaches_in_float64(name: str, value: float) -> None:
-    call = lowered(overlap=True)
-    dout = upstream(call)
-    {**call.tensors, "dout": dout}[name][0, 1, 0, 3:9] = value  # type: ignore[index]
-    if name == "kv":
-        call.given("gate")[0, 1, 0, 3:6] = -200  # a weight that no float32 holds
-    want = results(in_float64(call), dout.double(), "golden")
-    got = results(call, dout, "triton")
-    same_where_not_finite({"all": [*got.values()]}, {"all": [*want.values()]}, name)
+    case = OVERLAPPING
+    given = {
+        "rows": case.rows(1, torch.float32),
+        "gates": case.rows(2, torch.float32),
+        "dout": case.upstream(torch.float32),
+    }
+    given[name][0, 1, 0, 3:9] = value
+    if name == "rows":
+        given["gates"][0, 1, 0, 3:6] = -200  # a weight that no float32 holds
+    got = both(case.lowered(given["rows"], given["gates"], case.table()), given["dout"], run)
+    same_where_not_finite({"all": got}, {"all": specified(case, **given)}, name)
 
 
 def test_bytes_of_scratch() -> None:
-    call = lowered(overlap=True)
+    case = OVERLAPPING
+    call = case.lowered(case.rows(1, torch.float32), case.rows(2, torch.float32), case.table())
     p, e = call.problem, call.extents
-    from fusion_attention.backends import triton
-
     needed = triton.workspace_bytes(p, e, "pooling_backward")
     assert needed == 4 * (3 * 6 * 2 * 20 + launch.RANGES * 4 * 40)
     assert triton.workspace_bytes(p, e, "pooling") == 0

@@ -5,17 +5,17 @@ Rows lie in strided memory between NaN.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_dense import VARIANTS
+from support.pooling import NAMES, Case, Run, both, computed, expected, specified
 
 from fusion_attention.backends import cpu
-from fusion_attention.contract import bind
-from fusion_attention.ops.compressed.pooling import OUT, RECORD, Pooling, PoolingBackward
+from fusion_attention.ops.compressed.pooling import OUT
 from fusion_attention.ops.shared.pooling import Windows, pooled
 from fusion_attention.testing.compare import compare
 from fusion_attention.testing.drawn import compare_with, expected_of
@@ -24,114 +24,19 @@ Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sequences of rows, packed or padded to `size` rows.
+def core(variant: str | None = None) -> Run:
+    """A function that computes lowered calls by a variant of the core."""
 
-    Args:
-        dim: channels of a result. before: as of Windows.
-    """
+    def run(call: Any) -> dict[str, Tensor]:
+        results = call.results()
+        filled = call.fill(results)
+        filled.begin()
+        plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, variant)
+        getattr(cpu, call.op_kind)(call.problem, call.extents, plan, *filled.operands)
+        filled.finish()
+        return results
 
-    ratio: int = 4
-    overlap: bool = True
-    dim: int = 24
-    heads: int = 2
-    lengths: tuple[int, ...] = (11, 0, 3, 8)
-    size: int = 13
-    packed: bool = False
-    biased: bool = True
-    before: bool = False
-
-    @property
-    def channels(self) -> int:
-        return self.dim * (1 + self.overlap)
-
-    def rows(self, seed: int, dtype: torch.dtype) -> Tensor:
-        """Rows [B, size, heads, channels], with NaN around and behind every sequence."""
-        generator = torch.Generator().manual_seed(seed)
-        memory = torch.full((len(self.lengths), self.size, self.heads + 1, self.channels + 3), torch.nan, dtype=dtype)
-        rows = memory[:, :, 1:, 2:-1]
-        for b, n in enumerate(self.lengths):
-            rows[b, :n] = torch.randn(rows[b, :n].shape, generator=generator, dtype=torch.float64).to(dtype)
-        return rows
-
-    def pack(self, rows: Tensor, windows: bool = False) -> Tensor:
-        """Padded rows (or windows) as this case has them in memory."""
-        counts = [max(n // self.ratio - self.before, 0) if windows else n for n in self.lengths]
-        return torch.cat([rows[b, :n] for b, n in enumerate(counts)]) if self.packed else rows
-
-    def table(self) -> Tensor | None:
-        generator = torch.Generator().manual_seed(9)
-        return torch.randn(self.ratio, self.channels, generator=generator) if self.biased else None
-
-    def lowered(self, rows: Tensor, gates: Tensor, bias: Tensor | None) -> Pooling:
-        counts = [max(n // self.ratio - self.before, 0) for n in self.lengths]
-        args = {
-            "kv": rows, "gate": gates, "position_bias": bias, "ratio": self.ratio, "overlap": self.overlap,
-            "layout": "TND" if self.packed else "BSND", "kv_len": list(self.lengths), "before": self.before,
-            "windows": sum(counts) if self.packed else 0,
-        }  # fmt: skip
-        call: Pooling = RECORD.lower(bind(RECORD, args))
-        return call
-
-    def upstream(self, dtype: torch.dtype) -> Tensor:
-        """Gradients of padded results, NaN behind the last one."""
-        room = max(self.size // self.ratio - self.before, 0)
-        dout = torch.randn(len(self.lengths), room, self.heads, self.dim, generator=torch.Generator().manual_seed(5))
-        for b, n in enumerate(self.lengths):
-            dout[b, max(n // self.ratio - self.before, 0) :] = torch.nan
-        return dout.to(dtype)
-
-
-def computed(call: Any, variant: str | None) -> dict[str, Tensor]:
-    """The results of a lowered call by a variant of the core."""
-    results = call.results()
-    filled = call.fill(results)
-    filled.begin()
-    plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, variant)
-    getattr(cpu, call.op_kind)(call.problem, call.extents, plan, *filled.operands)
-    filled.finish()
-    return results
-
-
-def both(call: Pooling, dout: Tensor, variant: str | None) -> tuple[Tensor, ...]:
-    """out, dkv, dgate, and dbias if there is a bias."""
-    return *computed(call, variant).values(), *computed(PoolingBackward(call, dout), variant).values()
-
-
-def run(case: Case, dtype: torch.dtype, variant: str | None) -> tuple[Tensor, ...]:
-    """out, dkv, dgate, and dbias if there is a bias."""
-    rows, gates = (case.pack(case.rows(seed, dtype)) for seed in (1, 2))
-    dout = case.pack(case.upstream(dtype), windows=True)
-    return both(case.lowered(rows, gates, case.table()), dout, variant)
-
-
-def witness(rows: Tensor, gates: Tensor, table: Tensor, case: Case) -> Tensor:
-    """Results of one sequence: the rows of each window by their numbers."""
-    ratio, halves = case.ratio, 1 + case.overlap
-    offset = torch.arange(-ratio if case.overlap else 0, ratio)
-    token = torch.arange(len(rows) // ratio)[:, None] * ratio + offset
-    half = (offset >= 0).long() if case.overlap else torch.zeros_like(offset)
-    row = token.clamp(min=0)
-    there = (token >= 0)[..., None, None]
-    x, z = (t.unflatten(-1, (halves, case.dim))[row, :, half.expand_as(row)] for t in (rows, gates))
-    z = z + table.unflatten(-1, (halves, case.dim))[row % ratio, half.expand_as(row)][:, :, None]
-    weights = z.masked_fill(~there, -torch.inf).softmax(1)
-    return (weights * x.masked_fill(~there, 0)).sum(1)[int(case.before) :]
-
-
-def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The results of run() in float64."""
-    leaves = [case.rows(1, dtype).double().nan_to_num(), case.rows(2, dtype).double().nan_to_num()]
-    table = case.table()
-    leaves.append(torch.zeros(case.ratio, case.channels).double() if table is None else table.double())
-    leaves = [t.requires_grad_() for t in leaves]
-    dout = case.upstream(dtype).double().nan_to_num()
-    ones = [witness(leaves[0][b, :n], leaves[1][b, :n], leaves[2], case) for b, n in enumerate(case.lengths)]
-    out = torch.stack([torch.cat((one, dout.new_zeros(dout.shape[1] - len(one), *dout.shape[2:]))) for one in ones])
-    gradients = torch.autograd.grad(out, leaves, dout)
-    results = case.pack(out.detach(), windows=True), case.pack(gradients[0]), case.pack(gradients[1])
-    return *results, *(gradients[2:] if case.biased else ())
+    return run
 
 
 CASES = [
@@ -158,9 +63,9 @@ CASES = [
     ids=str,
 )
 def test_results_and_gradients(case: Case, dtype: torch.dtype) -> None:
-    wanted = expected_of(lambda: expected(case, dtype), run(case, dtype, None))
+    wanted = expected_of(lambda: expected(case, dtype), computed(case, dtype, core()))
     for variant in VARIANTS:
-        for name, got, want in zip(("out", "dkv", "dgate", "dbias"), run(case, dtype, variant), wanted, strict=False):
+        for name, got, want in zip(NAMES, computed(case, dtype, core(variant)), wanted, strict=False):
             compare(f"{variant} {name}", got, want)
 
 
@@ -180,10 +85,10 @@ def test_bits_do_not_depend_on_threads_or_on_packing(dtype: torch.dtype, overlap
     many = {"lengths": (1200, 0, 7, 333, 64), "size": 1203, "dim": 96, "heads": 1, "overlap": overlap}
     padded, packed = Case(**many), Case(**many, packed=True)
     with threads(1):
-        want = run(padded, dtype, None)
+        want = computed(padded, dtype, core())
     for case, count in ((padded, 5), (packed, 1), (packed, 3)):
         with threads(count):
-            got = run(case, dtype, None)
+            got = computed(case, dtype, core())
         kept = (padded.pack(want[0]), *want[1:3]) if case is padded else want[:3]
         if case is packed:
             of = (packed.pack(want[0], windows=True), packed.pack(want[1]), packed.pack(want[2]))
@@ -195,7 +100,7 @@ def test_bits_do_not_depend_on_threads_or_on_packing(dtype: torch.dtype, overlap
 def test_large_results_are_the_same_bits_past_the_caches() -> None:
     """Gradients of more than 8 MiB are streamed, and equal those of two calls that are not."""
     case = Case(lengths=(3000, 3000), size=3000, dim=512, heads=1, packed=True)
-    whole = run(case, torch.bfloat16, None)
+    whole = computed(case, torch.bfloat16, core())
     rows, gates = (case.pack(case.rows(seed, torch.bfloat16)) for seed in (1, 2))
     dout = case.pack(case.upstream(torch.bfloat16), windows=True)
     for b in range(2):
@@ -206,7 +111,7 @@ def test_large_results_are_the_same_bits_past_the_caches() -> None:
             part = slice(at.start + first - lead, at.start + first + 1000)
             places = slice(windows.start + first // 4, windows.start + (first + 1000) // 4)
             call = one.lowered(rows[part], gates[part], case.table())
-            out, dkv, dgate, _ = both(call, dout[places], None)
+            out, dkv, dgate, _ = both(call, dout[places], core())
             same_bits(out, whole[0][places], "results")
             for got, want in ((dkv, whole[1]), (dgate, whole[2])):
                 same_bits(got[lead:-4, :, 512:], want[part][lead:-4, :, 512:], "gradients of the last half")
@@ -231,16 +136,8 @@ def test_what_is_not_finite_reaches_what_it_reaches_in_float64(case: Case, fill:
     given["gates"][0, 7:, 0, 4] = -torch.inf if name == "gates" else 0.0
     if name == "rows":
         given[name][0, 6, 0, 15:19] = value
-    table = case.table()
-    got = both(case.lowered(given["rows"], given["gates"], table), given["dout"], variant)
-    leaves = [given[n].double() for n in ("rows", "gates")]
-    assert table is not None
-    leaves = [t.requires_grad_() for t in (*leaves, table.double())]
-    out = pooled(leaves[0], leaves[1], leaves[2], Windows(case.ratio, case.overlap, case.lengths))
-    room = out.shape[1]
-    used = torch.tensor([n // case.ratio for n in case.lengths])[:, None, None, None]
-    dout = given["dout"].double().where(torch.arange(room)[None, :, None, None] < used, 0)
-    want = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    got = both(case.lowered(given["rows"], given["gates"], case.table()), given["dout"], core(variant))
+    want = specified(case, given["rows"], given["gates"], given["dout"])
     same_where_not_finite({"all": got}, {"all": want}, fill)
 
 
@@ -256,7 +153,7 @@ def test_large_values_and_gates_overflow_nothing(variant: str, overlap: bool) ->
         def program(z: Tensor = z) -> tuple[Tensor, ...]:
             return (pooled(rows.double(), z.double(), None, Windows(4, overlap)),)
 
-        got = computed(case.lowered(rows, z, None), variant)[OUT]
+        got = core(variant)(case.lowered(rows, z, None))[OUT]
         assert wide.isfinite().all()
         compare_with("large", (got,), program)
 
@@ -266,4 +163,4 @@ def test_bad_arguments_of_the_core_are_refused() -> None:
     call = case.lowered(case.rows(1, torch.float32), case.rows(2, torch.float32), None)
     more = replace(call, extents=replace(call.extents, q_len=call.extents.q_len + 4))
     with pytest.raises(ValueError, match="a sequence has fewer rows than its windows"):
-        computed(more, None)
+        core()(more)

@@ -6,7 +6,10 @@ import pytest
 
 from benchmarks import schedule
 
-pytestmark = pytest.mark.skipif(schedule.compiler() is None, reason="no C++ compiler is here to build the plans with")
+pytestmark = [
+    pytest.mark.slow,  # compiles the plans; `make test-core` runs the same program
+    pytest.mark.skipif(schedule.compiler() is None, reason="no C++ compiler is here to build the plans with"),
+]
 
 # On 8, 16 and 64 threads. The clock is exact and kernels take what they say, so a floor is what the plans reach, less
 # what a change of a kernel's cost may take.
@@ -58,7 +61,6 @@ def speedup(program: Path, family: str, case: str, *threads: int) -> dict[int, f
     return next(row.speedup for row in rows if (row.family, row.case) == (family, case))
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "case"), FLOORS)
 def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -> None:
     result = speedup(program, family, case, 8, 16, 64)
@@ -82,7 +84,6 @@ def test_no_clock_runs_faster_than_its_threads(program: Path, family: str, case:
     assert all(1.0 <= value <= threads * 1.0001 for threads, value in result.items()), result
 
 
-@pytest.mark.slow
 def test_threads_that_sleep_agree_with_the_clock(program: Path, tmp_path: Path) -> None:
     sleeping = schedule.build(tmp_path, sleeps=True)
     for family, case in (("forward", "B1 N8 S1024 causal"), ("backward", "B1 N32/8 S2048 causal")):

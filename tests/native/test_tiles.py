@@ -120,6 +120,7 @@ def checked(path: str) -> None:
         assert not {PRODUCT, "vdpbf16ps"} <= names
 
 
+@pytest.mark.slow  # disassembles the module
 @pytest.mark.skipif("v4+amx" not in _native.cpu_features()["built"], reason="the compiler does not know AMX")
 @pytest.mark.skipif(not (shutil.which("objdump") and shutil.which("readelf")), reason="no objdump or readelf")
 def test_tiles_multiply_and_nothing_undoes_it() -> None:

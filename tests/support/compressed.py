@@ -175,7 +175,7 @@ def pooled_by_loops(
         pairs = [(gate[p][..., c] + bias[p % ratio][c], kv[p][..., c]) for p, c in before + current]
         weights = torch.stack([z for z, _ in pairs]).softmax(0)
         results.append(sum(weight * x for weight, (_, x) in zip(weights, pairs, strict=True)))
-    return torch.stack(results) if results else kv.new_zeros(0, *kv.shape[1:-1], half if overlap else 2 * half)
+    return torch.stack(results) if results else kv.new_zeros(0, *kv.shape[1:-1], half if overlap else kv.shape[-1])
 
 
 DTYPES = ("float32", "float16", "bfloat16")

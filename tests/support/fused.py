@@ -40,7 +40,8 @@ class FusedCase(Named):
         prefix: number of keys of a shared prefix; its tensor has one key more.
         keys, values: kind of the scales of stored integers, a key of MODES, or "".
         bits: 8 or 4; joint: scales of keys and values are one tensor; offsets: integers have offsets.
-        full: int8 query with a scale for each product. latent: int8 query with rope parts and a scale for each row.
+        full: int8 query with a scale for each product. factor: of its weights, which are rounded.
+        latent: int8 query with rope parts and a scale for each row.
         shares: the values are the keys.
         out: kind of the scale of an int8 output: "", "tensor" or "channel".
     """
@@ -75,6 +76,7 @@ class FusedCase(Named):
     joint: bool = False
     offsets: bool = False
     full: bool = False
+    factor: float = 127.0
     latent: bool = False
     shares: bool = False
     out: str = ""
@@ -327,7 +329,7 @@ def _mask(case: FusedCase, n: Args) -> Tensor | None:
 def _quantised(case: FusedCase, n: Args) -> Args:
     args: Args = {}
     if case.full:
-        args = {"dequant_scale1": torch.tensor([0.002]), "quant_scale1": torch.tensor([127.0])}
+        args = {"dequant_scale1": torch.tensor([0.002]), "quant_scale1": torch.tensor([case.factor])}
         args["dequant_scale2"] = torch.tensor([0.0004])
     elif case.latent:
         scale = rows_of(case, [s[..., None] for s in n["row_scale"]], "BSND" if case.inside == "BSH" else case.inside,
@@ -420,7 +422,7 @@ def item(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
     mean = empty & in_band & (keys > 0) & (not case.precise & 2) & (not case.sink)
     weights = torch.where(mean[:, None], torch.ones_like(weights), weights)
     if case.full:
-        weights = (127 * weights).round()
+        weights = (case.factor * weights).round().clamp(-128, 127)
     total = torch.where(mean[:, None], keys, total)
     out = (weights @ v) / torch.where(empty[:, None] & ~mean[:, None], torch.ones_like(total), total)
     out = out.masked_fill((empty & ~mean)[:, None], 0)

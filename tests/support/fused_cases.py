@@ -86,6 +86,7 @@ INTEGERS = [
     ),
     FusedCase(full=True, dim=64, dim_v=64, q_len=(130, 4), kv_len=(1100, 3), mode=3, layout="BNSD"),
     *(FusedCase(full=True, dim=32, dim_v=32, out=kind, offsets=True) for kind in ("tensor", "channel")),
+    *(FusedCase(full=True, dim=32, dim_v=32, factor=factor) for factor in (3.0, 200.0)),
     *(
         FusedCase(latent=True, rope=16, dim=64, dim_v=64, heads_q=8, heads_kv=1, dtype="bfloat16", layout=x, store=s,
                   shares=True, q_len=q, mode=m)

@@ -6,6 +6,7 @@ Unused memory is poison: unused pages and slots contain NaN, and unused table en
 import math
 import random
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,15 @@ class Case:
         views["dequant_v"] = dequant_of(self.v, self.form, size, self.seed + 3)
         return replace(operands, **views)
 
+    @cached_property
+    def remade(self) -> Call:
+        """The call with a problem whose expected errors are those of integer keys.
+
+        A program may round dequantised rows to the dtype, or products of query rows and scales to 16 bits.
+        """
+        kind = "int8" if self.problem.kv_dtype else ""  # int4 rows are not packed here
+        return replace(self.call, problem=replace(self.call.problem, kv_dtype=kind))
+
 
 def store(tensors: list[torch.Tensor], kind: str, dequant: str, rng: random.Random) -> Stored:
     """Returns the tensors quantised, with scales and perhaps offsets; without a kind, returns them unchanged."""
@@ -221,15 +231,6 @@ def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
     torch.set_num_threads(threads)
     cpu.attention_forward(case.problem, extents, schedule, operands)
     return results(case.call, operands)
-
-
-def remade(case: Case) -> Call:
-    """Returns the call with a problem whose expected errors are those of integer keys.
-
-    A program may round dequantised rows to the dtype, or products of query rows and scales to 16 bits.
-    """
-    kind = "int8" if case.problem.kv_dtype else ""  # int4 rows are not packed here
-    return replace(case.call, problem=replace(case.call.problem, kv_dtype=kind))
 
 
 def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0) -> Case:

@@ -109,10 +109,6 @@ def native(call: Call, variant: str | None = None, packed: bool = True, threads:
 
 def judge(call: Call, got: Results, want: Results, at: Any) -> None:
     """Compares results: empty rows exactly, all other rows within the errors of rounding."""
-    operands = load(call, call.problem.torch_dtype, torch.float32)
-    result = sizes(call.problem, call.extents, operands)
-    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
-    size = {name: read(views[name].over(result[name]), call.q) for name in got}
     for b in range(len(call.extents)):
         if call.extents.q_len[b] == 0 or call.extents.kv_len[b] == 0:
             for name in got:
@@ -120,7 +116,7 @@ def judge(call: Call, got: Results, want: Results, at: Any) -> None:
             continue
         assert torch.equal(got["max"][b] == -math.inf, want["max"][b] == -math.inf), (at, b)
         for name, values in got.items():
-            compare(f"{at} {name}", values[b], Expected(want[name][b], size[name][b]))
+            compare(f"{at} {name}", values[b], Expected(want[name][b], call.sizes[name][b]))
 
 
 def unit_views(problem: Problem, q_len: int, kv_len: int) -> tuple[Extents, Operands]:

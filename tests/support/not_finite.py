@@ -118,13 +118,13 @@ def hides(what: Any, name: str, at: tuple[int, ...], fill: float, run: Run) -> N
 
 
 def every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool, run: Run) -> None:
+    """Tests elements and rows of every tensor; the three places of a tensor take the three values, in turns."""
     full = arguments_of(family, case, positive)
-    for name in names:
-        for at in strides(full[name]) if full[name] is not None else ():
-            for fill in FILLS:
-                args = cloned(full)
-                args[name][at] = fill
-                family(case, args, run)
+    for n, name in enumerate(names):
+        for i, at in enumerate(strides(full[name]) if full[name] is not None else ()):
+            args = cloned(full)
+            args[name][at] = FILLS[(n + i + positive) % 3]
+            family(case, args, run)
 
 
 def outlasts(dtype: str, run: Run) -> None:

@@ -5,7 +5,7 @@ Memory is poisoned: sequences are strided and offset in buffers of NaN, and resu
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem, Stats
 from fusion_attention.testing import cut_tiles
+from fusion_attention.testing.expected import sizes
 
 Tensors = list[torch.Tensor]
 Results = dict[str, Tensors]
@@ -46,6 +47,14 @@ class Call:
     sink: torch.Tensor | None = None
     seed: int = 5
     offset: int = 9
+
+    @cached_property
+    def sizes(self) -> Results:
+        """The expected errors of results() in the problem's dtype, of the tensors at the first use."""
+        operands = load(self, self.problem.torch_dtype, torch.float32)
+        size = sizes(self.problem, self.extents, operands)
+        views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
+        return {name: read(view.over(size[name]), self.q) for name, view in views.items()}
 
 
 def poison(dtype: torch.dtype, size: int) -> torch.Tensor:

@@ -1,12 +1,9 @@
-"""Cases of sparse attention and of the indexer: operands in memory filled with NaN, golden's results, and a reference.
-
-The reference, plain(), reads the lists of keys entry by entry as CANN's page describes; it uses neither the lowering
-nor a back end.
-"""
+"""Cases of sparse attention and of the indexer: operands in memory filled with NaN, golden's results, and readers of
+their lists of keys, entry by entry as CANN's page describes, without the lowering and a back end."""
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,7 +17,7 @@ from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
 from fusion_attention.ops.sparse import api_definition as sparse_own
 from fusion_attention.ops.sparse import definitions as sparse
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.testing.expected import expected_of
@@ -28,7 +25,6 @@ from fusion_attention.torch_ops.eager import run
 
 Call = TypeVar("Call", bound=Any)
 WILD = 1 << 30  # an invalid page number
-WIDE = torch.float64
 
 
 @dataclass(frozen=True)
@@ -354,7 +350,7 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
     return run(IndexerBackward(call, dy, indices), backend)
 
 
-# -------------------------------------------------------------------------------------------- references without golden
+# ----------------------------------------------------------------------------------------------- readers without golden
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
@@ -376,95 +372,6 @@ def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
     return torch.stack([tensor[place] for place in places]) if places else tensor[0, :0]
 
 
-def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Yields (sequence, key head, row, tokens) for every row of a case that attends to a token."""
-    for b, rows in enumerate(case.q_len):
-        lists = part(case, args["sparse_indices"], "q", b)
-        for row, head in np.ndindex(rows, case.heads_kv):
-            tokens = selected(case, lists[row, head].tolist(), b, row)
-            if tokens:
-                yield b, head, row, tokens
-
-
-def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results of a case if no row attends to a key: zeros, except for the statistics of a sink."""
-    stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
-    results: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
-    results |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
-    if not case.page:
-        given = {f"d{name}": args[name] for name in DIFFERENTIABLE}
-        results |= {name: torch.zeros(t.shape, dtype=WIDE) for name, t in given.items() if t is not None}
-    if case.sink:
-        for b, rows in enumerate(case.q_len):
-            if case.kv_len[b] and rows:
-                part(case, results["max"], "q", b)[:] = args["sinks"].to(WIDE)
-                part(case, results["sum"], "q", b)[:] = 1
-    return results
-
-
-def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Computes a case by the formulas, row by row with gathers in float64, as a reference for golden."""
-    result = _nothing(case, args)
-    for place in _each_row(case, args):
-        _plain_row(case, args, place, result)
-    for name in ("max", "sum"):
-        grouped = result[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
-        result[name] = grouped.movedim(-2, 0 if case.packed else 1)
-    return result
-
-
-def _plain_row(
-    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], results: Results
-) -> None:
-    """Computes a row of one key head's query heads: writes its results to `results`, and adds to every gradient there.
-
-    place: (b, key head, row, tokens), as _each_row() yields.
-    """
-    b, head, row, tokens = place
-    group = case.heads_q // case.heads_kv
-    heads = slice(head * group, (head + 1) * group)
-
-    def row_of(name: str) -> Tensor:
-        return part(case, args[name], "q", b)[row, heads].to(WIDE)
-
-    def gathered(name: str) -> Tensor:
-        return keys_of(case, args, name, b)[tokens, head].to(WIDE)
-
-    def store(name: str, value: Tensor) -> None:
-        part(case, results[name], "q", b)[row, heads] = value
-
-    def add(name: str, value: Tensor) -> None:
-        at = torch.tensor(tokens)
-        part(case, results[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
-
-    q, k, dy = row_of("query"), gathered("key"), row_of("dy")
-    v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
-    if case.dim_rope:
-        q, k = torch.cat((q, row_of("query_rope")), -1), torch.cat((k, gathered("key_rope")), -1)
-    scores = case.scale * (q @ k.mT)
-    sink = args["sinks"].to(WIDE)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
-    top = torch.maximum(scores.amax(-1, keepdim=True), sink)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
-    out = (weights @ v) / total
-    for name, value in (("out", out), ("max", top[:, 0]), ("sum", total[:, 0])):
-        store(name, value)
-    if case.page:
-        return
-    p = weights / total
-    delta = (dy * out).sum(-1, keepdim=True)
-    ds = p * (dy @ v.mT - delta)
-    dq, dk = case.scale * (ds @ k), case.scale * (ds.mT @ q)
-    store("dquery", dq[:, : case.dim_qk])
-    add("dkey", dk[:, : case.dim_qk])
-    add("dkey" if case.shares_kv else "dvalue", p.mT @ dy)
-    if case.dim_rope:
-        store("dquery_rope", dq[:, case.dim_qk :])
-        add("dkey_rope", dk[:, case.dim_qk :])
-    if case.sink:
-        results["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
-
-
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
     """Returns an indexer's scores of sequence b, [rows, keys], computed in dtype `wide`; -inf for an invisible key."""
     q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
@@ -473,24 +380,3 @@ def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dt
     key = torch.arange(case.kv_len[b])
     ends = torch.tensor([case.seen(b, row) for row in range(case.q_len[b])], dtype=torch.int64)
     return scores.masked_fill(key >= ends[:, None], -math.inf)
-
-
-def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices: Tensor) -> Results:
-    """Computes an indexer's gradients at given indices row by row with gathers in float64."""
-    results = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
-    for b, rows in enumerate(case.q_len):
-        for row in range(rows):
-            entries = part(case, indices, "q", b)[row].flatten().tolist()
-            seen = case.seen(b, row)
-            used = next((n for n, e in enumerate(entries) if e == -1 or n >= seen), len(entries))
-            slots = [n for n in range(used) if entries[n] < seen]
-            at = torch.tensor([entries[n] for n in slots], dtype=torch.int64)
-            q, w = (part(case, args[name], "q", b)[row].to(WIDE) for name in ("query", "weights"))
-            k = keys_of(case, args, "key", b)[at, 0].to(WIDE)
-            dy = part(case, args["dy"], "q", b)[row].flatten()[slots].to(WIDE)
-            dots = q @ k.mT
-            ds = dy * w[:, None] * (dots > 0)
-            part(case, results["dweights"], "q", b)[row] = (dy * dots.relu()).sum(-1)
-            part(case, results["dquery"], "q", b)[row] = ds @ k
-            part(case, results["dkey"], "kv", b)[:, 0].index_add_(0, at, ds.mT @ q)
-    return results
