@@ -10,6 +10,7 @@ from support.selected import close
 
 import fusion_attention as fa
 from fusion_attention.testing import check
+from fusion_attention.testing.drawn import compare_with
 
 SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
 
@@ -96,6 +97,43 @@ def test_packed_sequences_and_threads_change_no_bit() -> None:
         same_bits(compute(case, lowered(args), args["dy"], "cpu"), want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "golden"])
+def test_compressed_keys_alone(backend: str) -> None:
+    """A sequence may have none of its own keys left: statistics and gradients are those of the compressed ones."""
+    q, c, sink = torch.randn(1, 2, 2, 8), torch.randn(1, 3, 1, 8, requires_grad=True), torch.randn(2)
+    given = {"ratio": 2, "residual": [1], "sink": sink, "return_lse": True, "backend": backend}
+    out, lse = fa.compressed_attention(q, c[:, :0], c, **given)
+    (gradient,) = torch.autograd.grad(out.sum(), (c,))
+
+    def formula() -> tuple[torch.Tensor, ...]:
+        keys = c.detach().double().requires_grad_()
+        scores = torch.einsum("bshd,bkhd->bhsk", q.double(), keys.expand(1, 3, 2, 8)) * 8**-0.5
+        scores = torch.cat((scores, sink.double()[:, None, None].expand(1, 2, 2, 1)), -1)
+        rows = torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1)[..., :3], keys.expand(1, 3, 2, 8))
+        return rows, scores.logsumexp(-1)
+
+    compare_with(backend, (out.detach(), lse.detach()), lambda: tuple(t.detach() for t in formula()))
+    assert gradient.isfinite().all()
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_without_compressed_keys_it_is_attention(window: int | None) -> None:
+    q, k, sink = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(4)
+    none = k[:, :0]
+    band = fa.Band.window(window - 1) if window else None
+    out = fa.compressed_attention(q, k, none, ratio=16, band=band, sink=sink)
+    visible = torch.ones(6, 9).tril(3).triu(4 - (window or 9)).bool()
+
+    def windowed() -> tuple[torch.Tensor]:
+        by_heads = q.double().transpose(1, 2), k.double().transpose(1, 2)
+        scores = (by_heads[0] @ by_heads[1].mT / 4).masked_fill(~visible, -torch.inf)
+        scores = torch.cat((scores, sink.double()[:, None, None].expand(2, 4, 6, 1)), -1)
+        return ((scores.softmax(-1)[..., :-1] @ by_heads[1]).transpose(1, 2),)
+
+    compare_with("window", (out,), windowed)
 
 
 def test_positions_count_from_the_compressed_keys() -> None:

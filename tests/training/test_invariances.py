@@ -210,3 +210,15 @@ def test_packed_equals_padded(case: Case) -> None:
         for b in range(len(case.q_len)):
             same_bits(split(padded, apart, b), split(case, together, b))
         same_bits(apart["dsink"], together["dsink"], "dsink")
+
+
+@pytest.mark.parametrize(
+    "case", [*LARGE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
+)
+def test_threads_and_repetition_do_not_matter(case: Case) -> None:
+    args = operands(case)
+    want = compute(case, args)
+    same_bits(compute(case, args), want)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        same_bits(compute(case, args), want)
