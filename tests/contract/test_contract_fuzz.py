@@ -129,6 +129,8 @@ def try_call(op: Op, args: Args) -> None:
             assert bound.code in (161001, 161002, 561002)
         if op.name in EVERY_INTERFACE:  # the two-phase functions take handles: tests/acl/test_aclnn.py
             answer, error = refusal(lambda: call(op, args))
+            if "acl_format" in args and isinstance(args["acl_format"], torch.Tensor):
+                return  # the functions read the tensor's format, the record a number
             if isinstance(error, BackendError):
                 assert not refused
                 assert "float64" in answer or "meta" in answer

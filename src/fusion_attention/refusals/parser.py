@@ -28,6 +28,7 @@ _DTYPES = {
     "i8": torch.int8, "int8": torch.int8, "u8": torch.uint8, "uint8": torch.uint8,
     "i16": torch.int16, "int16": torch.int16, "i32": torch.int32, "int32": torch.int32, "int": torch.int32,
     "i64": torch.int64, "int64": torch.int64, "long": torch.int64, "bool": torch.bool,
+    "uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64,
     "complex64": torch.complex64, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 _SIZED = ("empty", "zeros", "ones", "randn", "rand")
