@@ -1,11 +1,20 @@
-"""The mutations of attention to lists on GPUs; part of mutations.py's."""
+"""The mutations of attention to lists; part of mutations.py's."""
 
 from mutant import package
 
 FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_updates.py"
 SHARED_OUT = f"{FORWARD}::test_lists_of_few_tokens_are_shared_out"
 SUMS = "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks"
+PREPARED = "torch_ops/test_prepared_calls.py"
 LISTS = [
+    package("compressed keys are read by the other keys' page table", "ir/places.py",
+          'return "compressed_table" if name.endswith("_compressed") else "table"', 'return "table"',
+          f"{PREPARED}::test_other_tensors_of_a_prepared_signature"),
+    package("an entry of the longest sequence exists in every one", "ops/sparse/checks.py",
+          "int(kv_len.min())", "int(kv_len.max())", f"{PREPARED}::test_lists_that_change_in_place"),
+    package("a sequence without keys returns its sink as statistics", "ops/sparse/call.py",
+          "int(extents.q_len[b])).fill_(True)", "int(extents.q_len[b])).fill_(False)",
+          "sparse/test_sparse.py::test_golden_against_autograd"),
     package("Triton: an entry behind the last block wraps around", "backends/triton/selected/selection.py",
           "tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK", "entry * BLOCK",
           f"{FORWARD}::test_no_list_makes_a_row_read_outside"),

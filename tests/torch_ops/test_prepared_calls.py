@@ -286,6 +286,18 @@ def test_a_table_that_changes_in_place() -> None:
             fa.decode_attention(q, (pages, pages), **given)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("entry", [5, -2, 2**31 - 1])
+def test_lists_that_change_in_place(entry: int, dtype: torch.dtype) -> None:
+    """An entry of the second sequence, of which the first sequence has a key."""
+    q, k = rows(2, 3, 4, 16), rows(2, 9, 1, 16, seed=1)
+    lists = torch.arange(4).expand(2, 3, 1, 4).to(dtype).contiguous()
+    same_bits_of(lambda: fa.sparse_attention(q, k, None, lists, kv_len=[9, 4]))
+    lists[1, 2, 0, 3] = entry
+    with pytest.raises(ContractError, match=rf"got {entry} at batch 1, row 2, slot 3, outside \[-1, 4\)"):
+        fa.sparse_attention(q, k, None, lists, kv_len=[9, 4])
+
+
 def test_tensors_whose_storage_was_emptied() -> None:
     q, k, v = rows(2, 1, 4, 16), rows(2, 9, 2, 16), rows(2, 9, 2, 16)
     same_bits_of(lambda: fa.decode_attention(q, (k, v)))
