@@ -190,7 +190,7 @@ class TensorList:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
-    """An allocation for a torch storage, which exists while handles refer to it."""
+    """Returns the Memory of a torch storage, without a copy; aclTensor handles keep it, and so the storage, alive."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
 
 

@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def peers(device: torch.device) -> dict[str, str]:
-    """Returns for every possible peer its release, or the reason why it is not timed."""
+    """Returns the version of each library that can be compared on a device, or the reason why it is not timed."""
     results = {"torch SDPA": str(torch.__version__)}
     results["FlashAttention (flash_attn)"] = _flash_attn(device) or (
         "not installed" if device.type == "cuda" else "computes only on GPUs"

@@ -38,7 +38,7 @@ class JudgeError(ValueError):
 
 
 class MissingError(JudgeError):
-    """A call that lacks a required argument, or outputs."""
+    """A call to be judged lacks a required argument, or has no outputs."""
 
 
 @dataclass(frozen=True, eq=False)

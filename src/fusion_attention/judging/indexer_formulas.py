@@ -226,15 +226,15 @@ class Compared:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A target that is an operand of the call, for some rows and its elements.
+    """The target distribution of an indexer's loss that is an argument of the call, for some query rows.
 
     Attributes:
-        p: the target's elements, 0 where they are not read.
-        key: the key of each element; the number of keys for an element without a key.
-        read: bool, true for elements that are read.
+        p: [rows, elements]: the probabilities; 0 for elements that the operator does not read.
+        key: [rows, elements]: the index of each element's key; the number of keys for an element without a key.
+        read: [rows, elements], bool: true for elements that the operator reads.
         mass: [rows, 1]: sum of p, or 1 if `unit`.
         unit: True if p counts as a distribution that sums to 1.
-        squares: [rows, keys]: sum of dI^2 over the elements of a key.
+        squares: [rows, keys]: sum of dI^2, the squared gradients of the indexer's scores, over the elements of a key.
     """
 
     p: Tensor

@@ -54,10 +54,15 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
-    """Returns the public function of a definition whose calls return all results of the operator, in its order.
+    """Returns the public function of an operator (op), which returns all its results as a tuple, in its order.
 
-    module: the name of the module that has the function. like: the argument whose dtype absent results have. cast: the
-    arguments that autocast converts, `like` first.
+    A result that a call does not compute is an empty tensor.
+
+    Args:
+        op: the operator definition.
+        module: the name of the module that has the function.
+        like: the name of the argument whose dtype empty tensors have.
+        cast: the names of the arguments that autocast converts, the first of which is `like`; none: no autocast.
     """
 
     def body(args: Args) -> Any:

@@ -53,8 +53,8 @@ def _tell(name: str) -> bool:
 
 
 def _warning(function: Any) -> Any:
-    """Returns a function that accepts a window and a sink too, and warns if they are given; `function` itself if it has
-    these parameters."""
+    """Returns a function that accepts a window and a sink too, and ignores them with a warning; `function` itself if it
+    has these parameters."""
     signature = inspect.signature(function)
     dropped = [name for name in DROPPED if name not in signature.parameters]
     if not dropped:

@@ -418,7 +418,11 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:
-    """True for results of torch's operation `base` without rounding: a factor is a power of two, or a term is 0."""
+    """Returns a bool tensor, true for elements of `result` that were computed without rounding; None if unknown.
+
+    base: the name of the torch operation that computed it from `args`. A product is exact if a factor is a power of
+    two, a quotient if the divisor is one, a sum or difference if a term is 0.
+    """
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)

@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """(axis of the batch or of pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
+    """(batch size or number of pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
 
     Args:
         tensor: [B, S, heads * D] in layout "BSH", [B, heads, S, D] in "BNSD", [B, S, heads, D] in "BSND"; for a paged
