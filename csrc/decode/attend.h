@@ -10,10 +10,10 @@
 
 #include "dense/bias.h"
 #include "simd/masks.h"
-#if defined(__AVX__) && !defined(__AVX512F__)
-#include "decode/lanes8.h"
-#else
 #include "decode/scores.h"
+#if defined(__AVX__) && !defined(__AVX512F__)
+#include "decode/values_lanes8.h"
+#else
 #include "decode/values.h"
 #endif
 #include "decode/tiles.h"

@@ -1,5 +1,4 @@
-// Prefetches of rows of a cache while earlier ones are multiplied; vectors of eight lanes have their own loops in
-// lanes8.h.
+// Prefetches of rows of a cache while earlier ones are multiplied.
 
 #pragma once
 
@@ -58,8 +57,14 @@ public:
     // Returns the address of the next `count` lines, which the caller prefetches; at the end, some of the last lines.
     FUSION_INLINE const char *take(std::int64_t count) {
         const char *const from = at_;
-        if (__builtin_expect(end_ - from <= count * 64, 0)) return take_last(count);
         at_ += count * 64;
+        if (at_ >= end_) {
+            if (at_ > end_ || rows_ == last_) {
+                at_ = from;
+                return take_last(count);
+            }
+            at_ = *rows_++ + from_, end_ = at_ + size_;
+        }
         return from;
     }
 

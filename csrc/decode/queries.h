@@ -44,7 +44,7 @@ template <class F> struct DecodeSizes {  // sizes of rows in words
 
     explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
-        constexpr int whole = lanes == 8 ? lanes : 4;  // least number of words per load
+        constexpr int whole = F::separate ? lanes : 4;  // least number of words per load
         const auto fits = [](std::int64_t n) { return n % (whole * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
         const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
@@ -119,7 +119,7 @@ enum class Loop {
     narrow,    // three or four rows, as pairs in vectors of half the size
     pairs,     // three or four rows of integers, as pairs in vectors with twice the words
     wide,      // three or four long rows of floats, each in separate vectors
-    rows       // with eight lanes: any number of rows, each in separate vectors
+    rows       // any number of rows, each in separate vectors
 };
 
 // Rows [row, row + rows) of a unit in `vectors` vectors, each with `lanes / phases` rows.
@@ -131,6 +131,14 @@ struct RowBlock {
 
 FUSION_INLINE const Cache &keys_of(const DecodeUnit &unit, const DecodeOperands &o) {
     return unit.tokens ? o.common_keys : o.keys;
+}
+
+// True if a unit's rows are multiplied in tile registers. Rows of common keys are not, because their bits do not depend
+// on the number of rows.
+template <class F> bool fits_tiles(const DecodeJob &job, const DecodeUnit &unit) {
+    const DecodeSizes<F> sizes(*job.problem, *job.operands, false);
+    return uses_tiles<F> && !unit.tokens && (unit.row1 - unit.row0) % (tiled_rows / 2) == 0 &&
+           (sizes.key_words | sizes.rope_words) % lanes == 0;
 }
 
 template <class F> struct DecodeWork {  // a unit with its parameters and scratch, and its current head
@@ -154,14 +162,9 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
           values(unit_.tokens ? o.common_values : o.values), s(p, scratch), partial(partial_),
           group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_),
           sizes(p, o, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e),
-          tiled(fits_tiles()) {}
+          tiled(!careful && fits_tiles<F>(job, unit_)) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
-    // Rows of common keys never use tile registers, because their bits do not depend on the number of rows.
-    bool fits_tiles() const {
-        return uses_tiles<F> && !careful && !unit.tokens && rows() % (tiled_rows / 2) == 0 &&
-               (sizes.key_words | sizes.rope_words) % lanes == 0;
-    }
     std::int64_t token(std::int64_t row) const {
         const std::int64_t token = (unit.row0 + row) / group;
         return unit.tokens ? unit.tokens[token].token : token;
@@ -180,8 +183,9 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
-        if (lanes == 8) {
-            const auto vectors = static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count);
+        if (F::separate) {
+            const std::int64_t unit = count > 8 ? 4 : count > 4 ? 2 : 1;
+            const auto vectors = static_cast<int>(round_up(count, unit));
             return {row, count, Loop::rows, lanes, vectors};
         }
         // lanes / rows phases, but one with common keys, where rows of other sequences would change the number.
@@ -234,7 +238,7 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
         load_query(w.p.dtype, w.o.q_rope, seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope, line + ropes);
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
-    if constexpr (lanes == 8) {
+    if constexpr (F::separate) {
         constexpr std::int64_t step = word * lanes;
         for (std::int64_t d = 0; d < words * word; ++d) {
             std::memcpy(to + (d / step * b.vectors + i) * step + F::place(d % step), line + d, 4);
@@ -340,7 +344,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
                 place_floats(w, b, i);
             }
         }
-        if constexpr (F::integer && lanes != 8) place_starts(w, b);
+        if constexpr (F::integer && !F::separate) place_starts(w, b);
     }
     return nonfinite;
 }

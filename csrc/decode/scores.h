@@ -1,8 +1,9 @@
-// Scores of a tile's keys, with prefetches of later rows; vectors of eight lanes have their own loops in lanes8.h.
+// Scores of a tile's keys, with prefetches of later rows.
 
 #pragma once
 
 #include "decode/scores_repeated.h"
+#include "decode/scores_separate.h"
 #if defined(__AVX512F__)
 #include "decode/scores_lanes16.h"
 #endif
@@ -24,17 +25,22 @@ void score_repeated(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile 
 // Scores of a block of rows; returns true if they are followed by those of the next block.
 template <class F>
 bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
+    if constexpr (F::separate) {
+        score_separate(w, b, t, ahead);
+        return false;
+    } else {
 #if defined(__AVX512F__)
-    if (b.loop != Loop::repeated) return score_four<F>(w, b, t, ahead), false;
-    if constexpr (!F::integer) {
-        if (b.phases == 1 && b.row + lanes < w.rows() && w.block(b.row + lanes).phases == 1) {
-            score_both(w, b, t, ahead);
-            return true;
+        if (b.loop != Loop::repeated) return score_four<F>(w, b, t, ahead), false;
+        if constexpr (!F::integer) {
+            if (b.phases == 1 && b.row + lanes < w.rows() && w.block(b.row + lanes).phases == 1) {
+                score_both(w, b, t, ahead);
+                return true;
+            }
         }
-    }
 #endif
-    score_repeated(w, b, t, ahead);
-    return false;
+        score_repeated(w, b, t, ahead);
+        return false;
+    }
 }
 
 }  // namespace decode

@@ -61,7 +61,6 @@ __attribute__((noinline)) void score_narrow(const DecodeWork<F> &w, const RowBlo
     LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
-        widen_keys(w, b, t, from);
         for (std::int64_t key = from; key < from + lanes; key += narrow_keys) {
             NarrowFloats sum[2][narrow_keys] = {};
             add_narrow<F>(sum, q, w.s.key_rows + key, steps, next, again, key - from);
@@ -80,34 +79,21 @@ __attribute__((noinline)) void score_narrow(const DecodeWork<F> &w, const RowBlo
 
 constexpr int wide_keys = 4;  // keys whose sums are gathered together
 
-// Adds products of three or four rows of floats, each in separate vectors, so that no word is repeated. F::together
-// keys are multiplied by a row's words while these are in a register: one key for float32, which is read sequentially
-// with prefetches in between, because that is the fastest order of memory; more if products take longer. Steps: number
-// of steps if known, else 0.
+// Adds products of three or four rows of floats, each in separate vectors, so that no word is repeated. Keys are read
+// one after the other with prefetches in between, because that is the fastest order of memory. Steps: number of steps
+// if known, else 0.
 template <class F, int Steps>
 FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
                             LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
-    constexpr int together = F::together,
-                  met = F::widened ? 2 : 1;  // met: lines of a converted key per line of the cache
-    FUSION_UNROLL for (int k = 0; k < wide_keys; k += together) {
-        const char *key[together], *next[together], *soon[together];
-        FUSION_UNROLL for (int j = 0; j < together; ++j) {
-            key[j] = rows[k + j];
-            next[j] = ahead.any() ? ahead.take(steps / met) : key[j];
-            soon[j] = again.rows ? again.rows[row + k + j] : next[j];
-            __asm__("" : "+r"(key[j]), "+r"(q));  // else gcc computes all addresses in advance and spills them
-        }
+    FUSION_UNROLL for (int k = 0; k < wide_keys; ++k) {
+        const char *key = rows[k], *next = ahead.any() ? ahead.take(steps) : key;
+        const char *const soon = again.rows ? again.rows[row + k] : next;
+        __asm__("" : "+r"(key), "+r"(q));  // else gcc computes all addresses in advance and spills them
         const auto add = [&](std::int64_t step) __attribute__((always_inline)) {
-            Words words[together];
-            FUSION_UNROLL for (int j = 0; j < together; ++j) {
-                if (step % met == 0) fetch_line(next[j], step / met * 64), fetch_line(soon[j], step / met * 64);
-                words[j] = load<Words>(key[j] + step * 64);
-            }
+            fetch_line(next, step * 64), fetch_line(soon, step * 64);
+            const Words words = load<Words>(key + step * 64);
             FUSION_UNROLL for (int i = 0; i < 4; ++i) {
-                const Words query = load<Words>(q + 4 * step + i);
-                FUSION_UNROLL for (int j = 0; j < together; ++j) {
-                    sum[4 * i + k + j] = F::dot(sum[4 * i + k + j], query, words[j]);
-                }
+                sum[4 * i + k] = F::dot(sum[4 * i + k], load<Words>(q + 4 * step + i), words);
             }
         };
         if constexpr (Steps > 0) {
@@ -126,7 +112,6 @@ __attribute__((noinline)) void score_wide(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t from = 0; from < t.count; from += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, from);
-        widen_keys(w, b, t, from);
         for (std::int64_t key = from; key < from + lanes; key += wide_keys) {
             Floats sum[lanes] = {};  // [row][key]
             add_wide<F, Steps>(sum, q, w.s.key_rows + key, Steps ? Steps : steps, next, again, key - from);
@@ -243,7 +228,6 @@ __attribute__((noinline)) void score_both(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
-        widen_keys(w, b, t, key);
         Floats sums[2][lanes];
         for (int from = 0; from < lanes; from += half) {
             Floats sum[2][half] = {};
