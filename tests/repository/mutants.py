@@ -134,7 +134,8 @@ class Copy:
         folder.mkdir(exist_ok=True)
         csrc = self.root / "csrc"
         # All but bind/, the way from Python, and what the module alone is linked with.
-        sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name != "old_glibc.cpp"]
+        elsewhere = ("old_glibc.cpp", "system_macos.cpp", "system_windows.cpp")
+        sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name not in elsewhere]
         sources += sorted(csrc.glob("plan/*.cpp"))
         sources += sorted((self.root / "tests/native").glob("*.cpp"))
         objects = []
