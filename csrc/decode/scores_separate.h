@@ -34,6 +34,8 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
                                 LinePrefetch &ahead) {
     constexpr int keys = keys_beside(R);
     constexpr std::int64_t size = sizeof(Words);
+    const char *next[keys];
+    FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.take((bytes + 63) / 64) : rows[k];
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
         Words part[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, part[k]);
@@ -48,10 +50,7 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
         q += R * F::parts;
     };
     const auto line = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
-        if (ahead.any()) {
-            const char *const next = ahead.take(keys);
-            FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next + 64 * k);
-        }
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
         step(byte, first);
         if constexpr (size < 64) step(byte + size, std::false_type{});
     };

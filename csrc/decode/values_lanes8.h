@@ -13,7 +13,7 @@ template <class F, int M, int N>
 FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const DecodeTile &t,
                                const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
                                typename F::Sum (&sum)[M][N]) {
-    constexpr std::int64_t keys = 4 * F::depth;                      // keys per step, a divisor of `lanes`
+    constexpr std::int64_t keys = lanes;                             // per step
     constexpr std::int64_t lines = F::bytes(N * lanes) * keys / 64;  // as many as a step multiplies
     const char *const *rows = w.s.value_rows;
     LinePrefetch next = ahead;
