@@ -85,7 +85,7 @@ class Bound:
         return self._names
 
     def over(self, tensors: Mapping[str, Any]) -> Bound:
-        """Returns the same call with other tensors, which must have the same signature."""
+        """Returns the same call with other tensors, by parameter; shapes, strides and dtypes must be the same."""
         return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
     def once(self, make: Callable[[dict[str, Any]], Result]) -> Result:

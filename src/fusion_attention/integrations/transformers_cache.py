@@ -373,15 +373,15 @@ class PagedLayer(CacheLayerMixin):
         self.sequences, self._totals = chosen, [self._totals[i] for i in order]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replaces sequence i by sequence beam_idx[i], as PagedCache does."""
+        """Replaces sequence i by sequence beam_idx[i]; copies of a sequence share its pages."""
         self._choose(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence `repeats` times, as PagedCache does."""
+        """Repeats each sequence `repeats` times; the copies share its pages."""
         self._choose([i for i in range(len(self.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Replaces the batch by the sequences at `indices`, as PagedCache does."""
+        """Replaces the batch by the sequences at `indices`, of int64 or bool, and frees the pages of the others."""
         self._choose(torch.arange(len(self.sequences))[indices].tolist())
 
 

@@ -377,9 +377,11 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
 def completed(
     x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
-    """Returns `total`, the sum of a `kind` of result over all rows of sequence b (loss: of all), with its variance.
+    """Returns an expected result with the variance of the errors of its last sum and of its rounding added.
 
-    It adds the variances of the running sum and of rounding to `stored`, the result's dtype (None: the call's).
+    total: the exact result of sequence b (of all sequences if kind is "loss"), and the error variance of its terms.
+    kind: "dq", "dk", "dweights" or "loss", summed over keys or rows in the precision `grade`; other results are not
+    summed. stored: the dtype to which the result is rounded; None: that of the call.
     """
     variance, e, dtype = total.variance, x.extents, x.problem.torch_dtype
     terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)

@@ -84,7 +84,10 @@ class FlashMla(Sparse):
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call, from out, lse and dout; entries: probabilities per list to return, or None."""
+        """The gradient operator's call, from out, lse and dout.
+
+        entries: number of entries in each list of selected keys for which it also returns probabilities; None: none.
+        """
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result

@@ -49,10 +49,11 @@ class Where:
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
-    """Returns the view `ids`, where key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
+    """Numbers the rows of a key tensor: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
 
-    like: a tensor on the device. lengths: int [sequences], the most keys of each (DeviceTables.capacity), so that ids
-    stay the same for other lengths; start is their exclusive sum. first: number of keys before those of this source.
+    like: a tensor on the device. lengths: int [sequences], the maximum number of keys of each sequence, so that ids
+    stay the same if a sequence grows; start is their exclusive sum. first: number of keys of the key tensors that are
+    numbered before this one (compressed keys follow the others).
     """
     start = first + np.cumsum(lengths) - lengths
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
