@@ -3,10 +3,10 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "dense/stored.h"
+#include "dense/pack_cache.h"
 #include "simd/formats.h"
 #include "simd/masks.h"
-#include "simd/prefetch.h"
+#include "simd/prefetch_queue.h"
 #include "simd/tile.h"
 
 namespace fusion {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "simd/prefetch.h"
+#include "simd/prefetch_queue.h"
 #include "dense/gradient_pack.h"
 #include "simd/tile.h"
 

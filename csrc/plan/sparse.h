@@ -4,14 +4,14 @@
 // An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
 // backward, items of one sequence and key head add to the same sums of key gradients, always in the same order, so
 // results do not depend on the number of threads. Items store their contributions to sums of keys, which are added
-// batch by batch (plan/sparse_batches.h), because a row selects keys anywhere in a sequence and would wait for all
+// batch by batch (plan/key_sum_order.h), because a row selects keys anywhere in a sequence and would wait for all
 // earlier rows. Tiles of a loss without selection process keys in order and wait for their turn. Compiled for the
 // baseline instruction set.
 
 #pragma once
 
 #include "data/variant_sparse.h"
-#include "plan/sparse_batches.h"
+#include "plan/key_sum_order.h"
 
 #include <optional>
 #include <vector>

@@ -12,7 +12,7 @@
 
 #include "dense/gradient_pack.h"
 #include "data/variant_sparse.h"
-#include "simd/prefetch.h"
+#include "simd/prefetch_queue.h"
 #include "simd/tile.h"
 
 namespace fusion {

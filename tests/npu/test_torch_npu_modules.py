@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import npu
 from fusion_attention.npu import fused_inference
-from fusion_attention.npu.surface.absent import instead
 from fusion_attention.npu.surface.modules import build_modules, functions
+from fusion_attention.npu.surface.replacements import instead
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [

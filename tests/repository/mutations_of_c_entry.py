@@ -16,7 +16,7 @@ ENTRY = [
     capi("a window begins where its memory does", "entry.cpp",
          "return address + begin;", "return address;",
          f"{OPERATORS}::test_windows_of_larger_memory_give_what_python_gives"),
-    capi("Python takes SIGINT from the program", "python.cpp",
+    capi("Python takes SIGINT from the program", "start_python.cpp",
          "sigaction(SIGINT, &interrupt, nullptr);", "", "test_embedding.py::test_a_program_that_starts_python"),
     package("C programs are not held to the chip's limits", "capi/entry.py",
           "strict=True", "strict=False", f"capi/{OPERATORS}::test_broken_calls_are_refused_as_in_python"),

@@ -24,7 +24,7 @@ from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training.run import RESULTS
+from fusion_attention.ops.training.lowered_call import RESULTS
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dense, dispatch
 

@@ -82,7 +82,7 @@ def _names(module: Any) -> list[str]:
 def _facts(path: Path) -> dict[str, Any]:
     """Returns the names that sources use, with the numbers of their uses, and whether they exist here."""
     from fusion_attention.npu.coverage import present, read
-    from fusion_attention.npu.surface.absent import instead
+    from fusion_attention.npu.surface.replacements import instead
 
     reading, modules = read(path), _modules()
     rows: list[dict[str, Any]] = []

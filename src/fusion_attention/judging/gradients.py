@@ -11,7 +11,7 @@ from fusion_attention.judging.outputs import computed, setting_of, units
 from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
 from fusion_attention.ops.sparse.call import RESULTS as SPARSE
 from fusion_attention.ops.sparse.call import Sparse
-from fusion_attention.ops.training.run import RESULTS, DenseForward
+from fusion_attention.ops.training.lowered_call import RESULTS, DenseForward
 
 Tensor = torch.Tensor
 DOUT, DLSE, LSE = "dout", "dlse", "lse"

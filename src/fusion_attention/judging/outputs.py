@@ -21,7 +21,7 @@ from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
 from fusion_attention.ops.compressed.call import FlashMla
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
-from fusion_attention.ops.training.run import DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max

@@ -1,13 +1,13 @@
 """Well-known mistakes of attention kernels, each with its description and the settings that reproduce it."""
 
 from fusion_attention.judging.mistakes import (
+    addresses,
     caches,
     compressed,
     gradients,
     lists,
     loads,
     masks,
-    memory,
     results,
     scores,
     splits,
@@ -17,7 +17,7 @@ from fusion_attention.judging.mistakes import (
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 # In this order mistakes are tried, and listed in reports if they explain a result equally well.
-_MODULES = (masks, compressed, scores, memory, caches, results, tiles, loads, splits, gradients, stored, lists)
+_MODULES = (masks, compressed, scores, addresses, caches, results, tiles, loads, splits, gradients, stored, lists)
 MISTAKES: tuple[Mistake, ...] = tuple(
     mistake for module in _MODULES for mistake in vars(module).values() if isinstance(mistake, Mistake)
 )

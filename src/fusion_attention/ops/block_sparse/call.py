@@ -12,7 +12,7 @@ from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import Form
 from fusion_attention.ops.training.call import EXTRAS, DenseCall, fresh, operands_of, statistics
-from fusion_attention.ops.training.run import DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 OUT, LSE = "attention_out", "softmax_lse"

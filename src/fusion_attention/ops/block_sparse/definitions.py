@@ -18,7 +18,7 @@ from fusion_attention.ops.block_sparse.call import LSE, MASK, OUT, lower
 from fusion_attention.ops.shared.params import FLOATS, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.training.definitions import DK, DQ, KEY, QUERY
-from fusion_attention.ops.training.run import GRADIENTS
+from fusion_attention.ops.training.lowered_call import GRADIENTS
 
 INPUTS = ("query", "key", "value")
 LAYOUTS = ("TND", "BNSD", "BSND")

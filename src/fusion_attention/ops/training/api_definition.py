@@ -20,7 +20,7 @@ from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
 from fusion_attention.ops.training.definitions import KEEP_PROB, OFFSET, SIZES
-from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
+from fusion_attention.ops.training.lowered_call import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
 Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]

@@ -19,8 +19,8 @@ from fusion_attention.ops.training import rules
 from fusion_attention.ops.training.checks import FUNCTIONS, lengths
 from fusion_attention.ops.training.formulas import BACKWARD_FORMULA, BACKWARD_TEX, FORWARD_FORMULA, FORWARD_TEX
 from fusion_attention.ops.training.lower import lower
+from fusion_attention.ops.training.lowered_call import FORWARD, GRADIENTS, fresh_gradients, fresh_results
 from fusion_attention.ops.training.mask_rules import SLOPES
-from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradients, fresh_results
 
 STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
