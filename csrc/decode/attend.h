@@ -311,7 +311,7 @@ inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LineP
     const std::int64_t value_lines = value_bytes * tiled_rows / 64,
                        key_lines = key_bytes * decode_tile / 64 / (w.sizes.columns / (2 * lanes));
     stage_values(w, t);
-    interleave_values(w, t);
+    if (!one_block(w)) interleave_values(w, t);
     for (std::int64_t row = 0; row < w.rows(); row += tiled_rows) {
         if (row + tiled_rows <= w.rows()) {
             attend_tiled_rows<tiled_rows>(w, row, t, values, value_lines, keys, key_lines);

@@ -3,7 +3,8 @@
 //
 // Scores are computed as keys times query rows, [key][row], because rows of a cache are operands as they are stored and
 // query rows are packed as [word][row]; they are transposed afterwards. Values of a tile of keys are interleaved once
-// for all rows. Sums of values continue from those in memory.
+// for all rows: for one block of rows panel by panel, in the first-level cache. Sums of values continue from those in
+// memory.
 
 #pragma once
 
@@ -73,32 +74,49 @@ void score_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile
     }
 }
 
-// Interleaves the values of a tile's keys to panels of two vectors, [key / 2][column], padded with zeros.
+// Interleaves two vectors of columns, from column d on, of the values of a tile's keys: [key / 2][column], padded with
+// zeros. Prefetches so many lines for each pair of keys.
+inline void interleave_columns(const DecodeWork<Paired> &w, const DecodeTile &t, std::int64_t d, std::uint32_t *to,
+                               LinePrefetch &ahead, std::int64_t lines) {
+    for (std::int64_t key = 0; key < t.count; key += 2) {
+        ahead.fetch(lines);
+        Words value[2];
+        Paired::columns(w.s.value_rows + key, Paired::bytes(d), value[0], value[1]);
+        store(to + key * lanes, value[0]);
+        store(to + key * lanes + lanes, value[1]);
+    }
+    std::memset(to + t.count * lanes, 0, (decode_tile - t.count) * lanes * sizeof *to);
+}
+
+// True if a unit's rows are one block, so that a panel of interleaved values is read once, directly after it is
+// written.
+inline bool one_block(const DecodeWork<Paired> &w) { return w.rows() <= tiled_rows; }
+
+constexpr std::int64_t panel_words = pair_rows * 2 * lanes;
+
+// Interleaves the values of a tile's keys for several blocks of rows.
 inline void interleave_values(const DecodeWork<Paired> &w, const DecodeTile &t) {
+    LinePrefetch none;
     auto *to = w.s.interleaved;
-    for (std::int64_t d = 0; d < w.sizes.columns; d += 2 * lanes, to += pair_rows * 2 * lanes) {
-        for (std::int64_t key = 0; key < t.count; key += 2) {
-            Words value[2];
-            Paired::columns(w.s.value_rows + key, Paired::bytes(d), value[0], value[1]);
-            store(to + key * lanes, value[0]);
-            store(to + key * lanes + lanes, value[1]);
-        }
-        std::memset(to + t.count * lanes, 0, (decode_tile - t.count) * lanes * sizeof *to);
+    for (std::int64_t d = 0; d < w.sizes.columns; d += 2 * lanes, to += panel_words) {
+        interleave_columns(w, t, d, to, none, 0);
     }
 }
 
-// Adds weighted values to R rows from `row` on.
+// Adds weighted values to R rows from `row` on; prefetches so many lines for each panel.
 template <int R>
 __attribute__((noinline)) void value_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t,
                                            LinePrefetch &ahead, std::int64_t lines) {
     const RowMajor<Pair::Word> weights = {reinterpret_cast<const Pair::Word *>(w.s.weights), pair_rows};
     const std::int64_t words = round_up<std::int64_t>(t.count, 2 * lanes) / 2;
-    const auto *values = w.s.interleaved;
-    for (std::int64_t d = 0; d < w.sizes.columns; d += 2 * lanes, values += pair_rows * 2 * lanes) {
-        if (ahead.any()) ahead.fetch(lines);
+    auto *values = w.s.interleaved;
+    for (std::int64_t d = 0; d < w.sizes.columns; d += 2 * lanes) {
+        if (one_block(w)) interleave_columns(w, t, d, values, ahead, (lines + pair_rows - 1) / pair_rows);
+        else ahead.fetch(lines);
         SumBlock<Pair, R, 2, 2, true> block({w.out(row) + d, w.stride, 2 * lanes, true, w.s.fade});
         block.add(0, words, weights, values, 2 * lanes);
         block.finish();
+        if (!one_block(w)) values += panel_words;
     }
 }
 #endif
