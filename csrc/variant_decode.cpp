@@ -27,8 +27,9 @@ std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t 
 }
 
 #if defined(FUSION_TILES) && !defined(FUSION_TILES_MODEL)
-// bfloat16 in tile registers if they are filled by a unit's rows. Other rows are multiplied as floats, because
-// processors with tile registers compute vector products of bfloat16 at a quarter of the rate of floats.
+// bfloat16 in tile registers if they are filled by a unit's rows. Other rows, and those of common keys, are multiplied
+// as floats, because processors with tile registers compute vector products of bfloat16 at a quarter of the rate of
+// floats.
 DecodeNonfinite attend_brains(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
                               float *partial, bool careful) {
     using namespace decode;

@@ -240,7 +240,7 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
     }
     w.s.value_step = find_rows(w.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
-    if (!w.sizes.direct_keys && !F::widened) {
+    if (!w.sizes.direct_keys) {
         stage_rows<F::elements>(w.keys, s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys,
                                 line);
     }

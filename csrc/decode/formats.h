@@ -5,9 +5,9 @@
 // key, repeated for all query rows. So one load serves all rows, and sums over the P phases are formed once per `lanes`
 // keys. Three or four rows of bfloat16, or short rows of floats, are multiplied as pairs in vectors of half the size,
 // those of integers in two vectors with twice the words: the same number of products, but half as many repeating loads.
-// Long rows of floats have a vector each. Formats with `separate` always have separate vectors (scores_separate.h).
-// Values: elements of two keys and 2 * lanes columns form two vectors of words, in an order of columns that is reverted
-// once per unit.
+// Three or four long rows of float32 have a vector each. Formats with `separate` always have separate vectors
+// (scores_separate.h). Values: elements of two keys and 2 * lanes columns form two vectors of words, in an order of
+// columns that is reverted once per unit.
 
 #pragma once
 
@@ -97,7 +97,7 @@ struct Floating {
     static constexpr int depth = 1;     // keys per word of weights
     static constexpr int elements = 1;  // elements of a row per word
     static constexpr int parts = 1, digits = 1;
-    static constexpr bool integer = false, widened = false, separate = lanes == 8;
+    static constexpr bool integer = false, separate = lanes == 8;
     static constexpr Storage stored = Storage::float32;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
 
@@ -122,14 +122,12 @@ struct Floating {
     static std::int64_t place(std::int64_t i) { return i; }
 };
 
-// Elements of 16 bits that are multiplied as floats. Values are converted when they are loaded, and so are keys, where
-// one vector of words becomes two; with vectors of four lanes a few keys at a time are converted to memory before.
+// Elements of 16 bits that are multiplied as floats, with vectors of eight lanes or more: one vector of words becomes
+// two when it is loaded.
 template <class T, Storage Stored> struct Widened : Floating {
-    using Element = T;
-    static constexpr bool widened = lanes < 8, separate = !widened;
-    static constexpr int elements = widened ? 1 : 2, parts = elements;
-    static constexpr bool turns =
-        !widened && std::is_same_v<T, Brain>;  // separates even and odd elements with two instructions
+    static constexpr bool separate = true;
+    static constexpr int elements = 2, parts = 2;
+    static constexpr bool turns = std::is_same_v<T, Brain>;  // separates even and odd elements with two instructions
     static constexpr Storage stored = Stored;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 
@@ -156,7 +154,7 @@ struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;
     static constexpr int depth = 2, elements = 2, parts = 1, digits = 1;
-    static constexpr bool integer = false, widened = false, separate = false;
+    static constexpr bool integer = false, separate = false;
     static constexpr Storage stored = Storage::bfloat16;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 

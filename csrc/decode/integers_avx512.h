@@ -18,7 +18,7 @@ struct Integer {
     using Digit = std::int8_t;
     static constexpr int depth = 2, digits = 2;
     static constexpr float most_weight = 32767.0f;
-    static constexpr bool integer = true, widened = false, separate = lanes == 8, signed_weights = true;
+    static constexpr bool integer = true, separate = false, signed_weights = true;
 
     static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {
         return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)b, (__m512i)all(a));

@@ -33,7 +33,7 @@ struct Integer {
     using Digit = std::int16_t;  // numbers of query rows have one digit
     static constexpr int depth = 2, digits = 1, raised = 0;
     static constexpr float most_weight = 32767.0f;
-    static constexpr bool integer = true, widened = false, separate = lanes == 8, signed_weights = true;
+    static constexpr bool integer = true, separate = lanes == 8, signed_weights = true;
 
     static FUSION_INLINE Ints dot(Ints sum, Words elements, Words numbers) {
         sum += multiply_pairs(elements, numbers);

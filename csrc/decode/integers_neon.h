@@ -17,7 +17,7 @@ struct Integer {
     using Digit = std::int8_t;
     static constexpr int depth = 2, digits = 2;
     static constexpr float most_weight = 32767.0f;
-    static constexpr bool integer = true, widened = false, separate = lanes == 8, signed_weights = true;
+    static constexpr bool integer = true, separate = false, signed_weights = true;
 
     // b: four columns of a key, and of the next key.
     static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {

@@ -9,7 +9,7 @@ namespace {
 namespace decode {
 
 // A processor drops prefetches that are faster than memory. So rows are prefetched half a tile ahead, and again this
-// many keys ahead, which costs little if they have arrived.
+// many keys ahead, which costs little if they have arrived (not with vectors of eight lanes, nor by scores_separate.h).
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
 template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
 
@@ -36,7 +36,7 @@ public:
     // converted rows are longer than stored ones.
     LinePrefetch(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
                  std::int64_t met)
-        : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
+        : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from), row_lines_((to - from + 63) / 64) {
         if (size_ <= 0) return;
         every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
         if (from == 0 && step == to) rows_ = last_, size_ *= count;  // contiguous rows
@@ -44,6 +44,7 @@ public:
     }
 
     bool any() const { return at_ != nullptr; }
+    std::int64_t row_lines() const { return row_lines_; }
     // Prefetches the next N lines if they are due; after the last line, that one again.
     template <int N> FUSION_INLINE void fetch() {
         if (wait_-- > 0) return;
@@ -54,7 +55,8 @@ public:
         for (std::int64_t i = 0; at_ && i < count; ++i) step();
     }
 
-    // Returns the address of the next `count` lines, which the caller prefetches; at the end, some of the last lines.
+    // Returns the address of the next `count` lines, which the caller prefetches. If they do not follow each other,
+    // they are prefetched here, and the address of a later line is returned; at the end that of the last line.
     FUSION_INLINE const char *take(std::int64_t count) {
         const char *const from = at_;
         at_ += count * 64;
@@ -83,7 +85,7 @@ private:
 
     const char *at_ = nullptr, *end_ = nullptr;  // null: none
     const char *const *rows_ = nullptr, *const *last_ = nullptr;
-    std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
+    std::int64_t from_ = 0, size_ = 0, row_lines_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
 };
 
 // Repeated prefetches of the rows that are read next, in the order of reads.
@@ -116,7 +118,7 @@ template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {
     const std::int64_t upcoming = key + again_keys<F> - t.count;
-    if (b.row == 0 && (w.sizes.direct_keys || F::widened) && upcoming < 0)
+    if (b.row == 0 && w.sizes.direct_keys && upcoming < 0)
         return {w.s.key_rows + key + again_keys<F>, row_bytes(w.p.storage, w.p.dim_qk)};
     if (upcoming >= 0 && t.count == decode_tile && ahead.any() && !w.p.shares_kv) {
         return {w.s.value_rows + upcoming, row_bytes(w.p.storage, w.p.dim_v)};

@@ -47,7 +47,7 @@ template <class F> struct DecodeSizes {  // sizes of rows in words
         constexpr int whole = F::separate ? lanes : 4;  // least number of words per load
         const auto fits = [](std::int64_t n) { return n % (whole * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
-        const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
+        const bool exact_words = same && fits(p.dim_qk) && fits(p.dim_rope);
         direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
         direct_values = same && p.dim_v == columns && !o.values.piece;
         const auto words = [&](std::int64_t n) {
@@ -119,7 +119,7 @@ enum class Loop {
     narrow,    // three or four rows, as pairs in vectors of half the size
     pairs,     // three or four rows of integers, as pairs in vectors with twice the words
     wide,      // three or four long rows of floats, each in separate vectors
-    rows       // any number of rows, each in separate vectors
+    rows       // formats with `separate`: any number of rows, each in separate vectors
 };
 
 // Rows [row, row + rows) of a unit in `vectors` vectors, each with `lanes / phases` rows.
@@ -184,8 +184,8 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
         if (F::separate) {
-            const std::int64_t unit = count > 8 ? 4 : count > 4 ? 2 : 1;
-            const auto vectors = static_cast<int>(round_up(count, unit));
+            const std::int64_t multiple = count > 8 ? 4 : count > 4 ? 2 : 1;
+            const auto vectors = static_cast<int>(round_up(count, multiple));
             return {row, count, Loop::rows, lanes, vectors};
         }
         // lanes / rows phases, but one with common keys, where rows of other sequences would change the number.

@@ -8,26 +8,6 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Converts keys a little before they are multiplied, while they are in the first-level cache; loading them directly
-// after the stores would be slow.
-template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                                 std::int64_t key) {
-    if constexpr (F::widened) {
-        if (b.row > 0) return;
-        const std::int64_t words = w.sizes.key_words, n = w.p.dim_qk;
-        const bool stay = w.rows() > lanes;
-        const std::int64_t begin = key ? key + lanes : 0, end = least(key + 2 * lanes, t.count);
-        for (std::int64_t i = begin; i < end; ++i) {
-            auto *const to = reinterpret_cast<float *>(w.s.keys) + (stay ? i : i % (2 * lanes)) * words;
-            if (n % lanes) store(to + words - lanes, Floats{});
-            const char *const row =
-                whole_row(w.keys, w.s.key_rows[i], row_bytes(F::stored, n), reinterpret_cast<char *>(w.s.line));
-            widen_row<typename F::Element>(row, n, to);
-            w.s.key_rows[i] = reinterpret_cast<const char *>(to);
-        }
-    }
-}
-
 template <class F, int P>
 FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
                                 LinePrefetch &ahead, const RepeatPrefetch &again) {
@@ -74,7 +54,6 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     LinePrefetch next = ahead, none;
     for (std::int64_t key = 0; key < t.count; key += lanes) {
         const RepeatPrefetch again = repeat_for(w, b, t, ahead, key);
-        widen_keys(w, b, t, key);
         if constexpr (F::integer) {
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);

@@ -35,7 +35,8 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
     constexpr int keys = keys_beside(R);
     constexpr std::int64_t size = sizeof(Words);
     const char *next[keys];
-    FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.take((bytes + 63) / 64) : rows[k];
+    const std::int64_t lines = least((bytes + 63) / 64, ahead.row_lines());
+    FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.take(lines) : rows[k];
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
         Words part[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, part[k]);
@@ -49,19 +50,19 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
         }
         q += R * F::parts;
     };
-    const auto line = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
+    const auto line = [&](std::int64_t byte, auto first, bool whole) __attribute__((always_inline)) {
         FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
         step(byte, first);
-        if constexpr (size < 64) step(byte + size, std::false_type{});
+        if (size < 64 && whole) step(byte + size, std::false_type{});
     };
     std::int64_t byte = 0;
     if constexpr (First) {
-        if (bytes < 64) return step(0, std::true_type{});
-        line(0, std::true_type{});
+        if (bytes < 64) return line(0, std::true_type{}, false);
+        line(0, std::true_type{}, true);
         byte = 64;
     }
-    for (; byte + 64 <= bytes; byte += 64) line(byte, std::false_type{});
-    if (byte < bytes) step(byte, std::false_type{});
+    for (; byte + 64 <= bytes; byte += 64) line(byte, std::false_type{}, true);
+    if (byte < bytes) line(byte, std::false_type{}, false);
 }
 
 template <int N> FUSION_INLINE void copy_lanes(float *to, const Floats &x, int from) {
@@ -90,7 +91,6 @@ template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
         fours[i / 4] =
             sums_of_pairs(sums_of_pairs(x[i], x[i + 1], Lanes{}), sums_of_pairs(x[i + 2], x[i + 3], Lanes{}), Lanes{});
     }
-    if constexpr (lanes == 4) return fours[0];
     FUSION_UNROLL for (int i = 0; i < lanes / 8; ++i) {
         fours[i] = sums_of_fours(fours[2 * i], fours[2 * i + 1], Lanes{});
     }
@@ -99,8 +99,8 @@ template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
 
 // Scores of the rows of a block, at most R, for the keys of a tile.
 template <class F, int R>
-__attribute__((noinline)) void score_apart(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                           LinePrefetch ahead) {
+__attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                                   LinePrefetch ahead) {
     constexpr int keys = keys_beside(R);
     const std::int64_t words = w.sizes.key_words, rope_words = w.sizes.rope_words;
     const Words *const q = w.query(b.row);
@@ -138,7 +138,7 @@ void score_separate(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile 
     if constexpr (fewer > 0) {
         if (b.vectors <= fewer) return score_separate<F, fewer>(w, b, t, ahead);
     }
-    score_apart<F, R>(w, b, t, ahead);
+    score_separate_rows<F, R>(w, b, t, ahead);
 }
 
 }  // namespace decode

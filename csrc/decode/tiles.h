@@ -92,7 +92,7 @@ inline void interleave_columns(const DecodeWork<Paired> &w, const DecodeTile &t,
 // written.
 inline bool one_block(const DecodeWork<Paired> &w) { return w.rows() <= tiled_rows; }
 
-constexpr std::int64_t panel_words = pair_rows * 2 * lanes;
+constexpr std::int64_t panel_words = pair_rows * 2 * lanes;  // interleaved values of two vectors of columns
 
 // Interleaves the values of a tile's keys for several blocks of rows.
 inline void interleave_values(const DecodeWork<Paired> &w, const DecodeTile &t) {
@@ -103,7 +103,7 @@ inline void interleave_values(const DecodeWork<Paired> &w, const DecodeTile &t) 
     }
 }
 
-// Adds weighted values to R rows from `row` on; prefetches so many lines for each panel.
+// Adds weighted values to R rows from `row` on; prefetches about so many lines for each panel.
 template <int R>
 __attribute__((noinline)) void value_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t,
                                            LinePrefetch &ahead, std::int64_t lines) {

@@ -116,7 +116,7 @@ def draw_common(seed: int) -> tuple[Case, int]:
     dequant = "channel" if kind else "none"
     heads_kv = rng.choice([1, 2, 3])
     problem = Problem(
-        heads_kv * rng.choice([1, 2, 4, 7]), heads_kv, dim, rng.choice([dim, 48]),
+        heads_kv * rng.choice([1, 2, 4, 7, 16]), heads_kv, dim, rng.choice([dim, 48]),
         dtype=rng.choice(["float32", "float16", "bfloat16", "bfloat16"]), scale=rng.choice([1, 1, -1]) / math.sqrt(dim),
         bias=bias, has_blocked=rng.random() < 0.3, has_sink=rng.random() < 0.3,
         empty_rows=rng.choice(["zero", "mean_in_band"]), kv_dtype=kind, dequant_k=dequant, dequant_v=dequant,

@@ -183,7 +183,7 @@ def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_oth
 EXACT = [name for name in VARIANTS if {"avx512_vnni", "asimddp"} & {*_native.cpu_features()["needs"][name]}]
 
 
-@pytest.mark.parametrize("group", [16, 48, 80])
+@pytest.mark.parametrize("group", [16, 32, 48, 80])
 def test_rows_end_with_half_a_block_of_tiles(group: int) -> None:
     """Blocks of tile registers have 32 rows, and the last one 16 if the number of rows asks for it."""
     problem = Problem(2 * group, 2, 64, 64, dim_rope=32, dtype="bfloat16", scale=0.1, page_size=16)

@@ -133,7 +133,7 @@ class Copy:
         folder, seconds = self.root / "core", 0.0
         folder.mkdir(exist_ok=True)
         csrc = self.root / "csrc"
-        # All but bind/, the way from Python, and what the module alone is linked with.
+        # All but bind/, the way from Python, what the module alone is linked with, and other systems' functions.
         elsewhere = ("old_glibc.cpp", "system_macos.cpp", "system_windows.cpp")
         sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name not in elsewhere]
         sources += sorted(csrc.glob("plan/*.cpp"))
