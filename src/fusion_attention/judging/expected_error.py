@@ -44,7 +44,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the variance of rounding each element of `value` to a dtype; 0 for integers."""
+    """Returns the variance of the rounding error if `value` is stored in a dtype, by element; 0 for integer dtypes."""
     if dtype not in _UNITS:
         return torch.zeros_like(value)
     mantissa, exponent = torch.frexp(value.double().nan_to_num(0.0, 0.0, 0.0))

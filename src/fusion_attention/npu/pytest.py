@@ -21,7 +21,7 @@ _RESTORE = pytest.StashKey[Callable[[], None]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Calls npu.install()."""
+    """Calls npu.install(), which makes `import torch_npu` work, before conftests are imported."""
     npu.install()
     early_config.stash[_RESTORE] = export(DEFAULT)  # for xdist's workers and processes that tests start
 

@@ -83,7 +83,7 @@ class Explanation:
         summary: the description of the operator, one sentence.
         verdict: the result in a sentence.
         findings: violated rules, the most severe first.
-        sizes: sizes of axes by axis word, and lengths of sequences, of the call.
+        sizes: sizes of the call's axes by name ("B", "S1", "N1"), and lengths of its sequences.
         results: dtype and shape of every result of a legal call, by name.
         computes: for every back end "yes", or the reasons why it does not compute the call.
         log: the parsed log, if there was one.

@@ -49,7 +49,7 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
 
 
 def _arranged(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the tensor, and a view with its leading axes reversed, so that tiles of rows are taken along both axes."""
+    """Yields a tensor [a, b, d], and its view [b, a, d]: consecutive rows, which form tiles, differ in b, then in a."""
     tensor = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
     yield tensor
     if tensor.dim() > 2 and min(tensor.shape[:-1]) < tensor.shape[:-1].numel():

@@ -179,7 +179,10 @@ def countable(offset: torch.Tensor | None) -> bool | str:
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
-    """True if a mask has the documented content of a compressed mask in this mode, is unread, or has another shape."""
+    """False if a mask's content is not the triangle that CANN documents for sparse modes 2 to 4, or for mode 6.
+
+    True without a comparison if its content is not read (stays_unread()), or if it is not one mask for all heads.
+    """
     if stays_unread(mask) or mask.shape[:-2].numel() != 1:
         return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
