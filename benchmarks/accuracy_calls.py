@@ -9,10 +9,10 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ir.call import Lowered
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.ops.training.call import BIAS
-from fusion_attention.ops.training.lowered_call import DenseBackward, DenseForward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
+from fusion_attention.ops.training.forward_backward import DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import BIAS
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing import Case, arguments, lowered, sparse
 from fusion_attention.testing import indexer_loss as loss

@@ -15,7 +15,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import api_definition as record
-from fusion_attention.ops.training.call import operands_of
+from fusion_attention.ops.training.lowered_call import operands_of
 from fusion_attention.plan import Plan, plan
 
 BF16 = torch.bfloat16

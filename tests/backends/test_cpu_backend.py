@@ -22,7 +22,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.training import api_definition
-from fusion_attention.ops.training.lowered_call import DenseForward
+from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.testing import compare, expected_of
 from fusion_attention.testing.drawn import compare_with
 

@@ -12,8 +12,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from support.caches import Cache, operands_on, rows
 from support.launches import constants, watch
+from support.paged_decode_calls import Cache, operands_on, rows
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.common import launching, layout_table

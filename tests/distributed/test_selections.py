@@ -18,8 +18,8 @@ from fusion_attention.contract import bind
 from fusion_attention.distributed.topk import best
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer import api_definition as indexer_own
-from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.ops.indexer_loss import api_definition as loss_own
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.sparse import api_definition as sparse_own

@@ -9,7 +9,7 @@ from support.bits import same_bits
 from support.compressed import CASES, CompressedCase, Results, arguments, lowered, wanted
 from support.on_gpu import copied
 
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check
 from fusion_attention.torch_ops.eager import run
 

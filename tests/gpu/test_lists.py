@@ -14,8 +14,8 @@ from support.reference_layers import plain
 import fusion_attention as fa
 from fusion_attention import nn
 from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
-from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check, indexer_loss, sparse
 from fusion_attention.testing.drawn import compare_with
 from fusion_attention.testing.expected_indexer import check_index

@@ -18,7 +18,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import CallCache, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import definitions as inference
-from fusion_attention.ops.inference.call import InferenceCall
+from fusion_attention.ops.inference.lowered_call import InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import check, expected_of
 from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, logical, pages_of, place, query_of

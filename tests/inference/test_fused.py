@@ -13,7 +13,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import CallCache, bind
 from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.inference import definitions as inference
-from fusion_attention.ops.inference.call import LSE, InferenceCall
+from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import check, expected_of
 from fusion_attention.torch_ops import dispatch

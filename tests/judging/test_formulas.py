@@ -18,8 +18,8 @@ from fusion_attention.judging.outputs import computed, of_heads, setting_of, tot
 from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.fused import definitions as fused_records
-from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.ops.training.lowered_call import FORWARD, DenseBackward, DenseForward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
+from fusion_attention.ops.training.forward_backward import FORWARD, DenseBackward, DenseForward
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare, lowered
 from fusion_attention.testing import decode as decoding

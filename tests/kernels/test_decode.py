@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.caches import CACHES, Cache, judge, operands_on
+from support.paged_decode_calls import CACHES, Cache, judge, operands_on
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend

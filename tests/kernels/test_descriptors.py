@@ -11,7 +11,7 @@ from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.training import api_definition
-from fusion_attention.ops.training.lowered_call import DenseForward
+from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, lowered, run
 
 HIGH = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a descriptor too

@@ -15,7 +15,7 @@ from fusion_attention.backends.triton.indexer import choice as indexer_choice
 from fusion_attention.backends.triton.indexer import launch as launch_indexer
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, chosen, in_float64, indexer_gradients, lowered_indexer
 from fusion_attention.torch_ops.eager import run

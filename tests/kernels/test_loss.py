@@ -16,7 +16,7 @@ from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launc
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, IndexerLossProblem
-from fusion_attention.ops.indexer_loss.call import Loss
+from fusion_attention.ops.indexer_loss.lowered_call import Loss
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase, lowered

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import caches
+from support import paged_decode_calls
 from support.bits import same_bits
-from support.caches import Cache, answer, operands_on, results
 from support.cases import BITS, CAUSAL, DRAWN
+from support.paged_decode_calls import Cache, answer, operands_on, results
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.judging.error_bound import Expected
@@ -150,7 +150,7 @@ def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: floa
 def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
     """The last key of each sequence, which the last row alone sees."""
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cpu")
-    calm = caches.expected(cache, operands, e)
+    calm = paged_decode_calls.expected(cache, operands, e)
     wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
     if cache.dequant == "channel":
         wild.keep[0][0, 1] = fill  # type: ignore[union-attr]
@@ -160,9 +160,9 @@ def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
             wild.pool[page, (n - 1) % wild.page_size, 0, 0] = fill  # type: ignore[union-attr]
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
     assert operands.out.keep[0].isfinite().any()
-    want = dict(zip(caches.NAMES, answer(cache, operands, e), strict=True))
+    want = dict(zip(paged_decode_calls.NAMES, answer(cache, operands, e), strict=True))
     wanted = {name: Expected(want[name], one.size) for name, one in calm.items()}
-    check(cache.id, dict(zip(caches.NAMES, results(operands), strict=True)), wanted)
+    check(cache.id, dict(zip(paged_decode_calls.NAMES, results(operands), strict=True)), wanted)
 
 
 def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

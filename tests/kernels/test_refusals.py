@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.caches import Cache, judge, operands_on, results
+from support.paged_decode_calls import Cache, judge, operands_on, results
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend

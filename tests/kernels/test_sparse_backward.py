@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse import api_definition
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.plan import compute
 from fusion_attention.testing import check, compare
 from fusion_attention.testing.cases import Results

@@ -14,8 +14,8 @@ from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, shapes_loss
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
-from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.plan import plan
 from fusion_attention.testing import indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase

@@ -11,7 +11,7 @@ from fusion_attention import plan as plans
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_key_sum
-from fusion_attention.ops.indexer_loss.call import RESULTS, TARGET_RESULTS
+from fusion_attention.ops.indexer_loss.lowered_call import RESULTS, TARGET_RESULTS
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.target_loss import TargetCase, arguments, lowered
 from fusion_attention.torch_ops.eager import run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.caches import Cache, judge, operands_on, rows
+from support.paged_decode_calls import Cache, judge, operands_on, rows
 
 from fusion_attention.backends.triton.common import launching, layout_table
 from fusion_attention.ir.mask import INFINITE

@@ -17,7 +17,7 @@ from support.selected import ordered
 
 from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import IndexerProblem
-from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer, part
 

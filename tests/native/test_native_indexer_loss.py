@@ -15,7 +15,7 @@ from support.native_lowered import Args, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase, arguments, lowered, statistics, tokens_of
 

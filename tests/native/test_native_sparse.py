@@ -18,7 +18,7 @@ from support.native_lowered import Args, Results, extents_of, far, hostile, in_p
 
 from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import Problem
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check
 from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, part, selected
 

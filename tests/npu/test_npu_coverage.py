@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fusion_attention.cli import app
 from fusion_attention.npu.coverage import LARGEST, Reading, read
 from fusion_attention.npu.surface import modules
-from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
+from website.ascend_call_counts import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 
 
 def reading(text: str, folder: Path) -> Reading:

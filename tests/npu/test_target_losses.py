@@ -13,7 +13,7 @@ from support.selected import close
 
 from fusion_attention import ContractError
 from fusion_attention.contract import bind
-from fusion_attention.npu.surface import from_definitions as losses
+from fusion_attention.npu.surface import cann_functions as losses
 from fusion_attention.ops.indexer_loss import target_definitions as targets
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import in_float64

@@ -40,8 +40,8 @@ INDEXER = [
     package("Lists of shorter packed sequences are checked at other rows", "ops/indexer_loss/checks.py",
           "capacity = q_len if q_capacity is None else q_capacity", "capacity = q_len",
           "contract/test_clauses.py::test_the_clause_holds"),
-    package("A log-sum-exp is a sum", "ops/indexer_loss/call.py",
+    package("A log-sum-exp is a sum", "ops/indexer_loss/lowered_call.py",
           "max_ + sum_.log()", "max_ + sum_", f"{PACKAGE}::test_dense_pair_is_the_formula"),
-    package("A target of zeros is divided by nothing", "npu/surface/from_definitions.py",
+    package("A target of zeros is divided by nothing", "npu/surface/cann_functions.py",
           "(y.sum(-1, keepdim=True) + eps)", "y.sum(-1, keepdim=True)", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ LISTS = [
           f"{PREPARED}::test_other_tensors_of_a_prepared_signature"),
     package("an entry of the longest sequence exists in every one", "ops/sparse/checks.py",
           "int(kv_len.min())", "int(kv_len.max())", f"{PREPARED}::test_lists_that_change_in_place"),
-    package("a sequence without keys returns its sink as statistics", "ops/sparse/call.py",
+    package("a sequence without keys returns its sink as statistics", "ops/sparse/lowered_call.py",
           "int(extents.q_len[b])).fill_(True)", "int(extents.q_len[b])).fill_(False)",
           "sparse/test_sparse.py::test_golden_against_autograd"),
     package("Triton: an entry behind the last block wraps around", "backends/triton/selected/selection.py",

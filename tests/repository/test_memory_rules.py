@@ -25,7 +25,7 @@ MAY_ALLOCATE = {
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "torch_ops.prepared::_stand_in": "an argument without memory",
     "npu.operators::_parameter": "a parameter without a default",
-    "npu.interface::": "a parameter without a default",
+    "npu.functions_from_definitions::": "a parameter without a default",
     "npu.surface.metadata::_parameters": "a parameter without a default",
     "torch_ops.misspelled_arguments::misused": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",

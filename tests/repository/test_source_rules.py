@@ -269,7 +269,7 @@ HAND_SET = {
     "inference/test_fused_examples.py": "examples printed to six digits",
     "training/test_golden.py": "finite differences: a step's own error",
     "judging/test_error_bound.py": "quantiles as tables print them, and spreads of so many draws",
-    "npu/test_transformers_windows.py": "a whole model beside itself on another path",
+    "npu/test_transformers_window_warnings.py": "a whole model beside itself on another path",
 }
 
 

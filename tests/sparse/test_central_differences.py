@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusion_attention as fa
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, TARGET_RESULTS
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, TARGET_RESULTS
 from fusion_attention.testing.target_loss import TargetCase, arguments, golden, lowered
 
 Tensor = torch.Tensor

@@ -8,12 +8,12 @@ from support.bits import same_bits
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer import api_definition as indexer_record
-from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.ops.indexer_loss import api_definition as loss_record
 from fusion_attention.ops.sparse import api_definition as sparse_record
-from fusion_attention.ops.sparse.call import RESULTS, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
+from fusion_attention.ops.sparse.lowered_call import RESULTS, SparseBackward
 from fusion_attention.plan import compute
 from fusion_attention.torch_ops.eager import run
 

@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.indexer import api_definition as own_indexer
 from fusion_attention.ops.indexer import definitions as indexer
-from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index, golden_of
 from fusion_attention.testing.sparse import (
     IndexerCase,

@@ -18,7 +18,7 @@ from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import api_definition as own_loss
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import (
     LEAST,

@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse import definitions as sparse
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
+from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE, SparseBackward
 from fusion_attention.testing import call_interface, check
 from fusion_attention.testing.sparse import (
     SparseCase,

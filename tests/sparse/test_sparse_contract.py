@@ -17,8 +17,8 @@ from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
 from fusion_attention.ops.sparse import definitions as sparse
-from fusion_attention.ops.sparse.call import narrow
 from fusion_attention.ops.sparse.checks import entries_fit
+from fusion_attention.ops.sparse.lowered_call import narrow
 from fusion_attention.torch_ops.eager import run
 
 ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}

@@ -14,7 +14,7 @@ import fusion_attention as fa
 from fusion_attention import ContractError
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer_loss import api_target_definition as record
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import part
 from fusion_attention.testing.target_loss import TargetCase, arguments, each_row, golden, lowered, reference

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.api_definition import RECORD
-from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, part
 from fusion_attention.torch_ops.eager import run
 

@@ -12,9 +12,9 @@ from support.selected import Args, Results, cloned
 
 from fusion_attention.ir.call import Lowered
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.ops.indexer_loss.call import INDEX_STATISTICS, Loss
-from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
+from fusion_attention.ops.indexer_loss.lowered_call import INDEX_STATISTICS, Loss
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check, indexer_loss, sparse
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.lowered_call import DenseCall
 from fusion_attention.testing import Case, lowered, run
 
 

@@ -14,7 +14,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.training import api_definition
-from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
+from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.expected import dense
 from fusion_attention.testing.python_calls import attention, attention_backward

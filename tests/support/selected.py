@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.testing import sparse
 from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_attention.ops.shared.lengths import last_end, rising
+from fusion_attention.ops.shared.cumulative_ends import last_end, rising
 from fusion_attention.ops.training import checks
 from fusion_attention.ops.training.checks import (
     dense_window,

@@ -19,12 +19,12 @@ import torch
 
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
 from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bits
-from fusion_attention.captures.results import BACKWARD, FORWARD, returned
+from fusion_attention.captures.result_names import BACKWARD, FORWARD, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training.lowered_call import RESULTS
+from fusion_attention.ops.training.forward_backward import RESULTS
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dense, dispatch
 

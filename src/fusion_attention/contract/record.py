@@ -320,7 +320,7 @@ class Op:
         repeats: True if calls that differ only in memory are prepared once; lower then returns a Repeatable.
         sizes: axis sizes of sample calls. samples: further settings of sample calls per layout.
         c: spellings of CANN's C declaration, for operators of the two-phase interface; errors show them.
-        keywords: name of the first keyword-only parameter of the operator's function (npu/interface.py); "": none.
+        keywords: name of the first keyword-only parameter of the operator's function; "": none.
         declared: types by canonical name, of parameters whose class does not determine them, and of outputs that a
             caller passes.
         returns: description of the results in the docstring; "": the outputs.

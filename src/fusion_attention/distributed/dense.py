@@ -27,7 +27,7 @@ from fusion_attention.ir.merge import Partial
 from fusion_attention.ops.shared.layouts import LAYOUTS, to_float32
 from fusion_attention.ops.training import api_definition as record
 from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Lengths
-from fusion_attention.ops.training.call import DenseCall, owns_bias
+from fusion_attention.ops.training.lowered_call import DenseCall, owns_bias
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.autograd_guards import constants, once

@@ -16,12 +16,12 @@ from fusion_attention.distributed.lists import invalid_entry, owned
 from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, make_sharded_call, returned
 from fusion_attention.distributed.topk import Merged, named
 from fusion_attention.ops.indexer import api_definition as indexer_record
-from fusion_attention.ops.indexer import call as indexer
+from fusion_attention.ops.indexer import lowered_call as indexer
 from fusion_attention.ops.indexer_loss import api_definition as loss_record
-from fusion_attention.ops.indexer_loss import call as loss
+from fusion_attention.ops.indexer_loss import lowered_call as loss
 from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.sparse import api_definition as sparse_record
-from fusion_attention.ops.sparse import call as sparse
+from fusion_attention.ops.sparse import lowered_call as sparse
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.autograd_guards import constants, once
 

@@ -12,7 +12,7 @@ from fusion_attention.distributed.lists import owned
 from fusion_attention.distributed.sharded_call import ShardedCall, returned
 from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.memory import empty
-from fusion_attention.ops.indexer import call as indexer
+from fusion_attention.ops.indexer import lowered_call as indexer
 from fusion_attention.plan import compute
 from fusion_attention.torch_ops.autograd_guards import once
 

@@ -10,7 +10,7 @@ import torch
 from fusion_attention.backends import load
 from fusion_attention.captures import gradients as captured
 from fusion_attention.captures.reader import Recording
-from fusion_attention.captures.results import returned
+from fusion_attention.captures.result_names import returned
 from fusion_attention.contract import (
     REQUIRED,
     Array,

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import ContractError
 from fusion_attention.judging.expected_error import LEFT, POOR, PROGRAM
 from fusion_attention.judging.measure import Result, drawn, measured
-from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
+from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, sink_and_bias_gradients
 from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation, one_per_mistake
@@ -53,7 +53,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) ->
     Returns:
         (explanations, best first; True if none is needed because outputs are as exact as sums in 16 bits).
     """
-    of_totals = totals.explained(case.setting, case.outputs, base.failing)
+    of_totals = sink_and_bias_gradients.explained(case.setting, case.outputs, base.failing)
     case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
     explained, noisy = _of_rows(case, base, seed, watch)
     return (*explained, *of_totals), noisy and not of_totals

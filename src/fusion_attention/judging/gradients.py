@@ -8,10 +8,10 @@ import torch
 from fusion_attention.captures.gradients import gradient_name
 from fusion_attention.contract import Op
 from fusion_attention.judging.outputs import computed, setting_of, units
-from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
-from fusion_attention.ops.sparse.call import RESULTS as SPARSE
-from fusion_attention.ops.sparse.call import Sparse
-from fusion_attention.ops.training.lowered_call import RESULTS, DenseForward
+from fusion_attention.ops.compressed.lowered_call import LSE as SHARED_LSE
+from fusion_attention.ops.sparse.lowered_call import RESULTS as SPARSE
+from fusion_attention.ops.sparse.lowered_call import Sparse
+from fusion_attention.ops.training.forward_backward import RESULTS, DenseForward
 
 Tensor = torch.Tensor
 DOUT, DLSE, LSE = "dout", "dlse", "lse"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.captures.results import returned
+from fusion_attention.captures.result_names import returned
 from fusion_attention.contract import Array, Attr, Op, Param
 from fusion_attention.ir.mask import Band
 from fusion_attention.judging.calls import JudgeError, MissingError, Recorded, recorded

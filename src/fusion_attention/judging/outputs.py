@@ -17,11 +17,11 @@ from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.setting import Block, Setting
-from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
-from fusion_attention.ops.compressed.call import FlashMla
-from fusion_attention.ops.inference.call import LSE, InferenceCall
-from fusion_attention.ops.sparse.call import Sparse, SparseBackward
-from fusion_attention.ops.training.lowered_call import DenseBackward, DenseForward
+from fusion_attention.ops.compressed.lowered_call import LSE as SHARED_LSE
+from fusion_attention.ops.compressed.lowered_call import FlashMla
+from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall
+from fusion_attention.ops.sparse.lowered_call import Sparse, SparseBackward
+from fusion_attention.ops.training.forward_backward import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max

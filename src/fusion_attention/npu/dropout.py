@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import ContractError, ContractWarning, Failure, outside, show
 from fusion_attention.ir.dropout import drawn_bits, keep_from_bits, keep_from_philox
 from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
-from fusion_attention.ops.training.call import EXTRAS, DenseCall
+from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall
 from fusion_attention.settings import current
 from fusion_attention.torch_ops.aliases import aliased
 

@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.contract import ContractError, Op, bind, show
 from fusion_attention.memory import empty
-from fusion_attention.npu.interface import Args, reader
+from fusion_attention.npu.functions_from_definitions import Args, reader
 from fusion_attention.ops.fused.geometry import OUT_DTYPES, WORDS, lse_shape, of_inputs, out_dtype, out_shape
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased

@@ -22,7 +22,7 @@ from fusion_attention.npu.subprocesses import done
 from fusion_attention.npu.surface import cann_ops, device_module, torchair
 from fusion_attention.npu.surface.modules import NAME, beside, build_modules, functions
 from fusion_attention.npu.surface.transfer import Finder
-from fusion_attention.npu.windows import watch
+from fusion_attention.npu.window_warnings import watch
 from fusion_attention.patches import Changes, another, together
 from fusion_attention.settings import PROCESS
 

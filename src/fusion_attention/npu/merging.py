@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import to_array
 from fusion_attention.ir.merge import Partial, empty_partial, merge
 from fusion_attention.npu.auxiliary.call import checked, computed
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.ops.auxiliary import merging
 
 Tensor = torch.Tensor

@@ -5,7 +5,7 @@ The functions are differentiable in the same inputs as torch_npu's.
 
 import torch
 
-from fusion_attention.npu.interface import Args, from_record, in_order
+from fusion_attention.npu.functions_from_definitions import Args, from_record, in_order
 from fusion_attention.ops.block_sparse import definitions as blocks
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss

@@ -6,8 +6,8 @@ training_call.py runs the calls. The functions are differentiable in query, key,
 import torch
 
 from fusion_attention.npu import training_call
+from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.npu.fused_out import with_copies
-from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.training import definitions as training
 
 Tensor = torch.Tensor

@@ -15,8 +15,8 @@ from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.outputs import TOTALS, Output, computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.setting import Setting
-from fusion_attention.ops.training.call import DenseCall, fresh, grads_of, operands_of
-from fusion_attention.ops.training.lowered_call import DenseForward
+from fusion_attention.ops.training.forward_backward import DenseForward
+from fusion_attention.ops.training.lowered_call import DenseCall, fresh, grads_of, operands_of
 from fusion_attention.ops.training.statistics import LANES, from_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor
 from fusion_attention.testing.python_calls import golden, lowered

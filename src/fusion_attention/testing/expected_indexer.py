@@ -12,7 +12,7 @@ import torch
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL
 from fusion_attention.judging.indexer import KINDS, judgeable, pieces, setting_of, views_of
-from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.sparse import in_float64

@@ -14,9 +14,9 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer_loss import api_definition as own_loss
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, Loss
 from fusion_attention.ops.indexer_loss.lower import lower
-from fusion_attention.ops.sparse.call import grouped
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, Loss
+from fusion_attention.ops.sparse.lowered_call import grouped
 from fusion_attention.testing.cases import Results, Tensor, hostile
 from fusion_attention.testing.sparse import (
     Maker,

@@ -8,8 +8,8 @@ from fusion_attention.contract import Op, bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.training import api_definition, lower
 from fusion_attention.ops.training import definitions as training
-from fusion_attention.ops.training.call import BIAS, DenseCall
-from fusion_attention.ops.training.lowered_call import GRADIENTS, DenseBackward, DenseForward
+from fusion_attention.ops.training.forward_backward import GRADIENTS, DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import BIAS, DenseCall
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor, hostile, in_band, prefix_fits, seen
 from fusion_attention.testing.tiles import cut_tiles

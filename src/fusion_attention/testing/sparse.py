@@ -13,12 +13,12 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer import definitions as indexer
-from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
+from fusion_attention.ops.indexer.lowered_call import Indexer, IndexerBackward
 from fusion_attention.ops.sparse import api_definition as sparse_own
 from fusion_attention.ops.sparse import definitions as sparse
-from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
+from fusion_attention.ops.sparse.lowered_call import Sparse, SparseBackward
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.testing.expected import expected_of
 from fusion_attention.torch_ops.eager import run

@@ -8,8 +8,8 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer_loss import api_target_definition
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, TargetLoss
 from fusion_attention.ops.indexer_loss.lower import lower_target
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, TargetLoss
 from fusion_attention.testing.cases import Results, Tensor
 from fusion_attention.testing.sparse import Maker, SparseCase, bound_of, in_float64, lists_of, part
 from fusion_attention.torch_ops.eager import run

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention import settings
 from fusion_attention.contract import Array, Attr, ContractError, Op, bind
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.torch_ops.dispatch import is_traced
 
 R = TypeVar("R")

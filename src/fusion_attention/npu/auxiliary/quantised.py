@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.interface import Args
+from fusion_attention.npu.functions_from_definitions import Args
 from fusion_attention.ops.auxiliary import quantised
 
 Tensor = torch.Tensor

@@ -6,7 +6,7 @@ The functions compute in float32, in which an int8 times a float16 scale is exac
 import torch
 
 from fusion_attention.npu.auxiliary.call import checked, in_place_of
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.ops.auxiliary import quantised_sparse
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.sparse import definitions as sparse

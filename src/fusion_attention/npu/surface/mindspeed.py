@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import Op, Param
 from fusion_attention.npu import merging
 from fusion_attention.npu.auxiliary import experts, products, rotary
-from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.npu.training import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
 from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.training import definitions as training

@@ -14,11 +14,11 @@ from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import TILE, UNLIMITED
 from fusion_attention.memory import empty
 from fusion_attention.ops.block_sparse import rules
-from fusion_attention.ops.block_sparse.call import LSE, MASK, OUT, lower
+from fusion_attention.ops.block_sparse.lowered_call import LSE, MASK, OUT, lower
 from fusion_attention.ops.shared.params import FLOATS, one_of, output, rows, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.training.definitions import DK, DQ, KEY, QUERY
-from fusion_attention.ops.training.lowered_call import GRADIENTS
+from fusion_attention.ops.training.forward_backward import GRADIENTS
 
 INPUTS = ("query", "key", "value")
 LAYOUTS = ("TND", "BNSD", "BSND")

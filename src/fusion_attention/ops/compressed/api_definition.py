@@ -12,9 +12,9 @@ from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.checks import band_fits
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.sparse import api_definition as sparse
-from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
 from fusion_attention.ops.sparse.definitions import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}

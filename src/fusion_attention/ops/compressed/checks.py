@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.checks import Outcome, stays_unread
-from fusion_attention.ops.shared.cumulative import ends_fit
+from fusion_attention.ops.shared.cu_seqlens import ends_fit
 from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
 
 Lengths = np.ndarray

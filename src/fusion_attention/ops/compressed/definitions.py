@@ -14,7 +14,9 @@ from fusion_attention.contract import Array, Attr, Bound, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.api_definition import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
-from fusion_attention.ops.compressed.call import (
+from fusion_attention.ops.compressed.checks import FUNCTIONS
+from fusion_attention.ops.compressed.lower import call_of, chosen_keys
+from fusion_attention.ops.compressed.lowered_call import (
     LSE,
     NORM,
     NORM_OF_KEYS,
@@ -23,8 +25,6 @@ from fusion_attention.ops.compressed.call import (
     FlashMlaBackward,
     replace_statistics,
 )
-from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.lower import call_of, chosen_keys
 from fusion_attention.ops.compressed.rules import (
     CHOSEN,
     COMPRESSED,
@@ -40,14 +40,14 @@ from fusion_attention.ops.compressed.rules import (
     SIDES,
     lengths_of,
 )
-from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.shared import cu_seqlens
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import own_scale
 from fusion_attention.ops.sparse import definitions as sparse
-from fusion_attention.ops.sparse.call import fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import keys_in
+from fusion_attention.ops.sparse.lowered_call import fresh, fresh_gradients
 
 INPUTS = ("query", "key", "key_compressed", "sinks")
 
@@ -61,7 +61,7 @@ def used_rows(side: str, of: str, required: str = "") -> Array:
     return Array(f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all.{required}", True)
 
 
-CUMULATIVE = tuple(cumulative.ends_param(*side[:2]) for side in SIDES)
+CUMULATIVE = tuple(cu_seqlens.ends_param(*side[:2]) for side in SIDES)
 USED = tuple(used_rows(*side[:2], " Required if paged.") for side in SIDES)
 RESIDUAL = Array("cmp_residual_kv", "Tokens of every sequence behind those of its last compressed key.", True)
 SINKS = sparse.SINKS

@@ -12,11 +12,11 @@ from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed import definitions as forward
 from fusion_attention.ops.compressed.api_definition import LISTS
-from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
+from fusion_attention.ops.compressed.lowered_call import LSE, Placed
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of, own_entries
-from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.shared import cu_seqlens
 from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TensorCall, TorchCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import metadata
@@ -92,7 +92,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 KEY = {"BSND": "B S2 N2 D", "TND": "T2 N2 D"}
 LENGTHS = (
-    *(cumulative.ends_param(side, side) for side in ("q", "k")),
+    *(cu_seqlens.ends_param(side, side) for side in ("q", "k")),
     *(forward.used_rows(side, side) for side in ("q", "k")),
     Array("cmp_residual_k", "Tokens of every sequence behind those of its last compressed key.", True),
 )

@@ -9,11 +9,11 @@ import numpy as np
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Compressed, Extents, Problem
-from fusion_attention.ops.compressed.call import COUNTS, FlashMla, placed
+from fusion_attention.ops.compressed.lowered_call import COUNTS, FlashMla, placed
 from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.shared.params import scale_of
-from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
 from fusion_attention.ops.sparse.checks import keys_in
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
 
 Call = TypeVar("Call", bound=Sparse)
 

@@ -10,7 +10,7 @@ from fusion_attention.ir.call import buffer
 from fusion_attention.ir.kv import RowView
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import TensorCall
-from fusion_attention.ops.sparse.call import grouped
+from fusion_attention.ops.sparse.lowered_call import grouped
 
 Tensor = torch.Tensor
 PAIRS = 1 << 22  # products per step: rows * keys * heads

@@ -18,7 +18,7 @@ from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.fused.geometry import geometry, lse_shape, of_inputs, of_output, out_dtype, out_shape
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
-from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
+from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall, extents_of
 
 __all__ = ["PROMPT_RESULTS", "RESULTS", "fresh", "geometry", "lower"]
 

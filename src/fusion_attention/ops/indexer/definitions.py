@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
-from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
-from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
+from fusion_attention.ops.indexer.lowered_call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
+from fusion_attention.ops.indexer.lowered_call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, meaning, no_float32, of_lengths, only_dim

@@ -8,9 +8,9 @@ import numpy as np
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import Extents, IndexerProblem
-from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
-from fusion_attention.ops.sparse.call import page_table
+from fusion_attention.ops.indexer.lowered_call import INPUTS, Indexer, IndexerBackward
 from fusion_attention.ops.sparse.lower import extents_of
+from fusion_attention.ops.sparse.lowered_call import page_table
 
 
 def indexer_call(bound: Bound) -> Indexer:

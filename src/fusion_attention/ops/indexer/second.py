@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fusion_attention.contract import Array, Attr, Declared, Op, Tensor
-from fusion_attention.ops.indexer.call import RESULTS, fresh
 from fusion_attention.ops.indexer.definitions import (
     CHOSEN,
     COUNT,
@@ -25,7 +24,8 @@ from fusion_attention.ops.indexer.definitions import (
     WEIGHTS,
 )
 from fusion_attention.ops.indexer.lower import lower
-from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.indexer.lowered_call import RESULTS, fresh
+from fusion_attention.ops.shared import cu_seqlens
 from fusion_attention.ops.shared.params import one_of, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
@@ -62,8 +62,8 @@ def _offset_layout(names: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 SIDES = (("q", "rows"), ("k", "keys"))
-ENDS = tuple(cumulative.ends_param(side, of) for side, of in SIDES)
-USED = tuple(cumulative.used_param(side, of) for side, of in SIDES)
+ENDS = tuple(cu_seqlens.ends_param(side, of) for side, of in SIDES)
+USED = tuple(cu_seqlens.used_param(side, of) for side, of in SIDES)
 RESIDUAL = Array(
     "residual",
     "Tokens of every sequence behind those of its last key: its tokens % cmp_ratio. Required if cmp_ratio is above 1 "
@@ -114,8 +114,8 @@ PACKED_SAMPLE: dict[str, Any] = {"layout_kv": "TND", "cu_seqlens_q": [0, 3, 8], 
 IN_PAGES = {"block_table": "2 M", "layout_kv": PAGES, "seqused_k": [6, 6]}
 COMPRESSED = {"sparse_mode": 3, "ratio": 3, "residual": [0, 2]}
 LENGTHS = (
-    *cumulative.rules_of("q", "T1", "layout", PACKED_SAMPLE),
-    *cumulative.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
+    *cu_seqlens.rules_of("q", "T1", "layout", PACKED_SAMPLE),
+    *cu_seqlens.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
     of_lengths(
         "cu_seqlens_q is None or cu_seqlens_k is None or len(cu_seqlens_q) == len(cu_seqlens_k)",
         "cu_seqlens_k: as many ends as cu_seqlens_q (both have a 0, then one end per sequence)",
@@ -198,8 +198,8 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Values derived from a call's arguments (`n`), by name: lengths, rows and keys of sequences in memory (capacity),
     and axes; axis Kv is None if the call does not return the selected scores."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
-    q_capacity = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
-    k_capacity = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])
+    q_capacity = cu_seqlens.stored(n["cu_seqlens_q"], count, n["S1"])
+    k_capacity = cu_seqlens.stored(n["cu_seqlens_k"], count, n["S2"])
     if n["block_table"] is not None:
         k_capacity = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
     q_len, kv_len = (
@@ -245,7 +245,7 @@ V2 = of_cann(
     layout_attr="layout",
     neutral={**NEUTRAL, "wide_values": True},
     derive=derive,
-    functions={**FUNCTIONS, **cumulative.FUNCTIONS, "tokens_fit": tokens_fit},
+    functions={**FUNCTIONS, **cu_seqlens.FUNCTIONS, "tokens_fit": tokens_fit},
     lower=lower,
     results=RESULTS,
     fresh=partial(fresh, wide=True),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer_loss import definitions
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.definitions import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS

@@ -5,9 +5,9 @@ from dataclasses import replace
 from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer.definitions import RATIO, RESIDUAL, RESIDUALS
 from fusion_attention.ops.indexer_loss import api_definition, checks
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, fresh_target
 from fusion_attention.ops.indexer_loss.definitions import LSE_SCORES, NEUTRAL, V1, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_target
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, fresh_target
 from fusion_attention.ops.indexer_loss.target_definitions import LISTS
 from fusion_attention.ops.shared.params import OWN_FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import invalid

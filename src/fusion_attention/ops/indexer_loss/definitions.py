@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import REQUIRED, Declared, Op, Tensor
-from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
+from fusion_attention.ops.indexer_loss.lowered_call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused

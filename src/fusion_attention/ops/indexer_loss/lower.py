@@ -6,7 +6,7 @@ from typing import Any
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 from fusion_attention.ops.indexer.lower import bounded_extents, capacities_of
-from fusion_attention.ops.indexer_loss.call import (
+from fusion_attention.ops.indexer_loss.lowered_call import (
     DIFFERENTIABLE,
     INPUTS,
     TARGET_INPUTS,

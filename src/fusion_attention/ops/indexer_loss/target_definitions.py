@@ -9,10 +9,10 @@ import torch
 from fusion_attention.contract import Attr, Declared, Tensor
 from fusion_attention.ops.indexer import second
 from fusion_attention.ops.indexer_loss import checks
-from fusion_attention.ops.indexer_loss.call import TARGET_RESULTS, fresh_lse, fresh_target
 from fusion_attention.ops.indexer_loss.definitions import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_lse, lower_target
-from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.indexer_loss.lowered_call import TARGET_RESULTS, fresh_lse, fresh_target
+from fusion_attention.ops.shared import cu_seqlens
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
@@ -63,7 +63,7 @@ def derive(n: Mapping[str, Any]) -> dict[str, Any]:
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):
-        capacity, used = cumulative.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
+        capacity, used = cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
         result |= {f"{side}_capacity": capacity, length: capacity if used is None else used}
         if n["layout"] == "TND":
             result[axis] = int(capacity.max(initial=0))
@@ -151,7 +151,7 @@ V1 = of_cann(
     layout_attr="layout",
     neutral=HERE,
     derive=derive,
-    functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": second.tokens_fit},
+    functions={**FUNCTIONS, **cu_seqlens.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": second.tokens_fit},
     lower=lower_target,
     c=C,
     results=TARGET_RESULTS,

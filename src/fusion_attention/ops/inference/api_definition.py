@@ -16,8 +16,8 @@ from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
-from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
+from fusion_attention.ops.inference.lowered_call import InferenceCall, extents_of
 from fusion_attention.ops.shared import params, rules
 from fusion_attention.ops.shared.checks import band_fits, broadcasts
 from fusion_attention.ops.shared.layouts import LAYOUTS

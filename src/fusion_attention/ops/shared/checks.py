@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.contract import show
 from fusion_attention.ir.mask import INFINITE, Band
-from fusion_attention.ops.shared.lengths import last_end, rising
+from fusion_attention.ops.shared.cumulative_ends import last_end, rising
 from fusion_attention.settings import current
 
 Outcome = bool | str

@@ -193,7 +193,7 @@ doubt = partial(meaning, level="doubt")
 
 
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
-    """Returns rules that warn if packed sequences do not cover all rows of the query or key tensor; they reject no call.
+    """Returns rules that warn if packed sequences do not cover all rows of the query or key tensor.
 
     The operator definition's `derive` must return q_len and kv_len, the tokens of each sequence. advice: a hint for the
     user. short: example lengths of queries and keys that violate the rules, for their tests.

@@ -10,8 +10,8 @@ from fusion_attention.contract import Array, Attr
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import NOT_CUMULATIVE, PACKED, covered, meaning, needed, of_lengths
 from fusion_attention.ops.sparse import definitions
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
+from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
 
 Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; required in layout TND.", True, "q_len")

@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.contract import functions_in
 from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist, stays_unread, within
-from fusion_attention.ops.shared.lengths import last_end, lengths_of
+from fusion_attention.ops.shared.cumulative_ends import last_end, lengths_of
 
 PAGED = "PA_BSND"
 

@@ -14,9 +14,9 @@ from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FI
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse import rules
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
 from fusion_attention.ops.sparse.lower import lower
+from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 
 LARGEST_INT64 = (1 << 63) - 1
 

@@ -10,8 +10,15 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.shared.params import scale_of
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, page_table
 from fusion_attention.ops.sparse.checks import keys_in
+from fusion_attention.ops.sparse.lowered_call import (
+    DIFFERENTIABLE,
+    OTHERS,
+    STATISTICS,
+    Sparse,
+    SparseBackward,
+    page_table,
+)
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:

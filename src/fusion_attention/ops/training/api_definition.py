@@ -17,10 +17,10 @@ from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fi
 from fusion_attention.ops.shared.layouts import Form, to_float32
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, one_of, rows, scale_of
 from fusion_attention.ops.shared.sparse_modes import mode_band
-from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
 from fusion_attention.ops.training.definitions import KEEP_PROB, OFFSET, SIZES
-from fusion_attention.ops.training.lowered_call import RESULTS, DenseForward, fresh_forward
+from fusion_attention.ops.training.forward_backward import RESULTS, DenseForward, fresh_forward
+from fusion_attention.ops.training.lowered_call import DenseCall
 
 Lengths = Sequence[int] | torch.Tensor | None
 Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]

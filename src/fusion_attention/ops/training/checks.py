@@ -9,7 +9,7 @@ from fusion_attention.contract import dtype_text, functions_in, trained
 from fusion_attention.ir.bias import TABLE_ROWS
 from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
-from fusion_attention.ops.shared.lengths import last_end, lengths_of, rising
+from fusion_attention.ops.shared.cumulative_ends import last_end, lengths_of, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
 

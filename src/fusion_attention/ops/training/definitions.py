@@ -18,8 +18,8 @@ from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training import rules
 from fusion_attention.ops.training.checks import FUNCTIONS, lengths
 from fusion_attention.ops.training.formulas import BACKWARD_FORMULA, BACKWARD_TEX, FORWARD_FORMULA, FORWARD_TEX
+from fusion_attention.ops.training.forward_backward import FORWARD, GRADIENTS, fresh_gradients, fresh_results
 from fusion_attention.ops.training.lower import lower
-from fusion_attention.ops.training.lowered_call import FORWARD, GRADIENTS, fresh_gradients, fresh_results
 from fusion_attention.ops.training.mask_rules import SLOPES
 
 STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}

@@ -13,9 +13,9 @@ from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.layouts import Form
 from fusion_attention.ops.shared.sparse_modes import band_empties_rows, mode_band
-from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import prefix_fits
-from fusion_attention.ops.training.lowered_call import FORWARD, DenseBackward, DenseForward
+from fusion_attention.ops.training.forward_backward import FORWARD, DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import DenseCall
 
 BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 

@@ -1,237 +1,184 @@
-"""The lowered calls of training attention that interfaces run: forward and backward of a DenseCall."""
+"""DenseCall, a lowered call of training attention, and the views of its tensors, outputs and gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from fusion_attention.ir.call import Filled, Lowered, buffer
-from fusion_attention.ir.problem import Operands
+from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import OfCall
-from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
-from fusion_attention.ops.training.call import (
-    BIAS,
-    EXTRAS,
-    DenseCall,
-    clear_gradients,
-    fresh,
-    grads_of,
-    operands_of,
-    statistics,
+from fusion_attention.ops.shared.layouts import (
+    LAYOUTS,
+    Form,
+    bits_view,
+    covered,
+    matrix_view,
+    row_shape,
+    row_view,
+    stats_shape,
+    stats_view,
 )
-from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
+from fusion_attention.ops.training.block_mask import to_matrix, to_tiles
 
 Tensor = torch.Tensor
-RESULTS = ("out", "max", "sum")
-FORWARD = ("attention_out", "softmax_max", "softmax_sum")
-# Gradients in the order of grads_of(), and the index in DenseCall.names of the input that each belongs to.
-GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-_INPUTS = (0, 1, 2, *(3 + EXTRAS.index(name) for name in ("q_rope", "k_rope", "bias", "sink")))
-DPSE = GRADIENTS.index("dpse")
+EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink", "blocked_tiles", "blocked_bits")
+BIAS = EXTRAS.index("bias")
 
 
-def fresh_forward(
-    names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
-) -> dict[str, Tensor]:
-    """Allocates out, max and sum, with these names; sizes of q, k and v may be symbolic.
+@dataclass(eq=False, slots=True)
+class DenseCall:
+    """A lowered call of training attention.
 
-    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics.
+    Args:
+        extras: optional tensors in the order of EXTRAS.
+        seed, offset: from which dropout masks are drawn.
+        names: canonical names of q, k, v and extras; "" for tensors that the operator does not have.
     """
-    batch, token, head = LAYOUTS[layout]
-    heads = q.shape[head] if head is not None else heads or 1
-    dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
-    shape = (q.shape[0], heads, *lanes) if batch is None else (q.shape[batch], heads, q.shape[token], *lanes)
+
+    problem: Problem
+    form: Form
+    extents: Extents
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: tuple[Tensor | None, ...]
+    seed: int = 0
+    offset: int = 0
+    names: tuple[str, ...] = ("q", "k", "v", *EXTRAS)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def covers(self, side: str) -> bool:
+        """True if every token of the query ("q") or key ("kv") side belongs to a sequence."""
+        return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
+
+
+def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates out, max and sum; lanes: the size of an additional last axis of the statistics, if any."""
+    q, p = call.q, call.problem
+    return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
+
+
+def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
+    """Allocates max and sum; lanes: the size of an additional last axis, if any."""
+    q = call.q
+    shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = empty(q, row_shape(q, layout, heads, dim_v))
-    return dict(zip(names, (out, empty(q, shape, dtype), empty(q, shape, dtype)), strict=True))
+    return empty(q, shape, dtype), empty(q, shape, dtype)
 
 
-def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a forward operator's call from its arguments and derived values `n`."""
-    return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
+def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+    """The views of a call's tensors, its output and its statistics max_ and sum_."""
+    p, form, e = call.problem, call.form, call.extents
+    layout = form.layout
+    return Operands(
+        q=row_view(call.q, layout, p.heads_q, e, "q"),
+        k=row_view(call.k, layout, p.heads_kv, e, "kv"),
+        v=row_view(call.v, layout, p.heads_kv, e, "kv"),
+        out=row_view(out, layout, p.heads_q, e, "q"),
+        stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+        seed=call.seed,
+        offset=call.offset,
+        **(_extra_operands(call) if any(t is not None for t in call.extras) else {}),
+    )
 
 
-def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients that a gradient call returns: of each input that has a gradient and is not None."""
-    return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
+def _extra_operands(call: DenseCall) -> dict[str, Any]:
+    """The views of the optional tensors that are not None, by name of operand."""
+    p, form, e = call.problem, call.form, call.extents
+    token = LAYOUTS[form.layout][1]
+    sizes = (call.q.shape[token], call.k.shape[token])
+    build: dict[str, Any] = {
+        "q_rope": lambda t: row_view(t, form.layout, p.heads_q, e, "q"),
+        "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
+        "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
+        "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
+        # Kernels read bytes; bool and uint8 have the same representation.
+        "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
+        "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
+        "sink": lambda t: t,
+        "blocked_tiles": lambda t: matrix_view(t, "broadcast", p.heads_q, e),
+        # Strided bits are copied, because kernels require contiguous tiles.
+        "blocked_bits": lambda t: t.contiguous(),
+    }
+    given = {name: t for name, t in zip(EXTRAS, call.extras, strict=True) if t is not None}
+    if form.block and "blocked_tiles" in given:
+        mask, (rows, keys) = given.pop("blocked_tiles"), form.block
+        longest = int(e.q_len.max(initial=0)), int(e.kv_len.max(initial=0))
+        if p.has_blocked_tiles:
+            given |= to_tiles(mask, (rows, keys), longest)
+        else:
+            given["blocked"] = to_matrix(mask, (rows, keys), longest)
+    return {name: build[name](tensor) for name, tensor in given.items()}
 
 
-def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Allocates the gradients of the tensors, which are in the order of GRADIENTS; None has no gradient."""
-    return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
+def grads_of(
+    call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
+) -> tuple[Grads, Tensor | None]:
+    """Views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is
+    summed.
 
-
-class DenseForward(OfCall):
-    """A forward call; it implements ir.call.Differentiable and Repeatable.
-
-    Args:
-        call: the lowered call.
-        names: names of the results out, max and sum.
-        lanes: statistics are finite and repeated in eight lanes, as CANN returns them; False: in the kernels' format.
+    dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
+    computed. The buffer is None if the back end writes dbias directly.
     """
-
-    op_kind = "attention_forward"
-    further = None
-
-    def __init__(self, call: DenseCall, names: tuple[str, ...] = RESULTS, *, lanes: bool = False) -> None:
-        super().__init__(call)
-        self.names, self.lanes = names, lanes
-
-    def results(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        out, max_, sum_ = (outputs[name] for name in self.names)
-        if self.lanes:
-            return _ForwardRun(self.call, out, max_, sum_)
-        clears = () if self.call.covers("q") else (out, max_, sum_)
-        return Filled((operands_of(self.call, out, max_, sum_),), clears=clears)
-
-    @property
-    def repeats(self) -> bool:
-        """True if a run over the views is the complete call: no drawn dropout, and every row in a sequence."""
-        return self.call.problem.dropout != "philox" and self.call.covers("q")
-
-    def memory(self) -> dict[str, Tensor]:
-        return dict(zip(RESULTS, fresh(self.call), strict=True))
-
-    def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Makes the views of the call's tensors and of the tensors from memory()."""
-        return operands_of(self.call, *memory.values())
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by canonical name; tensors that the operator does not have share the name ""."""
-        c = self.call
-        return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
-
-    def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
-        c = self.call
-        q, k, v, *extras = map(inputs.get, c.names)
-        call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # a call without memory has None
-        return type(self)(call, self.names, lanes=self.lanes)
-
-    def complete(self) -> DenseForward:
-        return self
-
-    def backward(
-        self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
-    ) -> DenseBackward:
-        """The gradient call, from results and their gradients (upstream).
-
-        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all.
-        """
-        out, max_, sum_ = (results[name] for name in self.names)
-        dout, dlse = (upstream.get(name) for name in self.names[:2])
-        dout = torch.zeros_like(out) if dout is None else dout
-        bias = self.call.extras[BIAS] if wanted is None or self.call.names[3 + BIAS] in wanted else None
-        return DenseBackward(self.call, (dout, out, max_, sum_), bias, dlse, lanes=self.lanes)
-
-    def gradients(
-        self,
-        results: Mapping[str, Tensor],
-        upstream: Mapping[str, Tensor],
-        run: Callable[[Lowered], dict[str, Tensor]],
-        wanted: Collection[str] | None = None,
-    ) -> dict[str, Tensor]:
-        gradients = run(self.backward(results, upstream, wanted))
-        return {
-            self.call.names[at]: gradients[name]
-            for name, at in zip(GRADIENTS, _INPUTS, strict=True)
-            if name in gradients
-        }
+    p, form, e = call.problem, call.form, call.extents
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    bias, summed, owned = None, None, False
+    if call.extras[BIAS] is not None and dbias.numel():
+        if dbias.is_contiguous():
+            bias = matrix_view(dbias, form.bias, p.heads_q, e)
+            owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
+        if not owned:
+            # Sums over sequences and broadcast axes would lose precision in the dtype of the bias.
+            sum_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            summed = empty(dbias, dbias.shape, sum_dtype)
+            bias = matrix_view(summed, form.bias, p.heads_q, e)
+    rope = p.dim_rope > 0
+    grads = Grads(
+        dout=row_view(dout, form.layout, p.heads_q, e, "q"),
+        dq=row_view(dq, form.layout, p.heads_q, e, "q"),
+        dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
+        dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
+        dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+        dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+        dbias=bias,
+        dsink=dsink if p.has_sink else None,
+        owns_dbias=owned,
+        dlse=None if dlse is None else stats_view(dlse, form, p.heads_q, e),
+    )
+    return grads, summed
 
 
-class DenseBackward(OfCall):
-    """A gradient call.
-
-    Args:
-        call: the forward call.
-        saved: (dout, out, max, sum).
-        pse: the bias or the slopes, if their gradient is wanted.
-        dlse: the gradient of max + log(sum), without lanes.
-        lanes: max and sum have CANN's format, and kernel_statistics() converts them; False: the kernels' format.
-    """
-
-    op_kind = "attention_backward"
-
-    def __init__(
-        self,
-        call: DenseCall,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor],
-        pse: Tensor | None,
-        dlse: Tensor | None = None,
-        *,
-        lanes: bool = True,
-    ) -> None:
-        super().__init__(call)
-        self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
-
-    def results(self) -> dict[str, Tensor]:
-        q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
-        return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
-
-    def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """(max, sum) that a forward saved, in CANN's format, converted to the kernels' format (without lanes)."""
-        return from_lanes(self.call, max_, sum_)
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _BackwardRun(self, outputs)
+def owns_bias(call: DenseCall) -> bool:
+    """True if the call has a bias whose gradient is written once (Grads.owns_dbias), not accumulated."""
+    bias, p, e = call.extras[BIAS], call.problem, call.extents
+    if bias is None or p.bias != "matrix":
+        return False
+    return _one_pair_each(matrix_view(empty(bias, bias.shape), call.form.bias, p.heads_q, e), p.heads_q, e)
 
 
-class _ForwardRun(Filled):
-    __slots__ = ("call", "lanes")
-
-    def __init__(self, call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
-        self.call, self.lanes = call, (max_, sum_)
-        buffers = buffer(out), *statistics(call)
-        clears = () if call.covers("q") else buffers
-        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
-
-    def finish(self) -> None:
-        super().finish()
-        _, max_, sum_ = self.buffers
-        write_lanes(self.call, max_, sum_, *self.lanes)
+def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
+    """True if each element of a bias of `heads` heads belongs to at most one (row, key) pair of sequences e."""
+    some = (e.q_len > 0) & (e.kv_len > 0)
+    repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
+    starts = bias.address[some]
+    return bias.stride_key == 1 and not repeats.any() and len(np.unique(starts)) == len(starts)
 
 
-class _BackwardRun(Filled):
-    __slots__ = ("backward", "call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
-
-    def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
-        self.backward = backward
-        call = self.call = backward.call
-        dy, attention_in, *self.saved = backward.saved
-        self.targets = [outputs.get(name) for name in GRADIENTS]
-        self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
-        none = call.q.new_empty(0)
-        self.gradients = tuple(none if t is None else buffer(t) for t in self.targets)
-        if self.slopes:
-            self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
-        self.lanes = backward.lanes
-        # Views of statistics assume contiguous memory.
-        self.stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in self.saved)
-        dlse = None if backward.dlse is None else backward.dlse.contiguous()
-        grads, self.summed = grads_of(call, dy, self.gradients, dlse)
-        buffers = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
-        buffers += [*(self.stats if self.lanes else ()), *([] if self.summed is None else [self.summed])]
-        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(buffers))
-
-    def begin(self) -> None:
-        if self.lanes:
-            for tensor, value in zip(self.stats, self.backward.kernel_statistics(*self.saved), strict=True):
-                tensor.copy_(value)
-        clear_gradients(self.call, self.gradients, self.summed)
-
-    def finish(self) -> None:
-        if self.summed is not None:
-            self.gradients[DPSE].copy_(self.summed)
-        for target, gradient in zip(self.targets, self.gradients, strict=True):
-            if target is not None and gradient.numel() and gradient is not target:
-                target.copy_(gradient)  # The back end cannot write this target: its rows are not contiguous.
-        if self.slopes:
-            target = self.targets[DPSE]
-            assert target is not None
-            target.zero_()  # Slopes have no gradient.
+def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
+    """Zeroes the accumulated gradient of a bias (summed), and gradients of tokens and elements in no sequence."""
+    dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
+    for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
+        if not call.covers(side):
+            for tensor in tensors:
+                tensor.zero_()
+    if call.problem.has_sink and not len(call.extents):
+        dsink.zero_()  # No back end runs.
+    if summed is not None:
+        summed.zero_()
+    elif dbias.numel() and dbias.numel() > call.problem.heads_q * int(call.extents.q_len @ call.extents.kv_len):
+        dbias.zero_()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fusion_attention.ops.shared.layouts import covered, stats_view
-from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.lowered_call import DenseCall
 
 Tensor = torch.Tensor
 FLT_MAX = float(np.finfo(np.float32).max)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fusion_attention import ContractWarning
-from fusion_attention.npu.windows import _warning
+from fusion_attention.npu.window_warnings import _warning
 
 HEAD = '''
 import warnings

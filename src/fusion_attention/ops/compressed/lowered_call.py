@@ -14,7 +14,14 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.shared.call import Results
-from fusion_attention.ops.sparse.call import RESULTS, BackwardRun, Sparse, SparseBackward, SparseForward, statistics
+from fusion_attention.ops.sparse.lowered_call import (
+    RESULTS,
+    BackwardRun,
+    Sparse,
+    SparseBackward,
+    SparseForward,
+    statistics,
+)
 
 Tensor = torch.Tensor
 OUT, LSE, NORM, NORM_OF_KEYS = "attention_out", "softmax_lse", "cmp_softmax_l1_norm", "ori_softmax_l1_norm"

@@ -12,7 +12,7 @@ from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, 
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.sparse.call import key_view, narrow, unpaged
+from fusion_attention.ops.sparse.lowered_call import key_view, narrow, unpaged
 
 Tensor = torch.Tensor
 DIFFERENTIABLE = ("query", "key", "weights")

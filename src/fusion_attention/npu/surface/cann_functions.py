@@ -8,15 +8,15 @@ target probabilities of the indexer's losses are an argument.
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.interface import Args, from_record, in_order
+from fusion_attention.npu.functions_from_definitions import Args, from_record, in_order
 from fusion_attention.ops.auxiliary import losses
-from fusion_attention.ops.block_sparse import call as blocks_call
 from fusion_attention.ops.block_sparse import definitions as blocks
-from fusion_attention.ops.compressed import call as compressed_call
+from fusion_attention.ops.block_sparse import lowered_call as blocks_call
 from fusion_attention.ops.compressed import definitions as compressed
 from fusion_attention.ops.compressed import l1_norm
+from fusion_attention.ops.compressed import lowered_call as compressed_call
 from fusion_attention.ops.indexer import second
-from fusion_attention.ops.indexer.call import RESULTS
+from fusion_attention.ops.indexer.lowered_call import RESULTS
 from fusion_attention.ops.indexer_loss import target_definitions as targets
 from fusion_attention.torch_ops import dispatch
 

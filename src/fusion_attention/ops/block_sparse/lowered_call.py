@@ -11,8 +11,8 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import Form
-from fusion_attention.ops.training.call import EXTRAS, DenseCall, fresh, operands_of, statistics
-from fusion_attention.ops.training.lowered_call import DenseBackward, DenseForward
+from fusion_attention.ops.training.forward_backward import DenseBackward, DenseForward
+from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall, fresh, operands_of, statistics
 
 Tensor = torch.Tensor
 OUT, LSE = "attention_out", "softmax_lse"

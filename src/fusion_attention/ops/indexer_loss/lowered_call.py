@@ -20,7 +20,7 @@ from fusion_attention.ir.problem import (
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.sparse.call import grouped, narrow, statistics
+from fusion_attention.ops.sparse.lowered_call import grouped, narrow, statistics
 
 Tensor = torch.Tensor
 DIFFERENTIABLE = ("query_index", "key_index", "weights")

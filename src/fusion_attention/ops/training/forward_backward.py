@@ -1,0 +1,237 @@
+"""The lowered calls of training attention that interfaces run: forward and backward of a DenseCall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.ir.call import Filled, Lowered, buffer
+from fusion_attention.ir.problem import Operands
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import OfCall
+from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
+from fusion_attention.ops.training.lowered_call import (
+    BIAS,
+    EXTRAS,
+    DenseCall,
+    clear_gradients,
+    fresh,
+    grads_of,
+    operands_of,
+    statistics,
+)
+from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
+
+Tensor = torch.Tensor
+RESULTS = ("out", "max", "sum")
+FORWARD = ("attention_out", "softmax_max", "softmax_sum")
+# Gradients in the order of grads_of(), and the index in DenseCall.names of the input that each belongs to.
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
+_INPUTS = (0, 1, 2, *(3 + EXTRAS.index(name) for name in ("q_rope", "k_rope", "bias", "sink")))
+DPSE = GRADIENTS.index("dpse")
+
+
+def fresh_forward(
+    names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
+) -> dict[str, Tensor]:
+    """Allocates out, max and sum, with these names; sizes of q, k and v may be symbolic.
+
+    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics.
+    """
+    batch, token, head = LAYOUTS[layout]
+    heads = q.shape[head] if head is not None else heads or 1
+    dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
+    shape = (q.shape[0], heads, *lanes) if batch is None else (q.shape[batch], heads, q.shape[token], *lanes)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = empty(q, row_shape(q, layout, heads, dim_v))
+    return dict(zip(names, (out, empty(q, shape, dtype), empty(q, shape, dtype)), strict=True))
+
+
+def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Allocates the results of a forward operator's call from its arguments and derived values `n`."""
+    return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
+
+
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Allocates the gradients that a gradient call returns: of each input that has a gradient and is not None."""
+    return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
+
+
+def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    """Allocates the gradients of the tensors, which are in the order of GRADIENTS; None has no gradient."""
+    return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
+
+
+class DenseForward(OfCall):
+    """A forward call; it implements ir.call.Differentiable and Repeatable.
+
+    Args:
+        call: the lowered call.
+        names: names of the results out, max and sum.
+        lanes: statistics are finite and repeated in eight lanes, as CANN returns them; False: in the kernels' format.
+    """
+
+    op_kind = "attention_forward"
+    further = None
+
+    def __init__(self, call: DenseCall, names: tuple[str, ...] = RESULTS, *, lanes: bool = False) -> None:
+        super().__init__(call)
+        self.names, self.lanes = names, lanes
+
+    def results(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        out, max_, sum_ = (outputs[name] for name in self.names)
+        if self.lanes:
+            return _ForwardRun(self.call, out, max_, sum_)
+        clears = () if self.call.covers("q") else (out, max_, sum_)
+        return Filled((operands_of(self.call, out, max_, sum_),), clears=clears)
+
+    @property
+    def repeats(self) -> bool:
+        """True if a run over the views is the complete call: no drawn dropout, and every row in a sequence."""
+        return self.call.problem.dropout != "philox" and self.call.covers("q")
+
+    def memory(self) -> dict[str, Tensor]:
+        return dict(zip(RESULTS, fresh(self.call), strict=True))
+
+    def operands(self, memory: Mapping[str, Tensor]) -> Operands:
+        """Makes the views of the call's tensors and of the tensors from memory()."""
+        return operands_of(self.call, *memory.values())
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor | None]:
+        """The tensors of the call by canonical name; tensors that the operator does not have share the name ""."""
+        c = self.call
+        return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
+
+    def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
+        c = self.call
+        q, k, v, *extras = map(inputs.get, c.names)
+        call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # a call without memory has None
+        return type(self)(call, self.names, lanes=self.lanes)
+
+    def complete(self) -> DenseForward:
+        return self
+
+    def backward(
+        self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
+    ) -> DenseBackward:
+        """The gradient call, from results and their gradients (upstream).
+
+        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all.
+        """
+        out, max_, sum_ = (results[name] for name in self.names)
+        dout, dlse = (upstream.get(name) for name in self.names[:2])
+        dout = torch.zeros_like(out) if dout is None else dout
+        bias = self.call.extras[BIAS] if wanted is None or self.call.names[3 + BIAS] in wanted else None
+        return DenseBackward(self.call, (dout, out, max_, sum_), bias, dlse, lanes=self.lanes)
+
+    def gradients(
+        self,
+        results: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        run: Callable[[Lowered], dict[str, Tensor]],
+        wanted: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
+        gradients = run(self.backward(results, upstream, wanted))
+        return {
+            self.call.names[at]: gradients[name]
+            for name, at in zip(GRADIENTS, _INPUTS, strict=True)
+            if name in gradients
+        }
+
+
+class DenseBackward(OfCall):
+    """A gradient call.
+
+    Args:
+        call: the forward call.
+        saved: (dout, out, max, sum).
+        pse: the bias or the slopes, if their gradient is wanted.
+        dlse: the gradient of max + log(sum), without lanes.
+        lanes: max and sum have CANN's format, and kernel_statistics() converts them; False: the kernels' format.
+    """
+
+    op_kind = "attention_backward"
+
+    def __init__(
+        self,
+        call: DenseCall,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor],
+        pse: Tensor | None,
+        dlse: Tensor | None = None,
+        *,
+        lanes: bool = True,
+    ) -> None:
+        super().__init__(call)
+        self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
+
+    def results(self) -> dict[str, Tensor]:
+        q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
+        return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
+
+    def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+        """(max, sum) that a forward saved, in CANN's format, converted to the kernels' format (without lanes)."""
+        return from_lanes(self.call, max_, sum_)
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        return _BackwardRun(self, outputs)
+
+
+class _ForwardRun(Filled):
+    __slots__ = ("call", "lanes")
+
+    def __init__(self, call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
+        self.call, self.lanes = call, (max_, sum_)
+        buffers = buffer(out), *statistics(call)
+        clears = () if call.covers("q") else buffers
+        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
+
+    def finish(self) -> None:
+        super().finish()
+        _, max_, sum_ = self.buffers
+        write_lanes(self.call, max_, sum_, *self.lanes)
+
+
+class _BackwardRun(Filled):
+    __slots__ = ("backward", "call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
+
+    def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
+        self.backward = backward
+        call = self.call = backward.call
+        dy, attention_in, *self.saved = backward.saved
+        self.targets = [outputs.get(name) for name in GRADIENTS]
+        self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
+        none = call.q.new_empty(0)
+        self.gradients = tuple(none if t is None else buffer(t) for t in self.targets)
+        if self.slopes:
+            self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
+        self.lanes = backward.lanes
+        # Views of statistics assume contiguous memory.
+        self.stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in self.saved)
+        dlse = None if backward.dlse is None else backward.dlse.contiguous()
+        grads, self.summed = grads_of(call, dy, self.gradients, dlse)
+        buffers = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
+        buffers += [*(self.stats if self.lanes else ()), *([] if self.summed is None else [self.summed])]
+        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(buffers))
+
+    def begin(self) -> None:
+        if self.lanes:
+            for tensor, value in zip(self.stats, self.backward.kernel_statistics(*self.saved), strict=True):
+                tensor.copy_(value)
+        clear_gradients(self.call, self.gradients, self.summed)
+
+    def finish(self) -> None:
+        if self.summed is not None:
+            self.gradients[DPSE].copy_(self.summed)
+        for target, gradient in zip(self.targets, self.gradients, strict=True):
+            if target is not None and gradient.numel() and gradient is not target:
+                target.copy_(gradient)  # The back end cannot write this target: its rows are not contiguous.
+        if self.slopes:
+            target = self.targets[DPSE]
+            assert target is not None
+            target.zero_()  # Slopes have no gradient.
