@@ -2,12 +2,13 @@
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.worlds import Worlds
+from support.worlds import Worlds, text_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusion_attention.distributed.groups import GroupError, group_of
@@ -72,14 +73,7 @@ def of_a_kept_group(group: Any) -> str:
     group_of(subgroup).call("kept", {}, CPU)
     dist.barrier(group)
     dist.destroy_process_group(subgroup)
-    with pytest.raises(GroupError) as error:
-        group_of(subgroup).call("kept", {}, CPU)
-    return str(error.value)
-
-
-def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
-    for text in worlds.run(4, of_a_kept_group):
-        assert "the process group was destroyed (make a new one)" in text
+    return text_of(lambda: group_of(subgroup).call("kept", {}, CPU))
 
 
 def of_equal_meshes(group: Any) -> list[float]:
@@ -98,48 +92,79 @@ def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
     assert worlds.run(4, of_equal_meshes) == [[4.0, 8.0, 12.0]] * 4
 
 
-def different(group: Any, name: str) -> str:
+def different(group: Any) -> str:
     ranks = group_of(group)
-    settings = {"schedule": "ring", "length": 7, name: "odd" if ranks.rank == 1 else "even"}
-    try:
-        ranks.call("values", settings, CPU)
-    except GroupError as error:
-        return str(error)
-    return ""
+    settings = {"schedule": "ring", "length": 7, "dtype": "odd" if ranks.rank == 1 else "even"}
+    return text_of(lambda: ranks.call("values", settings, CPU))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_say_different_things_all_raise(worlds: Worlds, world: int) -> None:
-    for rank, text in enumerate(worlds.run(world, different, "dtype")):
+    for rank, text in enumerate(worlds.run(world, different)):
         assert f"distributed.values: rank {rank} of {world}, schedule ring" in text
         assert "rank 0 calls with dtype=even, rank 1 with dtype=odd" in text
 
 
 def faulty(group: Any) -> str:
     ranks = group_of(group)
-    try:
-        ranks.call("values", {"length": 8}, CPU, fault="q has 3 rows, not 4" if ranks.rank == 1 else "")
-    except GroupError as error:
-        return str(error)
-    return ""
+    fault = "q has 3 rows, not 4" if ranks.rank == 1 else ""
+    return text_of(lambda: ranks.call("values", {"length": 8}, CPU, fault=fault))
 
 
-def test_the_fault_of_one_rank_is_an_error_on_all(worlds: Worlds) -> None:
-    for text in worlds.run(3, faulty):
-        assert "on rank 1 q has 3 rows, not 4" in text
+def not_of_it(group: Any) -> str:
+    """A group of rank 0 alone: the other ranks are no members."""
+    alone = dist.new_group([0])
+    return "expected a group of this process" if dist.get_rank(group) == 0 else text_of(lambda: group_of(alone))
+
+
+def on_a_gpu(group: Any) -> str:
+    return text_of(lambda: group_of(group).call("values", {}, torch.device("cuda")))
+
+
+def that_lacks(group: Any) -> str:
+    """A back end that cannot send is found by the first call, whatever that passes."""
+    ranks = group_of(dist.new_group(list(range(group_of(group).world))))
+
+    def refusing(*_: Any) -> list[Any]:
+        raise RuntimeError("send is not supported")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ranks), "post", refusing)
+        return text_of(lambda: ranks.call("values", {}, CPU))
+
+
+def of_another_kind(group: Any) -> str:
+    return text_of(lambda: group_of(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("world", "call", "wanted"),
+    [
+        (4, of_a_kept_group, "the process group was destroyed (make a new one)"),
+        (3, faulty, "on rank 1 q has 3 rows, not 4"),
+        (4, not_of_it, "expected a group of this process"),
+        (2, on_a_gpu, "its back end 'gloo' cannot send tensors on cuda"),
+        (4, that_lacks, "rank {rank} of 4, trying the group out: send is not supported"),
+        (1, of_another_kind, "expected a ProcessGroup, a DeviceMesh or None, got int"),
+    ],
+)
+def test_an_error_on_every_rank(worlds: Worlds, world: int, call: Callable[[Any], str], wanted: str) -> None:
+    for rank, text in enumerate(worlds.run(world, call)):
+        assert wanted.format(rank=rank) in text
+
+
+def test_without_torch_distributed_the_error_says_what_to_do() -> None:
+    with pytest.raises(GroupError, match="init_process_group"):
+        group_of(None)
 
 
 def of_two_calls(group: Any) -> str:
     """Both calls were agreed upon; then rank 0 makes one and rank 1 the other."""
     ranks = group_of(group)
-    calls = [ranks.call("values", {"which": which}, CPU) for which in (0, 1)]
-    assert len(calls) == 2
+    for which in (0, 1):
+        ranks.call("values", {"which": which}, CPU)
     call = ranks.call("values", {"which": ranks.rank}, CPU)
-    try:
-        call.all_gather("gathering", torch.tensor([1.0 + ranks.rank]), [1, 1])
-    except GroupError as error:
-        return str(error)
-    return ""
+    return text_of(lambda: call.all_gather("gathering", torch.tensor([1.0 + ranks.rank]), [1, 1]))
 
 
 def dying(group: Any) -> str:
@@ -149,12 +174,9 @@ def dying(group: Any) -> str:
     if ranks.rank == 1:
         os._exit(9)
     begun = time.monotonic()
-    try:
-        call.all_gather("gathering again", torch.tensor([1.0]), [1] * ranks.world)
-    except GroupError as error:
-        assert time.monotonic() - begun < 10
-        return str(error)
-    return ""
+    text = text_of(lambda: call.all_gather("gathering again", torch.tensor([1.0]), [1] * ranks.world))
+    assert time.monotonic() - begun < 10
+    return text
 
 
 @pytest.mark.slow
@@ -171,70 +193,3 @@ def test_faults_end_within_the_timeout() -> None:
             assert "a rank died" in result[rank]
     finally:
         pool.end()
-
-
-def not_of_it(group: Any) -> str:
-    """A group that this process is no member of, seen from rank 1."""
-    alone = dist.new_group([0])
-    try:
-        group_of(alone)
-    except GroupError as error:
-        return str(error)
-    return ""
-
-
-def test_strangers_are_told(worlds: Worlds) -> None:
-    assert "expected a group of this process" in worlds.run(4, not_of_it)[1]
-
-
-def on_a_gpu(group: Any) -> str:
-    try:
-        group_of(group).call("values", {}, torch.device("cuda"))
-    except GroupError as error:
-        return str(error)
-    return ""
-
-
-def test_a_device_that_the_back_end_cannot_send(worlds: Worlds) -> None:
-    for text in worlds.run(2, on_a_gpu):
-        assert "its back end 'gloo' cannot send tensors on cuda" in text
-
-
-def test_without_torch_distributed_the_error_says_what_to_do() -> None:
-    with pytest.raises(GroupError, match="init_process_group"):
-        group_of(None)
-
-
-def that_lacks(group: Any) -> list[str]:
-    """A back end that cannot send is found by the first call, whatever that passes."""
-    ranks = group_of(dist.new_group(list(range(group_of(group).world))))
-    messages, post = [], type(ranks).post
-
-    def refusing(*_: Any) -> list[Any]:
-        raise RuntimeError("send is not supported")
-
-    type(ranks).post = refusing  # type: ignore[method-assign]
-    try:
-        ranks.call("values", {}, CPU)
-    except GroupError as error:
-        messages.append(str(error))
-    finally:
-        type(ranks).post = post  # type: ignore[method-assign]
-    return messages
-
-
-def test_what_a_back_end_lacks_is_found_by_the_first_call(worlds: Worlds) -> None:
-    for rank, (text,) in enumerate(worlds.run(4, that_lacks)):
-        assert f"rank {rank} of 4, trying the group out: send is not supported" in text
-
-
-def of_another_kind(group: Any) -> str:
-    try:
-        group_of(3)  # type: ignore[arg-type]
-    except GroupError as error:
-        return str(error)
-    return ""
-
-
-def test_what_is_no_group(worlds: Worlds) -> None:
-    assert "expected a ProcessGroup, a DeviceMesh or None, got int" in worlds.run(1, of_another_kind)[0]

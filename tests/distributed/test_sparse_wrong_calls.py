@@ -1,14 +1,13 @@
 """Wrong calls of sparse attention, of its indexer and of shared caches, on one rank or on all: errors with words, on
 every rank, and never a wrong result."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.worlds import Worlds
+from support.worlds import Worlds, text_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
@@ -20,14 +19,6 @@ S = 128
 
 def rows(*inner: int, tokens: int = S) -> torch.Tensor:
     return torch.randn(1, tokens, *inner)
-
-
-def text_of(call: Callable[[], Any], error: type[Exception] = GroupError) -> str:
-    try:
-        call()
-    except error as found:
-        return str(found)
-    return ""
 
 
 def indexed(ranks: Any, **changes: Any) -> Any:
@@ -241,24 +232,3 @@ def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
         assert "sequences: expected 2 sequences of the cache" in count
         assert "cache: expected a PagedKVCache with a group" in complete
         assert "group: expected a group of one dimension" in mesh
-
-
-def leaving(group: Any) -> str:
-    """Rank 1 dies between the forward and the backward, which sums gradients over ranks."""
-    q, kv = rows(2, 8, tokens=64).requires_grad_(), rows(1, 8, tokens=64).requires_grad_()
-    lists = torch.zeros(1, 64, 1, 4, dtype=torch.int32)
-    out = far.sparse_attention(q, kv, None, lists, group=group, schedule="ring")
-    if dist.get_rank(group) == 1:
-        os._exit(9)
-    return text_of(lambda: out.sum().backward())
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_in_training_is_an_error_on_the_others() -> None:
-    pool = Worlds(2, timeout=4.0)
-    try:
-        (text, _) = pool.run(2, leaving, kill=[1])
-        assert "distributed.sparse_attention: rank 0 of 2" in text
-        assert "a rank died" in text
-    finally:
-        pool.end()

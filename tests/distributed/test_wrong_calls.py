@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.worlds import Worlds
+from support.worlds import Worlds, text_of
 
 import fusion_attention as fa
 from fusion_attention import Band, ContractError
@@ -22,15 +22,6 @@ def shares(group: Any, schedule: str = "zigzag", **more: Any) -> tuple[torch.Ten
     """q, k and v of this rank."""
     torch.manual_seed(1)
     return tuple(shard(torch.randn(1, S, 4, 8, **more), group, schedule, S) for _ in range(3))
-
-
-def message_of(group: Any, name: str) -> str:
-    """What a rank is told of a wrong call."""
-    try:
-        CALLS[name](group, group_of(group).rank)
-    except ERRORS as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def sound(group: Any, rank: int, **words: Any) -> Any:
@@ -160,14 +151,16 @@ MESSAGES = {
 }
 
 
-def everything(group: Any) -> dict[str, str]:
-    return {name: message_of(group, name) for name in CALLS}
+def every_text(group: Any) -> dict[str, str]:
+    """The text of every wrong call's error on this rank."""
+    rank = group_of(group).rank
+    return {name: text_of(lambda call=call: call(group, rank), *ERRORS) for name, call in CALLS.items()}
 
 
 def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -> None:
-    for rank, notes in enumerate(worlds.run(2, everything)):
-        for name, text in MESSAGES.items():
-            assert text.format(rank=rank) in notes[name], (name, notes[name])
+    for rank, texts in enumerate(worlds.run(2, every_text)):
+        for name, wanted in MESSAGES.items():
+            assert wanted.format(rank=rank) in texts[name], (name, texts[name])
 
 
 def uncomputed(group: Any) -> bool:
@@ -216,11 +209,7 @@ def test_ranks_draw_one_seed(worlds: Worlds) -> None:
 def of_other_seeds(group: Any) -> str:
     """The call is agreed upon; then ranks hand over seeds of their own."""
     sound(group, 0, keep_prob=0.5, seed=1)
-    try:
-        sound(group, 0, keep_prob=0.5, seed=group_of(group).rank)
-    except GroupError as error:
-        return str(error)
-    return ""
+    return text_of(lambda: sound(group, 0, keep_prob=0.5, seed=group_of(group).rank))
 
 
 def dying(group: Any, schedule: str) -> str:
@@ -230,12 +219,9 @@ def dying(group: Any, schedule: str) -> str:
     if ranks.rank == 1:
         os._exit(9)
     begun = time.monotonic()
-    try:
-        out.sum().backward()
-    except GroupError as error:
-        assert time.monotonic() - begun < 15
-        return str(error)
-    return ""
+    text = text_of(lambda: out.sum().backward())
+    assert time.monotonic() - begun < 15
+    return text
 
 
 @pytest.mark.slow

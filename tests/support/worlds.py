@@ -32,6 +32,18 @@ class Failed(Exception):
     """The text of an exception on a rank."""
 
 
+def text_of(call: Callable[[], Any], *errors: type[Exception]) -> str:
+    """The type and text of the error that a call raises, "" where it raises none; errors: GroupError by default."""
+    from fusion_attention.distributed import GroupError
+
+    expected = errors or (GroupError,)
+    try:
+        call()
+    except expected as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class Worlds:
     """A pool of processes, which starts when it is first used and after a case that broke it."""
 
