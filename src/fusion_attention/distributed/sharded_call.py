@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -200,12 +200,7 @@ class ShardedCall:
         """Gathers this rank's tensors of keys named `names` from all ranks in one exchange; returns name -> [tokens of
         all ranks, ...], None for absent tensors."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
-        widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
-        packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
-        split = packed.split(widths, 1)
-        results = {
-            name: tensor.unflatten(1, t.shape[1:]) for (name, t), tensor in zip(given.items(), split, strict=True)
-        }
+        results = _as_one(given, lambda packed: self.kv.gathered(self.call, packed))
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
@@ -214,48 +209,53 @@ class ShardedCall:
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
+def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Exchanges several tensors [tokens, ...] by name as one tensor [tokens, elements], and returns the results by
+    name; exchange: takes this tensor, returns one with as many elements and other tokens."""
+    widths = [t.shape[1:].numel() for t in tensors.values()]
+    split = exchange(torch.cat([t.flatten(1) for t in tensors.values()], 1)).split(widths, 1)
+    return {name: chunk.unflatten(1, t.shape[1:]) for (name, t), chunk in zip(tensors.items(), split, strict=True)}
+
+
 class Sums:
-    """Collects the gradients of several rounds: rows are assigned, because a round has other rows; keys are summed.
+    """Collects the gradients of several rounds. A round computes other tokens of this rank, so that their gradients are
+    assigned; gradients of the tokens of all ranks are summed.
 
     Args:
-        sharded: the call.
-        rows: names of the gradients of rows; all others are gradients of keys.
-        dtype: dtype to which keys() converts the sums.
+        call: the communication between the ranks.
+        side: the tokens of all ranks: keys if rounds are of rows, rows if rounds are of keys.
+        local: names of the gradients of this rank's tokens; all others are summed.
+        dtype: dtype to which summed() converts the sums.
     """
 
-    def __init__(self, sharded: ShardedCall, rows: Sequence[str], dtype: torch.dtype) -> None:
-        self.sharded, self._names, self._dtype = sharded, rows, dtype
-        self.rows: dict[str, Tensor] = {}
-        self._keys: dict[str, Tensor] = {}
+    def __init__(self, call: Call, side: Side, local: Sequence[str], dtype: torch.dtype) -> None:
+        self._call, self._side, self._names, self._dtype = call, side, local, dtype
+        self.local: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
-        """Adds one round's gradients `results`, by name; segments: the rows of this rank that the round computed."""
+        """Adds one round's gradients `results`, by name; segments: the tokens of this rank that the round computed."""
         for name, tensor in results.items():
             if name not in self._names:
-                self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
-            elif name not in self.rows:
-                self.rows[name] = tensor
+                self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
+            elif name not in self.local:
+                self.local[name] = tensor
             else:
                 for one in segments:
                     tokens = slice(one.at, one.at + one.tokens)
-                    self.rows[name][tokens] = tensor[tokens]
+                    self.local[name][tokens] = tensor[tokens]
 
     def scaled(self, factor: Tensor) -> Sums:
-        """Returns a new Sums with all gradients, of rows and of keys, multiplied by a factor."""
-        result = Sums(self.sharded, self._names, self._dtype)
-        result.rows = {name: t * factor for name, t in self.rows.items()}
-        result._keys = {name: t * factor for name, t in self._keys.items()}
+        """Returns a new Sums with all gradients multiplied by a factor."""
+        result = Sums(self._call, self._side, self._names, self._dtype)
+        result.local = {name: t * factor for name, t in self.local.items()}
+        result._sums = {name: t * factor for name, t in self._sums.items()}
         return result
 
-    def keys(self) -> dict[str, Tensor]:
-        """Sums the gradients of keys over ranks in one exchange; returns name -> gradient of this rank's keys."""
-        widths = [t.shape[1:].numel() for t in self._keys.values()]
-        packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
-        split = self.sharded.kv.summed(self.sharded.call, packed).split(widths, 1)
-        return {
-            name: tensor.unflatten(1, t.shape[1:]).to(self._dtype)
-            for (name, t), tensor in zip(self._keys.items(), split, strict=True)
-        }
+    def summed(self) -> dict[str, Tensor]:
+        """Sums the other gradients over ranks in one exchange; returns name -> gradient of this rank's tokens."""
+        results = _as_one(self._sums, lambda packed: self._side.summed(self._call, packed))
+        return {name: t.to(self._dtype) for name, t in results.items()}
 
 
 # --------------------------------------------------------------------------------------------------- the unsharded call

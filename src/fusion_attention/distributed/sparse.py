@@ -319,11 +319,12 @@ class _Indexer(torch.autograd.Function):
 
         def gradients() -> tuple[Tensor | None, ...]:
             given = named(tensors)
-            full, sums = given | sharded.keys(given, _INDEX_KV), Sums(sharded, ("dquery", "dweights"), upstream.dtype)
+            full = given | sharded.keys(given, _INDEX_KV)
+            sums = Sums(sharded.call, sharded.kv, ("dquery", "dweights"), upstream.dtype)
             for segments in sharded.q.rounds:
                 backward = indexer.IndexerBackward(sharded.rows(full, segments), upstream, indices)
                 sums.add(segments, sharded.run(backward, ("dkey",)))
-            results = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
+            results = {name: sums.local[f"d{name}"] for name in _INDEX_Q}
             if deterministic:
                 beside = {"indices": indices, "dvalues": upstream}
                 rows = sharded.all_rows({name: given[name] for name in _INDEX_Q} | beside)
@@ -331,7 +332,7 @@ class _Indexer(torch.autograd.Function):
                 backward = indexer.IndexerBackward(sharded.everything(full | rows), grads, lists)
                 results["key"] = sharded.kv.local(sharded.run(backward)["dkey"])
             else:
-                results["key"] = sums.keys()["dkey"]
+                results["key"] = sums.summed()["dkey"]
             return returned(ctx, results, indexer.DIFFERENTIABLE, 2)
 
         return once(gradients, (upstream, *tensors))
@@ -363,7 +364,8 @@ class _Attention(torch.autograd.Function):
 
         def gradients() -> tuple[Tensor | None, ...]:
             given = _of_attention(tensors)
-            full, sums = given | sharded.keys(given, _KV), Sums(sharded, ("dquery", "dquery_rope"), dout.dtype)
+            full = given | sharded.keys(given, _KV)
+            sums = Sums(sharded.call, sharded.kv, ("dquery", "dquery_rope"), dout.dtype)
             dsinks: Tensor | None = None
             for segments in sharded.q.rounds:
                 backward = sparse.SparseBackward(sharded.rows(full, segments), dout, *saved)
@@ -371,7 +373,7 @@ class _Attention(torch.autograd.Function):
                 more = result.pop("dsinks", None)
                 dsinks = more if dsinks is None or more is None else dsinks + more
                 sums.add(segments, result)
-            grads = sums.rows | (_from_all_rows(sharded, given, full, dout, saved) if deterministic else sums.keys())
+            grads = sums.local | (_from_all_rows(sharded, given, full, dout, saved) if deterministic else sums.summed())
             if dsinks is not None:
                 grads["dsinks"] = dsinks
             by_name = {name: grads[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in grads}
@@ -427,7 +429,7 @@ class _Loss(torch.autograd.Function):
             sides = {"dquery_index": sharded.q, "dweights": sharded.q, "dkey_index": sharded.kv}
             ctx.gradients = {name: side.local(result[name]) for name, side in sides.items()}
             return result["loss"]
-        ctx.sums = Sums(sharded, ("dquery_index", "dweights"), tensors[1].dtype)
+        ctx.sums = Sums(sharded.call, sharded.kv, ("dquery_index", "dweights"), tensors[1].dtype)
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
         for segments in sharded.q.rounds:
             result = sharded.run(sharded.rows(full, segments), ("dkey_index",))
@@ -444,7 +446,7 @@ class _Loss(torch.autograd.Function):
                 scaled_gradients = {name: t * factor for name, t in ctx.gradients.items()}
             else:
                 scaled = ctx.sums.scaled(factor)
-                scaled_gradients = scaled.rows | scaled.keys()
+                scaled_gradients = scaled.local | scaled.summed()
             return returned(ctx, {name[1:]: t for name, t in scaled_gradients.items()}, loss.DIFFERENTIABLE, 3)
 
         return once(gradients, (upstream,))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.distributed.lists import owned
-from fusion_attention.distributed.sharded_call import ShardedCall, returned
+from fusion_attention.distributed.sharded_call import ShardedCall, Sums, returned
 from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import lowered_call as indexer
@@ -59,28 +59,15 @@ class Merged(torch.autograd.Function):
             given, beside = named(tensors), {"indices": indices, "dvalues": upstream}
             rows = sharded.all_rows({name: given[name] for name in _ROWS} | beside)
             lists, grads, everything = rows.pop("indices"), rows.pop("dvalues"), given | rows
-            dkey: Tensor | None = None
-            sums: Tensor | None = None
-            shapes: list[torch.Size] = []
+            sum_dtype = torch.promote_types(upstream.dtype, torch.float32)
+            sums = Sums(sharded.call, sharded.q, ("dkey",), sum_dtype)
             for segments in sharded.kv.rounds:
                 some, more = owned(sharded, segments, lists, 1, grads, own_count=True)
                 result = sharded.run(indexer.IndexerBackward(sharded.keys_of(everything, segments), more, some))
-                if dkey is None:
-                    dkey = result["dkey"]
-                for one in segments:
-                    at = slice(one.at, one.at + one.tokens)
-                    dkey[at] = result["dkey"][at]
-                parts = [result[f"d{name}"] for name in _ROWS]
-                shapes = [tensor.shape[1:] for tensor in parts]
-                packed = torch.cat([t.flatten(1).to(torch.promote_types(t.dtype, torch.float32)) for t in parts], 1)
-                sums = packed if sums is None else sums + packed
-            assert sums is not None
-            split = sharded.q.summed(sharded.call, sums).split([shape.numel() for shape in shapes], 1)
-            assert dkey is not None
-            by_name = {"key": dkey} | {
-                name: tensor.unflatten(1, shape).to(given[name].dtype)  # type: ignore[union-attr]
-                for name, tensor, shape in zip(_ROWS, split, shapes, strict=True)
-            }
+                sums.add(segments, {n: t if n == "dkey" else t.to(sum_dtype) for n, t in result.items()})
+            by_name = {"key": sums.local["dkey"]}
+            for name, gradient in sums.summed().items():
+                by_name[name[1:]] = gradient.to(given[name[1:]].dtype)  # type: ignore[union-attr]
             return returned(ctx, by_name, indexer.DIFFERENTIABLE, 1)
 
         return once(gradients, (upstream, *tensors))
