@@ -134,7 +134,7 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
     cos, sin = (t.index_select(-2, starts) for t in (index.cos, index.sin))
     keys = code.apply_rotary_pos_emb(indexer.k_layernorm(pooled), cos=cos, sin=sin, unsqueeze_dim=-2)
     weights = index.q.new_full(index.q.shape[:-1], indexer.index_head_dim**-0.5)
-    weights = weights if weights.dtype == torch.float64 else weights.float()
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     tokens: Any = [index.raw.shape[1]] * len(index.raw) if kv_len is None else kv_len
     is_tensor = isinstance(tokens, Tensor)
     blocks, residual = (

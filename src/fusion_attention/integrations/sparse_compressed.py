@@ -13,7 +13,7 @@ from fusion_attention.api.attention import attention
 from fusion_attention.api.compress import compress
 from fusion_attention.api.compressed import compressed_attention
 from fusion_attention.api.sparse import indexer_target_loss, lightning_indexer
-from fusion_attention.integrations.sparse_loss import Loss
+from fusion_attention.integrations.sparse_loss import Loss, computes_loss
 from fusion_attention.integrations.transformers_masks import hidden, packed_lengths, padding_of
 from fusion_attention.ir.mask import Band
 from fusion_attention.nn.compressed import probabilities
@@ -54,15 +54,10 @@ class Call(NamedTuple):
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
         """Returns the arguments of lightning_indexer() that describe lengths: layout, q_len, kv_len (packed sequences
         only) and residual. batch: number of items; ratio: tokens of a compressed key."""
-        if self.lengths is not None:
-            kv_len = [n // ratio for n in self.lengths]
-            return {
-                "layout": "TND",
-                "q_len": self.lengths,
-                "kv_len": kv_len,
-                "residual": [n % ratio for n in self.lengths],
-            }
-        return {"residual": [self.tokens % ratio] * batch}
+        if self.lengths is None:
+            return {"residual": [self.tokens % ratio] * batch}
+        kv_len, residual = [n // ratio for n in self.lengths], [n % ratio for n in self.lengths]
+        return {"layout": "TND", "q_len": self.lengths, "kv_len": kv_len, "residual": residual}
 
 
 def forward(
@@ -180,9 +175,7 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
         return attention(q, k, k, **how)
     ratio = compressor.compress_rate
     entries = _entries(code, compressor, "compressor", call, inputs[0], indexer is not None)
-    trains = (
-        indexer is not None and module.stage in ("warmup", "sparse") and module.training and torch.is_grad_enabled()
-    )
+    trains = computes_loss(module)
     index, lists, batch = None, None, len(inputs[0])
     if indexer is not None:
         most = entries.shape[1] if call.lengths is None else max(call.lengths) // ratio
@@ -287,7 +280,7 @@ def _index(
         q = code.apply_rotary_pos_emb(q, *turns, unsqueeze_dim=2)
         scorer = indexer.scorer
         weights = scorer.weights_proj(x)
-        weights = weights if weights.dtype == torch.float64 else weights.float()
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         weights = weights * (scorer.weights_scaling * scorer.softmax_scale)
         return call.rows(q), keys, call.rows(weights)
 

@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
-from fusion_attention.integrations.sparse_loss import Loss
+from fusion_attention.integrations.sparse_loss import Loss, computes_loss
 from fusion_attention.integrations.sparse_sequences import Sequences, sequences_of
 from fusion_attention.ir.mask import Band
 
@@ -137,7 +137,7 @@ def _index(
         cache: transformers' cache, or None.
         used: True if some rows of the call read chosen keys.
     """
-    trains = _trains(module)
+    trains = computes_loss(module)
     if cache is None and not used and not trains:
         return None
     hidden_states, q_latent, (cos, sin) = inputs
@@ -153,15 +153,9 @@ def _index(
                 return None
         # weights_proj may be float32 in a model of another dtype.
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
-        weights = weights if weights.dtype == torch.float64 else weights.float()
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         return Index(sequences.rows(q), sequences.keys(k), sequences.rows(weights))
-
-
-def _trains(module: Any) -> bool:
-    """True if a forward of the layer `module` computes the indexer's loss."""
-    staged = module.stage in ("warmup", "sparse") and module.indexer is not None
-    return staged and module.training and torch.is_grad_enabled()
 
 
 def _attend(
@@ -189,7 +183,7 @@ def _attend(
     results, end = [], first
     if first:
         # A loss reads lists of latents, and without factors chosen keys are expanded like others.
-        sparse = _trains(module) or _factors(module) is None
+        sparse = computes_loss(module) or _factors(module) is None
         end = first if sparse else min(rows.q.shape[-3], dense_positions(module.config))
         near = Latents(*(t[:, :end] for t in rows))
         near_index = None if index is None else Index(*(t[:, :end] for t in index))
@@ -215,7 +209,7 @@ def _of_rows(
     With absorbed latents, a pair of row and key takes 2 rank + rope products instead of nope + rope + v, but kv_b_proj
     is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths, blocked keys of the call.
     """
-    trains, factors = _trains(module), _factors(module)
+    trains, factors = computes_loss(module), _factors(module)
     count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
     rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
     products = count * rank * expanded + count * keys * 2 * rank  # of dense attention over absorbed latents

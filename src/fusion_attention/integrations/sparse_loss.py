@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Loss", "indexer_loss"]
+__all__ = ["Loss", "computes_loss", "indexer_loss"]
 
 Tensor = torch.Tensor
 
@@ -21,6 +21,12 @@ class Loss:
     def __reduce__(self) -> tuple[type[Loss], tuple[()]]:
         """Makes copies and pickles of this object without the loss."""
         return Loss, ()
+
+
+def computes_loss(layer: Any) -> bool:
+    """True if a forward of `layer` computes its indexer's loss: in training, in a stage with a loss."""
+    staged = layer.stage in ("warmup", "sparse") and layer.indexer is not None
+    return staged and layer.training and torch.is_grad_enabled()
 
 
 def indexer_loss(model: torch.nn.Module) -> Tensor:

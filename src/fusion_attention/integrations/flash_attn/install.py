@@ -101,8 +101,12 @@ def _changed(version: str, changes: Changes) -> None:
 def modules_of(version: str) -> dict[str, ModuleType]:
     """Returns full name -> module for every module of flash_attn that a program can import; version: the release that
     the modules imitate."""
-    modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
-    for name, module in modules.items():
+    modules: dict[str, ModuleType] = {}
+    for name, names in _CONTENTS.items():
+        module = modules[name] = ModuleType(
+            name, f"{name}, implemented by fusion_attention: the same calls on any machine."
+        )
+        vars(module).update(names, __path__=[], __getattr__=_absent(name))
         owner, _, last = name.rpartition(".")
         if owner:
             setattr(modules[owner], last, module)
@@ -115,13 +119,6 @@ def modules_of(version: str) -> dict[str, ModuleType]:
 @functools.wraps(bert_padding.unpad_input)
 def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
     return bert_padding.unpad_input(hidden_states, attention_mask)[:4]
-
-
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """Returns a new module `name` with the attributes `names`; other attributes raise AttributeError."""
-    module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
-    vars(module).update(names, __path__=[], __getattr__=_absent(name))
-    return module
 
 
 def _absent(module: str) -> Callable[[str], Any]:
