@@ -1,13 +1,8 @@
-"""npu.install(): the module torch_npu and the device "npu" while it lasts, nothing of them before and after, and
-transformers' own NPU integration on top, unchanged.
-"""
+"""npu.install(): the module torch_npu and the device "npu" while it lasts, nothing of them before and after."""
 
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,39 +105,12 @@ def test_a_device_that_is_not_there(text: str) -> None:
             use()
 
 
-def test_torch_npu_runtime(torch_npu: Any) -> None:
+def test_settings_of_the_runtime(torch_npu: Any) -> None:
     device = torch.npu  # type: ignore[attr-defined]
-    assert device.is_available()
-    assert (device.device_count(), device.current_device()) == (8, 0)
-    device.set_device("npu:0")
-    device.set_device(0)
-    for seed in (device.manual_seed, device.manual_seed_all):
-        seed(3)
-        one = torch.randn(4, device="npu")
-        seed(3)
-        assert torch.equal(one, torch.randn(4, device="npu"))
-    state = device.get_rng_state()
-    one = torch.rand(2)
-    device.set_rng_state(state)
-    assert torch.equal(one, torch.rand(2))
-    stream, start, end = device.Stream(), device.Event(enable_timing=True), device.Event(enable_timing=True)
-    with device.stream(stream):
-        assert device.current_stream() == stream
-        start.record()
-        end.record(stream)
-    assert device.current_stream() == device.default_stream() != stream
-    stream.wait_stream(device.current_stream())
-    stream.wait_event(stream.record_event())
-    for wait in (stream.synchronize, device.synchronize, end.synchronize, device.empty_cache):
-        wait()
-    assert start.elapsed_time(end) >= 0
-    with pytest.raises(RuntimeError, match="expected two recorded events"):
-        start.elapsed_time(device.Event())
-    assert device.memory_allocated() == 0
-    assert "cpu" in device.get_device_name(0)
     device.set_compile_mode(jit_compile=False)
     device.config.allow_internal_format = False
     assert device.is_bf16_supported()
+    assert "cpu" in device.get_device_name(0)
 
 
 def test_attention_under_the_mode(torch_npu: Any) -> None:
@@ -177,59 +145,3 @@ def test_a_device_that_cannot_compute_is_refused(device: str) -> None:
         ValueError, match=r'npu.install: device: expected "cpu", "host", or "cuda" where there is one, got'
     ):
         npu.install(device)
-
-
-def transformers_on_npu() -> None:
-    """Runs in a process of its own: transformers decides at its import whether there is an NPU."""
-    import torch
-    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
-    from transformers.integrations import npu_flash_attention
-    from transformers.utils import is_torch_npu_available
-
-    assert is_torch_npu_available()
-    calls = []
-    original = npu_flash_attention.npu_fusion_attention
-
-    def counted(*args, **kwargs):
-        calls.append(kwargs.get("input_layout", args[4] if len(args) > 4 else None))
-        return original(*args, **kwargs)
-
-    npu_flash_attention.npu_fusion_attention = counted
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4}
-    grouped = {**sizes, "num_key_value_heads": 2}
-    models = (LlamaModel(LlamaConfig(**grouped)), Qwen3Model(Qwen3Config(**grouped, head_dim=16)))
-    models += (BertModel(BertConfig(**sizes)),)
-    ids = torch.randint(0, 64, (3, 9), device="npu")
-    padding = torch.ones(3, 9, dtype=torch.long, device="npu")
-    padding[1, 5:] = 0
-    padding[2, 1:] = 0
-    for model in models:
-        model = model.eval().npu()
-        for mask in (None, padding):
-            is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-            results = []
-            for implementation in ("eager", "flash_attention_2"):
-                model.set_attn_implementation(implementation)
-                model.zero_grad()
-                calls.clear()
-                out = model(input_ids=ids, attention_mask=mask).last_hidden_state[is_token]
-                out.square().mean().backward()
-                gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-                results.append({"out": out.detach(), **gradients})
-            assert calls == ["BSND" if mask is None else "TND"] * 2, calls
-            eager, ours = results
-            assert eager.keys() == ours.keys()
-            for name, value in eager.items():
-                size = 1e-6 + 1e-5 * value.abs().max()
-                assert (value - ours[name]).abs().max() <= size, (type(model).__name__, name)
-        print(type(model).__name__)  # noqa: T201
-
-
-@pytest.mark.slow
-def test_transformers_unchanged() -> None:
-    body = textwrap.dedent(inspect.getsource(transformers_on_npu)) + "\ntransformers_on_npu()\n"
-    script = "from fusion_attention import npu\nnpu.install()\n" + body
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["LlamaModel", "Qwen3Model", "BertModel"]

@@ -13,50 +13,28 @@ from fusion_attention.testing.drawn import compare_with
 # Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
 YES = (
     "torch.npu.Stream().device == torch.npu.current_stream().device == x.device",
-    'x.device.type == "npu"',
-    '"npu" == x.device.type',
-    'x.device.type in ("npu", "cuda")',
-    'x.device.type not in ("cuda", "cpu")',
-    'x.device.type != "cpu" and not x.is_cuda',
-    'x.device.type.startswith("npu")',
-    'str(x.device) == "npu:0"',
-    'str(x.device).startswith("npu")',
-    '"npu" in str(x.device)',
-    'f"{x.device}".split(":")[0] == "npu"',
-    'x.device == torch.device("npu", 0)',
-    'x.device == torch.device("npu:0")',
+    'x.device.type == "npu" and not x.is_cuda and not x.is_cpu',
+    'str(x.device) == f"{x.device}" == "npu:0"',
+    'x.device == torch.device("npu", 0) == torch.device("npu:0")',
     'x.device == torch.device(type="npu", index=torch.npu.current_device())',
     "x.device == x.npu().device == y.npu().device",
     "x.device == torch.zeros(1, device=x.device).device",
     "x.device != y.device",
-    "x.is_npu",
-    'getattr(x, "is_npu", False)',
     "x.is_npu and not y.is_npu",
-    "not x.is_cpu",
     "x.get_device() == 0",
     "x.device.index == torch.npu.current_device()",
     'x.untyped_storage().device.type == "npu"',
     'x.grad_fn is None and (x * 2).device.type == "npu"',
-    'next(m.parameters()).device.type == "npu"',
-    'all(p.device.type == "npu" for p in m.parameters())',
-    '{b.device.type for b in m.state_dict().values()} == {"npu"}',
-    'd.type == "npu"',
-    'torch.device("npu").type == "npu"',
-    'torch.device(d).type == "npu"',
-    'isinstance(d, torch.device) and d.type == "npu"',
+    '{b.device.type for b in [*m.parameters(), *m.state_dict().values()]} == {"npu"}',
+    'isinstance(d, torch.device) and torch.device(d).type == torch.device("npu").type == "npu"',
     'torch.empty_like(x).device.type == "npu"',
     'torch.tensor([1], device="npu").device.type == "npu"',
     'torch.tensor([1], device=torch.npu.current_device()).device.type == "npu"',
     'y.to("npu").device.type == "npu"',
     'y.to(x).device.type == "npu"',
     'x.cpu().device.type == "cpu"',
-    'hasattr(torch, "npu") and torch.npu.is_available()',
-    'getattr(torch, "npu", None) is not None',
-    "torch.npu.device_count() > 0",
-    'getattr(torch, x.device.type) is torch.npu',
-    'getattr(torch, d.type, torch.cuda).is_available()',
-    'torch.get_device_module("npu") is torch.npu',
-    'torch.get_device_module(x.device) is torch.npu',
+    "torch.npu.is_available() and torch.npu.device_count() > 0",
+    'torch.get_device_module("npu") is torch.get_device_module(x.device) is torch.npu',
     'torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu"',
     'torch._C._get_privateuse1_backend_name() == "npu"',
     'torch.Generator("npu").device.type == "npu"',
@@ -77,11 +55,9 @@ def names() -> Iterator[dict[str, Any]]:
     npu.uninstall()
 
 
-@pytest.mark.parametrize("text", YES)
-def test_a_form_says_yes(text: str, names: dict[str, Any]) -> None:
-    assert names["x"].device.type == "npu"
+def test_every_form_says_yes(names: dict[str, Any]) -> None:
     exec("import importlib.metadata, importlib.util", names)
-    assert eval(text, names), text
+    assert [text for text in YES if not eval(text, names)] == []
 
 
 def test_a_program_takes_its_branch_for_the_chip(names: dict[str, Any]) -> None:

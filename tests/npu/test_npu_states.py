@@ -153,9 +153,7 @@ def test_deep_copies_and_pickles() -> None:
 
 WHERE: dict[str, tuple[Any, str]] = {
     "nowhere else": (None, "npu:0"),
-    "cpu": ("cpu", "cpu"),
     "npu": ("npu", "npu:0"),
-    "an index": ("npu:0", "npu:0"),
     "a device": (torch.device("cpu"), "cpu"),
     "a table": ({"npu:0": "cpu"}, "cpu"),
     "a function": (lambda storage, place: storage, "cpu"),

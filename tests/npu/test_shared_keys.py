@@ -92,33 +92,6 @@ def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None
     compare_with("cmp_softmax_l1_norm", (norm,), mean_probabilities)
 
 
-def test_packed_rows(cann: Any) -> None:
-    case = CompressedCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9), ratio=2, sink=True, dtype="bfloat16")
-    args = arguments(case)
-    ends = {
-        side: torch.tensor([0, *torch.tensor(case.lengths(side)).cumsum(0)], dtype=torch.int32)
-        for side in ("q", "kv", "c")
-    }
-    out, lse = cann.sparse_flash_mla(
-        args["query"], args["key"], args["key_compressed"], sinks=args["sinks"], softmax_scale=case.scale,
-        cu_seqlens_q=ends["q"], cu_seqlens_ori_kv=ends["kv"], cu_seqlens_cmp_kv=ends["c"], layout_q="TND",
-        layout_kv="TND", ori_mask_mode=4, ori_win_left=case.window - 1, ori_win_right=0, cmp_mask_mode=3, cmp_ratio=2,
-        cmp_residual_kv=torch.tensor(case.kv_len) % 2, return_softmax_lse=True,
-    )  # fmt: skip
-    lengths: dict[str, Any] = {
-        "layout": "TND",
-        "q_len": case.q_len,
-        "kv_len": case.kv_len,
-        "compressed_len": case.lengths("c"),
-    }
-    want, want_lse = fa.compressed_attention(
-        args["query"], args["key"], args["key_compressed"], ratio=2, band=fa.Band.window(case.window - 1),
-        sink=args["sinks"], scale=case.scale, return_lse=True, **lengths,
-    )  # fmt: skip
-    same_bits(out, want)
-    same_bits(lse, want_lse[None])
-
-
 def test_keys_in_pages(cann: Any) -> None:
     q, k, c, sinks = rows(20, dtype=torch.bfloat16)
     words = {**BOTH, "cmp_residual_kv": residual(20), "sinks": sinks}
@@ -165,49 +138,6 @@ def test_rows_without_keys(sunk: bool, cann: Any) -> None:
     assert lse[:, :, 5:].all()
     (dq,) = torch.autograd.grad(out.sum() + lse.sum(), (q,))
     assert not dq[:, :5].any()
-
-
-def test_a_layer_on_device_npu_trains(cann: Any) -> None:
-    """A program written for the chip, forward and backward, beside torch's operators."""
-    tokens, heads, dim = 18, 2, 8
-    hidden = torch.randn(1, tokens, 12)
-    weights = [torch.randn(12, n) * 0.3 for n in (heads * dim, dim, dim)]
-    sinks = torch.randn(heads)
-
-    def compressed(kv: torch.Tensor) -> torch.Tensor:
-        return kv[:, : tokens // RATIO * RATIO].unflatten(1, (-1, RATIO)).mean(2)
-
-    def layer(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [t.to(device, dtype).requires_grad_() for t in (*weights, sinks)]
-        x = hidden.to(device, dtype)
-        q, k, c = (x @ leaves[0]).unflatten(-1, (heads, dim)), x @ leaves[1], compressed(x @ leaves[2])
-        if device == "npu":
-            words = {**BOTH, "cmp_residual_kv": residual(tokens, 1).npu(), "softmax_scale": dim**-0.5}
-            out, _ = cann.ops.sparse_flash_mla(q, k[:, :, None], c[:, :, None], sinks=leaves[3], **words)
-        else:
-            row, key, entry = torch.arange(tokens)[:, None], torch.arange(tokens), torch.arange(tokens // RATIO)
-            visible = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
-            every = torch.cat((k, c), 1)
-            scores = torch.einsum("bshd,bkd->bhsk", q, every) * dim**-0.5
-            scores = scores.masked_fill(~visible, -torch.inf)
-            scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(1, heads, tokens, 1)), -1)
-            out = torch.einsum("bhsk,bkd->bshd", scores.softmax(-1)[..., :-1], every)
-        return (out, *torch.autograd.grad(out.square().sum(), leaves))
-
-    compare_with(
-        "layer", tuple(t.cpu().detach() for t in layer("npu", torch.float32)), lambda: layer("cpu", torch.float64)
-    )
-
-
-@pytest.mark.parametrize("tokens", [21, 24])
-def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> None:
-    q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)
-    words = {"mask_mode": 3, "cmp_ratio": RATIO, "cmp_residual_k": residual(tokens)}
-    indices, values = cann.lightning_indexer(q, k, w, 3, return_value=1, **words)
-    want, scores = fa.lightning_indexer(q, k, w, 3, ratio=RATIO, residual=[tokens % RATIO] * 2)
-    same_bits(indices, want)
-    same_bits(values, scores.float())
-    assert cann.lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -482,14 +412,6 @@ def test_entries_past_the_bound_are_counted(cann: Any) -> None:
     out, _ = cann.sparse_flash_mla(q, k, c, **words)
     ignored = past.masked_fill(torch.arange(8)[:, None, None] < 7, -1)
     same_bits(out, cann.sparse_flash_mla(q, k, c, **{**words, "cmp_sparse_indices": ignored})[0])
-
-
-def test_metadata_of_any_content_changes_nothing(cann: Any) -> None:
-    q, k, c, sinks = rows(8)
-    words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks}
-    want, _ = cann.sparse_flash_mla(q, k, c, **words)
-    for metadata in (torch.full((1024,), -7, dtype=torch.int32), torch.tensor(torch.nan), torch.zeros(3, 0).bool()):
-        same_bits(cann.sparse_flash_mla(q, k, c, **words, metadata=metadata)[0], want)
 
 
 def test_keys_in_pages_have_no_gradient(cann: Any) -> None:

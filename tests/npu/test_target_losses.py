@@ -1,9 +1,7 @@
 """cann_ops_transformer's losses of the indexer whose target is given, as programs call them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -176,24 +174,3 @@ def test_bad_calls_are_named(change: dict[str, Any], words: str) -> None:
     }  # fmt: skip
     with pytest.raises(ContractError, match=words):
         LISTED(**{**given, **PADDED, **change})
-
-
-@pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_every_interface_has_the_same_bits(device: str, torch_npu: Any) -> None:
-    q, k, w = (t.to(device) for t in (torch.randn(6, 2, 8), torch.randn(6, 1, 8), torch.rand(6, 2)))
-    lists = torch.arange(6, dtype=torch.int32, device=device).expand(6, 1, 6)
-    target, ends = torch.full((6, 1, 6), 0.1, device=device), torch.tensor([0, 6], dtype=torch.int32, device=device)
-    metadata = torch.randint(-9, 9, (64,), dtype=torch.int32, device=device)
-    name, functions = "sparse_lightning_indexer_kl_loss_grad", list[Callable[..., Any]]()
-    functions += [getattr(import_module(f"cann_ops_transformer{suffix}"), name) for suffix in ("", ".ops")]
-    functions.append(getattr(torch.ops.cann_ops_transformer, name))
-    results = [
-        function(q, k, w, lists, target, cu_seqlens_q=ends, cu_seqlens_k=ends, metadata=metadata)
-        for function in functions
-    ]
-    for result in results:
-        assert [t.device.type for t in result] == [device] * 4
-        same_bits([t.cpu() for t in result], [t.cpu() for t in results[0]])
-    with torch.no_grad():
-        loss = torch.ops.cann_ops_transformer.lightning_indexer_kl_loss(target[:, 0], results[0][3][:, 0])
-    assert (loss.shape, loss.device.type) == ((), device)

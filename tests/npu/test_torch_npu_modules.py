@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import npu
-from fusion_attention.npu import fused_inference
 from fusion_attention.npu.surface.modules import build_modules, functions
 from fusion_attention.npu.surface.replacements import instead
 
@@ -121,13 +120,6 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
                 result = getattr(result, attribute)
 
 
-def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_inference, "__all__", [*fused_inference.__all__, "_npu_new"])
-    monkeypatch.setattr(fused_inference, "_npu_new", lambda: 3, raising=False)
-    modules = build_modules(torch.device("cpu"), "npu")
-    assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
-
-
 def test_checks(torch_npu: Any) -> None:
     utils = importlib.import_module("torch_npu.npu.utils")
     for value, wrong in ((1.0, False), (math.inf, True), (math.nan, True)):
@@ -143,17 +135,6 @@ def test_checks(torch_npu: Any) -> None:
     called: list[int] = []
     torch_npu.npu._lazy_call(lambda: called.append(1))
     assert called == [1]
-
-
-def test_random_states(torch_npu: Any) -> None:
-    chance = importlib.import_module("torch_npu.npu.random")
-    chance.manual_seed(5)
-    assert chance.initial_seed() == 5
-    states, one = chance.get_rng_state_all(), torch.rand(3, device="npu")
-    chance.set_rng_state_all(states)
-    assert torch.equal(torch.rand(3, device="npu"), one)
-    chance.seed()
-    assert chance.initial_seed() != 5
 
 
 def test_dropout_draws_from_the_generator(torch_npu: Any) -> None:
@@ -288,29 +269,15 @@ def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAM = """
-from fusion_attention import npu
-npu.install()
-import unittest
-import torch
-from torch.utils.checkpoint import checkpoint
-import torch_npu
-import torch_npu.npu.utils as utils
+import torch, torch_npu
 from torch_npu.testing.testcase import TestCase, run_tests
-from torch_npu.testing.common_utils import SupportedDevices, get_npu_device
-
-DEVICE_NAME = torch_npu.npu.get_device_name(0)[:10]
+from torch_npu.testing.common_utils import SupportedDevices
 
 
 class Attention(TestCase):
     @SupportedDevices(["Ascend910B"])
-    def test_forward_and_gradient(self, device="npu"):
-        q = torch.randn(1, 2, 32, 16)
-        rows = q.transpose(1, 2).flatten(2).npu().requires_grad_()
-        out = torch_npu.npu_fusion_attention(rows, rows, rows, head_num=2, input_layout="BSH", scale=0.25)[0]
-        expected = torch.softmax(q @ q.transpose(2, 3) * 0.25, -1) @ q
-        self.assertRtolEqual(expected.transpose(1, 2).flatten(2), out, prec=0.001, prec16=0.001)
-        out.backward(torch.ones_like(out).to(device))
-        self.assertEqual(rows.grad.shape, rows.shape)
+    def test_that_passes(self, device="npu"):
+        self.assertRtolEqual(torch.ones(2), torch.ones(2, device=device), prec=0.001, prec16=0.001)
 
     def test_that_fails(self):
         self.assertRtolEqual(torch.ones(2).npu(), torch.zeros(2))
@@ -324,7 +291,8 @@ run_tests()
 def test_a_test_program_runs(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    run = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "fusion_attention.npu", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 1
     assert "Ran 2 tests" in run.stderr
     assert "FAILED (failures=1)" in run.stderr

@@ -1,4 +1,5 @@
-"""transformers' own NPU path leaves out windows and sinks: installed, torch_npu says so at exactly those calls."""
+"""transformers' own NPU path on top of an installed torch_npu: results of eager attention, and warnings at exactly the
+calls in which it leaves out windows and sinks."""
 
 import inspect
 import subprocess
@@ -59,6 +60,36 @@ def windowed_models() -> None:
             assert apart > 0.1 if layers else apart < 1e-4, (name, apart)
 
 
+def trained() -> None:
+    """Gradients are those of eager attention; calls with padding are packed."""
+    from transformers import BertConfig, BertModel
+    from transformers.integrations import npu_flash_attention
+
+    layouts, original = [], npu_flash_attention.npu_fusion_attention
+
+    def counted(*args, **kwargs):
+        layouts.append(kwargs.get("input_layout", args[4] if len(args) > 4 else None))
+        return original(*args, **kwargs)
+
+    npu_flash_attention.npu_fusion_attention = counted
+    for model in (LlamaModel(LlamaConfig(**SIZES)), BertModel(BertConfig(**SIZES))):
+        model = model.eval().npu()
+        for mask, layout in ((None, "BSND"), (PADDING, "TND")):
+            results = []
+            for implementation in ("eager", "flash_attention_2"):
+                model.zero_grad()
+                _, out = told(model, mask, implementation)
+                out[PADDING.bool()].square().mean().backward()
+                results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            assert layouts == [layout] * 2, layouts
+            layouts.clear()
+            eager, ours = results
+            assert eager.keys() == ours.keys()
+            for name, value in eager.items():
+                assert (value - ours[name]).abs().max() <= 1e-6 + 1e-5 * value.abs().max(), (type(model), name)
+    npu_flash_attention.npu_fusion_attention = original
+
+
 def sinks() -> None:
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, lazy_import_flash_attention
 
@@ -106,7 +137,7 @@ def taken_back() -> None:
 @pytest.mark.slow
 def test_in_transformers() -> None:
     """In a process of its own: transformers decides at its import whether there is an NPU."""
-    bodies: list[Callable[[], None]] = [windowed_models, sinks, compiled, taken_back]
+    bodies: list[Callable[[], None]] = [windowed_models, trained, sinks, compiled, taken_back]
     script = HEAD + "".join(f"\n{inspect.getsource(body)}\n{body.__name__}()\n" for body in bodies)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
