@@ -6,6 +6,7 @@ products than an expanded key, so rows that see few keys beyond top_k are dense,
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +42,9 @@ class Index(NamedTuple):
 
 
 def forward(
-    rotate: Callable[..., tuple[Tensor, Tensor]],
-    rotate_index: Callable[..., tuple[Tensor, Tensor]],
+    code: ModuleType,
+    index_rotation: str,
+    shares: bool,
     module: Any,
     *,
     hidden_states: Tensor,
@@ -52,12 +54,13 @@ def forward(
     position_ids: Tensor | None = None,
     prev_topk_indices: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Computes the forward of a layer; returns (output [B, S, hidden], the chosen keys, for later layers without an
-    indexer).
+) -> tuple[Tensor | None, ...]:
+    """Computes the forward of a layer; returns (output [B, S, hidden], None), and the chosen keys if it shares them.
 
     Args:
-        rotate, rotate_index: the rotary functions of the layer and of its indexer.
+        code: transformers' modeling module of the family, which has the rotary functions.
+        index_rotation: the name of the indexer's rotary function.
+        shares: True if later layers without an indexer read this layer's chosen keys.
         module: the layer.
         hidden_states, position_embeddings, past_key_values, position_ids, others: the arguments of the layer's forward.
         attention_mask: a mask as sequences_of() reads it.
@@ -70,7 +73,7 @@ def forward(
     latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).unsqueeze(2).split(
         [module.kv_lora_rank, module.qk_rope_head_dim], -1
     )  # fmt: skip
-    q_rope, k_rope = rotate(q_rope, k_rope, *position_embeddings, unsqueeze_dim=2)
+    q_rope, k_rope = code.apply_rotary_pos_emb_interleave(q_rope, k_rope, *position_embeddings, unsqueeze_dim=2)
     latent = module.kv_a_layernorm(latent)
     if past_key_values is not None:
         stored = past_key_values.update(latent.transpose(1, 2), k_rope.transpose(1, 2), module.layer_idx)
@@ -80,12 +83,13 @@ def forward(
     index = None
     if module.indexer is not None:
         inputs = hidden_states.detach(), q_latent.detach(), position_embeddings
-        index = _index(rotate_index, module, sequences, inputs, past_key_values, first is not None)
+        index = _index(getattr(code, index_rotation), module, sequences, inputs, past_key_values, first is not None)
     rows = Latents(*map(sequences.rows, (q, q_rope)), *map(sequences.keys, (latent, k_rope)))
     out, lists, loss = _attend(module, sequences, rows, index, first, prev_topk_indices)
     if loss is not None:
         module.indexer_loss = Loss(loss / sequences.tokens(q))
-    return module.o_proj(sequences.back(out, batch).flatten(2)), lists
+    out = module.o_proj(sequences.back(out, batch).flatten(2))
+    return (out, None, lists) if shares else (out, None)
 
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:

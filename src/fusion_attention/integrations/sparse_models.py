@@ -27,10 +27,11 @@ class Family(NamedTuple):
         config: name of the configuration's class.
         layer: name of the attention layer's class.
         releases: the releases of transformers whose layer code the patch can replace.
-        make: takes the family's modeling module, returns the function that replaces the layer's forward.
+        forward: replaces the layer's forward; takes the family's modeling module and `options` before its arguments.
         faults: takes a configuration, returns its contradictions, one sentence each.
         reason_against: takes a layer and the arguments of its forward, returns the reason why the function cannot
             compute the call, or "".
+        options: further arguments of `forward`.
         bias: True if transformers' code of the layer needs float masks, which it adds to scores.
         stages: True if the indexer can be trained.
         traced: True if torch.compile may trace the function; other functions run outside the graph.
@@ -40,42 +41,13 @@ class Family(NamedTuple):
     config: str
     layer: str
     releases: tuple[str, ...]
-    make: Callable[[ModuleType], Callable[..., Any]]
+    forward: Callable[..., Any]
     faults: Callable[[Any], list[str]]
     reason_against: Callable[[Any, dict[str, Any]], str]
+    options: tuple[Any, ...] = ()
     bias: bool = False
     stages: bool = True
     traced: bool = True
-
-
-def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
-    """Returns a function (layer, arguments of its forward) -> (out, chosen keys) for layers with multi-head latent
-    attention.
-
-    module: transformers' modeling module. index_rotation: name of its rotary function for the indexer.
-    """
-
-    def compute(layer: Any, **given: Any) -> Any:
-        return sparse_latent.forward(
-            module.apply_rotary_pos_emb_interleave, getattr(module, index_rotation), layer, **given
-        )
-
-    return compute
-
-
-def _deepseek_v32(module: ModuleType) -> Callable[..., Any]:
-    compute = _latent(module, "apply_rotary_pos_emb")
-    return lambda layer, **given: (compute(layer, **given)[0], None)
-
-
-def _glm_moe_dsa(module: ModuleType) -> Callable[..., Any]:
-    compute = _latent(module, "apply_rotary_pos_emb_interleave")
-
-    def with_lists(layer: Any, **given: Any) -> Any:
-        out, lists = compute(layer, **given)
-        return out, None, lists
-
-    return with_lists
 
 
 def _latent_faults(config: Any) -> list[str]:
@@ -132,21 +104,19 @@ _BOTH = ("5.22", "5.23")
 FAMILIES = {
     "deepseek_v32": Family(
         "DeepSeek-V3.2", "DeepseekV32Config", "DeepseekV32Attention", _BOTH,
-        _deepseek_v32, _latent_faults, _latent_reason,
+        sparse_latent.forward, _latent_faults, _latent_reason, options=("apply_rotary_pos_emb", False),
     ),
     "glm_moe_dsa": Family(
         "GLM-5", "GlmMoeDsaConfig", "GlmMoeDsaAttention", _BOTH,
-        _glm_moe_dsa, _latent_faults, _latent_reason,
+        sparse_latent.forward, _latent_faults, _latent_reason, options=("apply_rotary_pos_emb_interleave", True),
     ),
     "deepseek_v4": Family(
         "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _BOTH,
-        lambda module: functools.partial(sparse_compressed.forward, module), _compressed_faults,
-        sparse_compressed.reason_against, bias=True, traced=False,
+        sparse_compressed.forward, _compressed_faults, sparse_compressed.reason_against, bias=True, traced=False,
     ),
     "qwen4_exp": Family(
         "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",),
-        lambda module: functools.partial(sparse_blocks.forward, module), _block_faults, _latent_reason,
-        stages=False, traced=False,
+        sparse_blocks.forward, _block_faults, _latent_reason, stages=False, traced=False,
     ),
 }  # fmt: skip
 
@@ -200,7 +170,7 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
     """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch. serves: takes a
     configuration, returns True if its attention implementation is this library's."""
-    owner, compute = getattr(module, family.layer), family.make(module)
+    owner, compute = getattr(module, family.layer), functools.partial(family.forward, module, *family.options)
     if family.stages:
         changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
     if family.bias:
