@@ -152,10 +152,10 @@ def test_deep_copies_and_pickles() -> None:
 
 
 WHERE: dict[str, tuple[Any, str]] = {
-    "nowhere else": (None, "npu:0"),
+    "nowhere else": (None, "npu:3"),
     "npu": ("npu", "npu:0"),
     "a device": (torch.device("cpu"), "cpu"),
-    "a table": ({"npu:0": "cpu"}, "cpu"),
+    "a table": ({"npu:3": "npu:1"}, "npu:1"),
     "a function": (lambda storage, place: storage, "cpu"),
 }
 
@@ -163,7 +163,7 @@ WHERE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("where", WHERE)
 def test_files(where: str, tmp_path: Path) -> None:
     place, result = WHERE[where]
-    x = torch.randn(2, 3, device="npu")
+    x = torch.randn(2, 3, device="npu:3")
     torch.save({"x": x, "view": x[1]}, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", map_location=place)
     assert {str(tensor.device) for tensor in loaded.values()} == {result}
@@ -261,12 +261,15 @@ def test_compiled(backend: str) -> None:
 # -------------------------------------------------------------------------------------------------------- what refuses
 
 
-def test_mixed_devices_are_torchs_own_error() -> None:
-    x, y = torch.ones(2, 2, device="npu"), torch.ones(2, 2)
+@pytest.mark.parametrize("other", ["cpu", "npu:1"])
+def test_mixed_devices_are_torchs_own_error(other: str) -> None:
+    x, y = torch.ones(2, 2, device="npu"), torch.ones(2, 2, device=other)
     calls: list[Callable[[], Any]] = [lambda: x + y, lambda: y @ x, lambda: torch.cat([x, y]), lambda: x.add_(y)]
     calls += [lambda: torch.where(x > 0, x, y), lambda: npu.npu_fusion_attention(x, y, x, 1, "TND")]
+    calls += [lambda: x + y.sum(), lambda: torch.nn.LSTM(2, 2, device="npu")(y)] if other != "cpu" else []
+    text = f"Expected all tensors to be on the same device, but found at least two devices, (npu:0|{other})"
     for call in calls:
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, but found at least two"):
+        with pytest.raises(RuntimeError, match=text):
             call()
     assert (x + torch.tensor(2.0)).tolist() == [[3, 3], [3, 3]]  # a number
     assert str(x[torch.tensor([1])].device) == HERE
@@ -428,10 +431,10 @@ def test_a_worker_sends_tensors() -> None:
 
 
 def test_what_is_sent_is_shared() -> None:
-    x = torch.nn.Parameter(torch.arange(3.0, device="npu"))
+    x = torch.nn.Parameter(torch.arange(3.0, device="npu:3"))
     received = ForkingPickler.loads(ForkingPickler.dumps(x))
     assert type(received) is torch.nn.Parameter
-    assert (str(received.device), received.requires_grad) == (HERE, True)
+    assert (str(received.device), received.requires_grad) == ("npu:3", True)
     received.detach().add_(1)
     assert x.tolist() == received.tolist() == [1, 2, 3]
     with pytest.raises(RuntimeError, match="not resizable"):
