@@ -5,7 +5,6 @@ Scores are small whole numbers, which every order of summation computes exactly:
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -196,25 +195,6 @@ def test_values_come_if_asked_for_and_have_no_gradient() -> None:
     assert (values.shape, values.dtype) == ((0,), torch.float32)
     assert not any(t.requires_grad for t in lightning_indexer(**given, topk=TOP, **call.words()))
     assert indices.shape == (2, 23, 1, TOP)
-
-
-def test_it_is_our_function_and_an_operator_of_torch(torch_npu: Any) -> None:
-    call = CALLS[2]
-    given, words = {name: t.npu() for name, t in padded(call).items()}, call.words()
-    words["cmp_residual_k"] = words["cmp_residual_k"].npu()
-    results = [
-        function(**given, topk=TOP, **words)
-        for function in (
-            import_module("cann_ops_transformer").lightning_indexer,
-            import_module("cann_ops_transformer.ops").lightning_indexer,
-            torch.ops.cann_ops_transformer.lightning_indexer,
-        )
-    ]
-    ours = fa.lightning_indexer(*(padded(call)[name] for name in "qkw"), TOP, ratio=4)
-    for indices, values in results:
-        assert indices.device.type == "npu"
-        same_bits(indices.cpu(), ours[0])
-        same_bits(values.cpu(), ours[1])
 
 
 def test_a_compiled_call_is_the_call() -> None:

@@ -49,6 +49,14 @@ def test_metadata_is_opaque(name: str, operators: Any) -> None:
         functions[0](*given, seqused=1)
 
 
+def test_every_function_is_in_both_modules_and_an_operator(operators: Any) -> None:
+    package, module = (import_module(f"cann_ops_transformer{suffix}") for suffix in ("", ".ops"))
+    names = {name for name in vars(module) if not name.startswith("__")}
+    assert names > {*OPAQUE, "lightning_indexer", "sparse_lightning_indexer_kl_loss_grad"}
+    assert all(getattr(package, name) is getattr(module, name) for name in names)
+    assert {name for name in names if not hasattr(operators, name)} == {"flash_attn_metadata"}
+
+
 def test_lengths_of_operators_are_tensors() -> None:
     """As the chip's schemas have them; the functions take lists too."""
     function = import_module("fusion_attention.npu.surface.cann_ops").FROM_RECORDS
