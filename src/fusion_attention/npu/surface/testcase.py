@@ -40,26 +40,14 @@ def create_common_tensor(
     return values, values.to(device or get_npu_device(), copy=True)
 
 
-class SupportedDevices:
-    """Decorator of tests for certain Ascend NPUs; here the tests always run."""
-
-    def __init__(self, supported_devices: Sequence[str]) -> None:
-        self.supported_devices = supported_devices
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the test, `function`, unchanged: it runs on every device."""
-        return function
+def SupportedDevices(supported_devices: Sequence[str]) -> Callable[..., Any]:
+    """Returns a decorator of tests for certain Ascend NPUs, which returns the test unchanged: it runs everywhere."""
+    return lambda test: test
 
 
-class SkipIfNotGteCANNVersion:
-    """Decorator of tests for a version of CANN or later; here the tests always run."""
-
-    def __init__(self, version: str) -> None:
-        self.version = version
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the test, `function`, unchanged: it always runs."""
-        return function
+def SkipIfNotGteCANNVersion(version: str) -> Callable[..., Any]:
+    """Returns a decorator of tests for a version of CANN or later, which returns the test unchanged."""
+    return lambda test: test
 
 
 def _values(given: Any) -> np.ndarray:
