@@ -1,14 +1,8 @@
 """Every form in which programs ask whether they run on the chip says yes while install() is in force."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from support.surroundings import there
-
-from fusion_attention import npu
-from fusion_attention.testing.drawn import compare_with
 
 # Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
 YES = (
@@ -46,39 +40,9 @@ YES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def names() -> Iterator[dict[str, Any]]:
-    """What the expressions speak of."""
-    npu.install()
+def test_every_form_says_yes(torch_npu: Any) -> None:
     module = torch.nn.Linear(2, 2).npu()
-    yield {"torch": torch, "x": torch.ones(2, device="npu"), "y": torch.ones(2), "m": module, "d": module.weight.device}
-    npu.uninstall()
-
-
-def test_every_form_says_yes(names: dict[str, Any]) -> None:
+    names = {"torch": torch, "x": torch.ones(2, device="npu"), "y": torch.ones(2), "m": module}
+    names |= {"d": module.weight.device}
     exec("import importlib.metadata, importlib.util", names)
     assert [text for text in YES if not eval(text, names)] == []
-
-
-def test_a_program_takes_its_branch_for_the_chip(names: dict[str, Any]) -> None:
-    """As model files do: the fused function there, plain torch elsewhere, and both mean the same."""
-
-    def attend(q: torch.Tensor) -> tuple[str, torch.Tensor]:
-        if q.device.type == "npu":
-            import torch_npu  # type: ignore[import-not-found]
-
-            return "fused", torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.25)[0]
-        return "eager", torch.softmax(q @ q.mT * 0.25, -1) @ q
-
-    q = torch.randn(1, 2, 4, 16)
-    (way, out), (other, want) = attend(q.npu()), attend(q)
-    assert (way, other, out.device.type) == ("fused", "eager", "npu")
-    compare_with("(fused, eager)", (out.cpu(), want), lambda: (attend(q.double())[1],) * 2)
-
-
-def test_installed_for_the_host_it_keeps_the_hosts_name() -> None:
-    npu.install("host")
-    assert torch.ones(1, device="npu").device.type == "cpu"
-    assert torch.ones(1, device="npu").is_npu
-    npu.uninstall()
-    assert not there()

@@ -243,21 +243,6 @@ def test_autocast() -> None:
         assert layer(x).dtype == torch.float32, "the CPU's autocast is not this device's"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.usefixtures("fresh")
-def test_compiled(backend: str) -> None:
-    x = torch.randn(3, 3, device="npu", requires_grad=True)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        ones = torch.ones(3, device=x.device)
-        return (torch.sin(x) @ x + ones).sum()
-
-    got = torch.compile(call, backend=backend, fullgraph=True)(x)
-    same(got, call(x).cpu())
-    (gradient,) = torch.autograd.grad(got, x)
-    same(gradient, torch.autograd.grad(call(x), x)[0].cpu())
-
-
 # -------------------------------------------------------------------------------------------------------- what refuses
 
 
