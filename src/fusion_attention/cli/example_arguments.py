@@ -16,7 +16,8 @@ class Call:
     Args:
         setup: lines of the program that make the tensors.
         values: Python text of each argument, by canonical name; an operator without the parameter ignores it.
-        outputs: Python text of the memory for results, by canonical name, for two-phase operators.
+        outputs: Python text of the memory for results, by canonical name, for two-phase operators. The output of
+            attention and gradients are not among them: they are like the query, and like their tensors.
         returns: variable names of the function's results.
     """
 
@@ -33,3 +34,8 @@ class Call:
 def named(*names: str) -> dict[str, str]:
     """Returns values for a Call in which the variables have the names of the parameters."""
     return {name: name for name in names}
+
+
+def empty(**sizes: str) -> dict[str, str]:
+    """Returns outputs for a Call: torch.empty() of the sizes that are given by canonical name."""
+    return {name: f"torch.empty({size})" for name, size in sizes.items()}

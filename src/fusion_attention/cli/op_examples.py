@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion_attention.cli import package_examples
 from fusion_attention.cli.docstrings import filled
-from fusion_attention.cli.example_arguments import Call, named
+from fusion_attention.cli.example_arguments import Call, empty, named
 
 if TYPE_CHECKING:
     from fusion_attention.contract import Op
 
 MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
-
-
 QKV = named("query", "key", "value")
 STATISTICS = named("softmax_max", "softmax_sum", "attention_in", "dy")
 PADDED = Call(
     ("query, key, value = (torch.randn(2, 128, 8, 64) for _ in range(3))  # [B, S, N, D]", MASK),
     QKV | {"head_num": "8", "input_layout": '"BSND"', "scale": "0.125", "atten_mask": "mask", "sparse_mode": "2"},
-    {
-        "softmax_max": "torch.empty(2, 8, 128, 8)",
-        "softmax_sum": "torch.empty(2, 8, 128, 8)",
-        "attention_out": "torch.empty_like(query)",
-    },
+    empty(softmax_max="2, 8, 128, 8", softmax_sum="2, 8, 128, 8"),
     "out, softmax_max, softmax_sum, *_",
 )
 ENDS = "[100, 250, 300]"
@@ -33,21 +26,12 @@ PACKED = Call(
     QKV
     | {"head_num": "8", "input_layout": '"TND"', "scale": "128**-0.5", "atten_mask": "mask", "sparse_mode": "3"}
     | {"actual_seq_qlen": ENDS, "actual_seq_kvlen": ENDS},
-    {
-        "softmax_max": "torch.empty(300, 8, 8)",
-        "softmax_sum": "torch.empty(300, 8, 8)",
-        "attention_out": "torch.empty_like(query)",
-    },
+    empty(softmax_max="300, 8, 8", softmax_sum="300, 8, 8"),
     "out, softmax_max, softmax_sum, *_",
 )
-ROPE = "query_rope, key_rope = torch.randn(300, 8, 64), torch.randn(300, 8, 64)"
-SINK = "sink = torch.zeros(8)"
-GRADS = {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"}
-MORE_GRADS = {  # by tensor: its gradient, and memory for it
-    "query_rope": ("dq_rope", "torch.empty_like(query_rope)"),
-    "key_rope": ("dk_rope", "torch.empty_like(key_rope)"),
-    "sink": ("dsink", "torch.empty(8)"),
-}
+ROPES = ("query_rope", "key_rope")
+ROPED = PACKED.plus("query_rope, key_rope = torch.randn(300, 8, 64), torch.randn(300, 8, 64)", **named(*ROPES))
+WITH_SINK = PADDED.plus("sink = torch.zeros(8)", sink="sink")
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
@@ -62,14 +46,11 @@ def backward(call: Call, forward: str, *more: str) -> Call:
     words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
     lines = filled(f"attention_in, softmax_max, softmax_sum, *_ = {forward}(", given)
-    return Call(
-        (*call.setup, *lines, "dy = torch.randn_like(attention_in)"),
-        {**call.values, **STATISTICS},
-        GRADS | dict(MORE_GRADS[name] for name in more),
-        "dq, dk, dv, *_",
-    )
+    setup = (*call.setup, *lines, "dy = torch.randn_like(attention_in)")
+    return Call(setup, {**call.values, **STATISTICS}, empty(dsink="8") if "sink" in more else {}, "dq, dk, dv, *_")
 
 
+ROPED_GRAD = backward(ROPED, "npu_fusion_attention_v2", *ROPES)
 TOKEN = "query = torch.randn(2, 1, 8 * 128, dtype=torch.float16)  # one new token for each of two sequences"
 PAGES = (
     "key, value = (torch.randn(5, 128, 2 * 128, dtype=torch.float16) for _ in range(2))  # five pages of 128",
@@ -79,24 +60,18 @@ HEADS = {"num_heads": "8", "num_key_value_heads": "2", "input_layout": '"BSH"', 
 STEP = Call(
     (TOKEN, "key, value = (torch.randn(2, 256, 2 * 128, dtype=torch.float16) for _ in range(2))"),
     QKV | HEADS | {"actual_seq_lengths": "[256, 100]"},
-    {"attention_out": "torch.empty_like(query)"},
 )
-PAGED = replace(
-    STEP,
-    setup=(TOKEN, *PAGES),
-    values=QKV | HEADS | {"actual_seq_lengths": "[256, 100]", "block_table": "block_table", "block_size": "128"},
-)
+PAGED = Call((TOKEN, *PAGES), STEP.values | {"block_table": "block_table", "block_size": "128"})
 PROMPT = Call(
     ("query, key, value = (torch.randn(2, 256, 8 * 128, dtype=torch.float16) for _ in range(3))", MASK),
     QKV
     | {"num_heads": "8", "input_layout": '"BSH"', "scale_value": "128**-0.5"}
     | {"actual_seq_lengths": "[256, 100]", "actual_seq_lengths_kv": "[256, 100]"},
-    {"attention_out": "torch.empty_like(query)"},
 )
 FUSED = Call(
     (TOKEN, *PAGES),
     QKV | HEADS | {"actual_seq_lengths_kv": "[256, 200]", "block_table": "block_table", "block_size": "128"},
-    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(0)"},
+    empty(softmax_lse="0"),
     "out, lse",
 )
 INDEX = Call(
@@ -106,10 +81,7 @@ INDEX = Call(
         "weights = torch.rand(1, 128, 8, dtype=torch.bfloat16)",
     ),
     named("query", "key", "weights") | {"sparse_count": "2048"},
-    {
-        "sparse_indices_out": "torch.empty(1, 128, 1, 2048, dtype=torch.int32)",
-        "sparse_values_out": "torch.empty(0, dtype=torch.bfloat16)",
-    },
+    empty(sparse_indices_out="1, 128, 1, 2048, dtype=torch.int32", sparse_values_out="0, dtype=torch.bfloat16"),
     "indices, values",
 )
 INDEX_GRAD = Call(
@@ -119,8 +91,7 @@ INDEX_GRAD = Call(
         "dy = torch.randn_like(values)",
     ),
     named("query", "key", "weights", "sparse_indices", "dy") | {"head_num": "8"},
-    {"dquery": "torch.empty_like(query)", "dkey": "torch.empty_like(key)", "dweights": "torch.empty_like(weights)"},
-    "dquery, dkey, dweights",
+    returns="dquery, dkey, dweights",
 )
 SELECT = Call(
     (
@@ -133,11 +104,7 @@ SELECT = Call(
     named("query", "key", "sparse_indices", "query_rope", "key_rope")
     | {"value": "key", "scale_value": "576**-0.5", "sparse_block_size": "1", "attention_mode": "2"}
     | {"return_softmax_lse": "True"},
-    {
-        "attention_out": "torch.empty_like(query)",
-        "softmax_max": "torch.empty(1, 1, 64, 8)",
-        "softmax_sum": "torch.empty(1, 1, 64, 8)",
-    },
+    empty(softmax_max="1, 1, 64, 8", softmax_sum="1, 1, 64, 8"),
     "out, softmax_max, softmax_sum",
 )
 SELECT_GRAD = Call(
@@ -150,30 +117,17 @@ SELECT_GRAD = Call(
         "dy = torch.randn_like(attention_in)",
     ),
     {**SELECT.values, **STATISTICS},
-    {
-        "dquery": "torch.empty_like(query)",
-        "dkey": "torch.empty_like(key)",
-        "dvalue": "torch.empty_like(key)",
-        "dquery_rope": "torch.empty_like(query_rope)",
-        "dkey_rope": "torch.empty_like(key_rope)",
-    },
-    "dquery, dkey, dvalue, *_",
+    returns="dquery, dkey, dvalue, *_",
 )
 TEACHER = (
     "query_index = torch.randn(1, 64, 8, 128, dtype=torch.bfloat16)  # of the indexer, which is trained",
     "key_index = torch.randn(1, 4096, 1, 128, dtype=torch.bfloat16)",
     "weights = torch.rand(1, 64, 8, dtype=torch.bfloat16)",
 )
-INDEX_OUTPUTS = {
-    "dquery_index": "torch.empty_like(query_index)",
-    "dkey_index": "torch.empty_like(key_index)",
-    "dweights": "torch.empty_like(weights)",
-    "loss": "torch.empty(1)",
-}
 LOSS = Call(
     (*SELECT_GRAD.setup[:-1], *TEACHER),
     {**SELECT.values, **named("query_index", "key_index", "weights", "softmax_max", "softmax_sum"), "layout": '"BSND"'},
-    INDEX_OUTPUTS,
+    empty(loss="1"),
     "dquery_index, dkey_index, dweights, loss",
 )
 DENSE_TEACHER = (
@@ -187,7 +141,7 @@ DENSE_TEACHER = (
 INDEX_LSE = Call(
     DENSE_TEACHER[3:],
     named("query_index", "key_index", "weights"),
-    {"softmax_max": "torch.empty(1, 1, 128)", "softmax_sum": "torch.empty(1, 1, 128)"},
+    empty(softmax_max="1, 1, 128", softmax_sum="1, 1, 128"),
     "softmax_max, softmax_sum",
 )
 DENSE_LOSS = Call(
@@ -205,7 +159,7 @@ DENSE_LOSS = Call(
     named("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
     | named("softmax_sum", "softmax_max_index", "softmax_sum_index")
     | {"scale_value": "192**-0.5", "layout": '"BSND"'},
-    INDEX_OUTPUTS,
+    empty(loss="1"),
     "dquery_index, dkey_index, dweights, loss",
 )
 EXAMPLES = {
@@ -274,50 +228,32 @@ loss.backward()  # gradients of the indexer's query, key and weights only
 """,
     "indexer_target_loss": package_examples.TARGET_LOSS,
 }
-FAMILIES = {  # prefix of operators' names -> arguments; the most specific prefix first
-    **package_examples.CALLS,
-    "npu_fusion_attention_grad_v2": backward(
-        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
-    ),
-    "npu_fusion_attention_grad": backward(PADDED, "npu_fusion_attention"),
-    "npu_fusion_attention_v2": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
-    "npu_fusion_attention": PACKED,
-    "aclnnFlashAttentionScoreGradV3": backward(PADDED.plus(SINK, sink="sink"), "npu_fusion_attention", "sink"),
-    "aclnnFlashAttentionScoreGrad": backward(PADDED, "npu_fusion_attention"),
-    "aclnnFlashAttentionScoreV3": PADDED.plus(SINK, sink="sink"),
-    "aclnnFlashAttentionScore": PADDED,
-    "aclnnFlashAttentionUnpaddingScoreGradV5": backward(
-        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
-    ),
-    "aclnnFlashAttentionUnpaddingScoreGradV3": backward(
-        PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
-    ),
-    "aclnnFlashAttentionUnpaddingScoreGrad": backward(PACKED, "npu_fusion_attention"),
-    "aclnnFlashAttentionVarLenScoreV5": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
-    "aclnnFlashAttentionVarLenScoreV3": PACKED.plus(ROPE, **named("query_rope", "key_rope")),
-    "aclnnFlashAttentionVarLenScore": PACKED,
-    "aclnnIncreFlashAttentionV4": PAGED,
-    "aclnnIncreFlashAttentionV3": PAGED,
-    "aclnnIncreFlashAttention": STEP,
-    "npu_incre_flash_attention": PAGED,
-    "aclnnPromptFlashAttention": PROMPT,
-    "npu_prompt_flash_attention": PROMPT,
-    "aclnnFusedInferAttentionScore": FUSED,
-    "npu_fused_infer_attention_score": FUSED,
-    "aclnnLightningIndexerGrad": INDEX_GRAD,
-    "npu_lightning_indexer_grad": INDEX_GRAD,
-    "aclnnLightningIndexer": INDEX,
-    "npu_lightning_indexer": INDEX,
-    "aclnnSparseFlashAttentionGrad": SELECT_GRAD,
-    "npu_sparse_flash_attention_grad": SELECT_GRAD,
-    "aclnnSparseFlashAttention": SELECT,
-    "npu_sparse_flash_attention": SELECT,
-    "aclnnSparseLightningIndexerGradKLLoss": LOSS,
-    "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
-    "aclnnDenseLightningIndexerGradKLLoss": DENSE_LOSS,
-    "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
-    "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
-    "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
+FAMILIES = {  # by prefix of operators' names, of which the longest counts
+    prefix: call
+    for call, prefixes in (
+        *package_examples.CALLS,
+        (PADDED, "aclnnFlashAttentionScore"),
+        (WITH_SINK, "aclnnFlashAttentionScoreV3"),
+        (PACKED, "aclnnFlashAttentionVarLenScore npu_fusion_attention"),
+        (ROPED, "aclnnFlashAttentionVarLenScoreV3 aclnnFlashAttentionVarLenScoreV5 npu_fusion_attention_v2"),
+        (backward(PADDED, "npu_fusion_attention"), "aclnnFlashAttentionScoreGrad npu_fusion_attention_grad"),
+        (backward(WITH_SINK, "npu_fusion_attention", "sink"), "aclnnFlashAttentionScoreGradV3"),
+        (backward(PACKED, "npu_fusion_attention"), "aclnnFlashAttentionUnpaddingScoreGrad"),
+        (ROPED_GRAD, "aclnnFlashAttentionUnpaddingScoreGradV3 aclnnFlashAttentionUnpaddingScoreGradV5"),
+        (ROPED_GRAD, "npu_fusion_attention_grad_v2"),
+        (STEP, "aclnnIncreFlashAttention"),
+        (PAGED, "aclnnIncreFlashAttentionV3 aclnnIncreFlashAttentionV4 npu_incre_flash_attention"),
+        (PROMPT, "aclnnPromptFlashAttention npu_prompt_flash_attention"),
+        (FUSED, "aclnnFusedInferAttentionScore npu_fused_infer_attention_score"),
+        (INDEX, "aclnnLightningIndexer npu_lightning_indexer"),
+        (INDEX_GRAD, "aclnnLightningIndexerGrad npu_lightning_indexer_grad"),
+        (SELECT, "aclnnSparseFlashAttention npu_sparse_flash_attention"),
+        (SELECT_GRAD, "aclnnSparseFlashAttentionGrad npu_sparse_flash_attention_grad"),
+        (LOSS, "aclnnSparseLightningIndexerGradKLLoss npu_sparse_lightning_indexer_grad_kl_loss"),
+        (DENSE_LOSS, "aclnnDenseLightningIndexerGradKLLoss npu_dense_lightning_indexer_grad_kl_loss"),
+        (INDEX_LSE, "aclnnDenseLightningIndexerSoftmaxLse npu_dense_lightning_indexer_softmax_lse"),
+    )
+    for prefix in prefixes.split()
 }
 
 
@@ -325,9 +261,10 @@ def program(op: Op) -> str:
     """Returns the text of a program that calls an operator; "" if there are no values of its arguments here."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
-    call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
-    if call is None:
+    prefix = max(filter(op.name.startswith, FAMILIES), key=len, default="")
+    if not prefix:
         return ""
+    call = FAMILIES[prefix]
     return _two_phase(op, call) if op.name.startswith("aclnn") else _function(op, call)
 
 
@@ -356,15 +293,19 @@ def installed(op: Op) -> str:
 
 def _two_phase(op: Op, call: Call) -> str:
     """Returns a program that runs both phases of an operator."""
+    from fusion_attention.captures.gradients import gradient_name
     from fusion_attention.contract import Attr, Tensor
 
     arguments, outputs = [], []
+    # An output that call.outputs lacks has the shape of the query, or of the input whose gradient it is.
+    like = {gradient_name(op, name): text for name, text in call.values.items()}
+    like["attention_out"] = call.values.get("query", "")
     for p in op.params:
         given = call.values.get(p.name)
         if isinstance(p, Tensor) and p.output:
-            variable = call.outputs.get(p.name)
-            outputs += [f"{p.shown} = {variable}"] if variable else []
-            given = p.shown if variable else None
+            memory = call.outputs.get(p.name) or (f"torch.empty_like({like[p.name]})" if like.get(p.name) else "")
+            outputs += [f"{p.shown} = {memory}"] if memory else []
+            given = p.shown if memory else None
         if given is None and isinstance(p, Attr):
             given = _shown(p.default)
         elif given is not None and isinstance(p, Tensor):

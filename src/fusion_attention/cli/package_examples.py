@@ -1,8 +1,6 @@
 """Arguments for example programs of CANN's newer operators, which are also in its package cann_ops_transformer."""
 
-from dataclasses import replace
-
-from fusion_attention.cli.example_arguments import Call, named
+from fusion_attention.cli.example_arguments import Call, empty, named
 
 INDEX_OF_TOKENS = Call(
     (
@@ -12,10 +10,7 @@ INDEX_OF_TOKENS = Call(
     ),
     named("query", "key", "weights")
     | {"sparse_count": "16", "residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
-    {
-        "sparse_indices_out": "torch.empty(1, 128, 1, 16, dtype=torch.int32)",
-        "sparse_values_out": "torch.empty(1, 128, 1, 16)",
-    },
+    empty(sparse_indices_out="1, 128, 1, 16, dtype=torch.int32", sparse_values_out="1, 128, 1, 16"),
     "sparse_indices, values",
 )
 SHARED_KEYS = Call(
@@ -31,7 +26,7 @@ SHARED_KEYS = Call(
     named("query", "key", "key_compressed", "sparse_indices", "sinks")
     | {"cmp_residual_kv": "[0]", "scale_value": "512**-0.5", "ratio": "4", "ori_mask_mode": "4"}
     | {"cmp_mask_mode": "3", "ori_win_left": "15", "ori_win_right": "0", "return_softmax_lse": "True"},
-    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 1, 64, 8)"},
+    empty(softmax_lse="1, 1, 64, 8"),
     "out, lse",
 )
 SHARED_KEYS_SAVED = (
@@ -45,38 +40,27 @@ SHARED_KEYS_SAVED = (
 SHARED_KEYS_GRAD = Call(
     (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
     {**SHARED_KEYS.values, **named("dout", "attention_in", "softmax_lse")},
-    {
-        "dquery": "torch.empty_like(query)",
-        "dkey": "torch.empty_like(key)",
-        "dkey_compressed": "torch.empty_like(key_compressed)",
-        "dsinks": "torch.empty_like(sinks)",
-        "cmp_softmax_l1_norm": "torch.empty(1, 64, 1, 16)",
-    },
+    empty(cmp_softmax_l1_norm="1, 64, 1, 16"),
     "dq, dori_kv, dcmp_kv, dsinks, _, cmp_softmax_l1_norm",
 )
 SHARED_KEYS_L1 = Call(
     SHARED_KEYS_SAVED,
     named("query", "softmax_lse", "sparse_indices")
     | {"key": "key_compressed", "cmp_residual_k": "[0]", "scale_value": "512**-0.5", "ratio": "4", "mask_mode": "3"},
-    {"l1_norm": "torch.empty(1, 64, 1, 16)"},
+    empty(l1_norm="1, 64, 1, 16"),
     "target",
 )
 SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", "head_dim": "512"}
-SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
-L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
+SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, empty(meta_data="1024, dtype=torch.int32"))
+L1_METADATA = Call((), SIZES_OF_HEADS, empty(meta_data="64, dtype=torch.int32"))
 INDEXER = (
     "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # of the indexer, which is trained",
     "key_index = torch.randn(1, 128, 1, 128, dtype=torch.bfloat16)",
     "weights = torch.rand(1, 128, 8)",
 )
-GIVEN = {name: name for name in ("query_index", "key_index", "weights")}
+GIVEN = named("query_index", "key_index", "weights")
 GIVEN |= {"layout": '"BSND"', "layout_kv": '"BSND"', "sparse_mode": "3"}
-OUTPUTS = {
-    "dquery_index": "torch.empty_like(query_index)",
-    "dkey_index": "torch.empty_like(key_index)",
-    "dweights": "torch.empty_like(weights)",
-    "softmax_out": "torch.empty_like(target)",
-}
+OUTPUTS = {"softmax_out": "torch.empty_like(target)"}
 LSE = (
     'dots = torch.einsum("bihd,bjd->bihj", query_index, key_index[:, :, 0])',
     "scores = (dots.relu().float() * weights[..., None]).sum(2)",
@@ -101,9 +85,9 @@ DENSE = Call(
     OUTPUTS,
     "dq, dk, dw, softmax_out",
 )
-STATISTICS = Call(INDEXER, GIVEN, {"softmax_lse": "torch.empty(1, 1, 128)"}, "softmax_lse")
+STATISTICS = Call(INDEXER, GIVEN, empty(softmax_lse="1, 1, 128"), "softmax_lse")
 NUMBERS = {"num_heads_q": "8", "num_heads_k": "1", "head_dim": "128"}
-OPAQUE = Call((), NUMBERS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
+OPAQUE = Call((), NUMBERS, empty(meta_data="64, dtype=torch.int32"))
 BLOCKS = Call(
     (
         "query = torch.randn(1, 8, 512, 128, dtype=torch.bfloat16)  # [B, N, S, D]",
@@ -113,7 +97,7 @@ BLOCKS = Call(
     named("query", "key", "value", "block_mask")
     | {"block_shape": "[128, 128]", "layout": '"BNSD"', "layout_kv": '"BNSD"', "num_key_value_heads": "2"}
     | {"scale_value": "128**-0.5", "softmax_lse_flag": "1", "inner_precise": "0"},
-    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 8, 512, 1)"},
+    empty(softmax_lse="1, 8, 512, 1"),
     "out, lse",
 )
 BLOCKS_GRAD = Call(
@@ -126,8 +110,7 @@ BLOCKS_GRAD = Call(
         "dy = torch.randn_like(attention_in)",
     ),
     {**BLOCKS.values, **named("dy", "attention_in", "softmax_lse")},
-    {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"},
-    "dq, dk, dv",
+    returns="dq, dk, dv",
 )
 COMPRESSED_ROWS = (
     "x = torch.randn(1, 64, 1024, dtype=torch.bfloat16)",
@@ -142,11 +125,7 @@ COMPRESSOR = Call(
     ),
     named("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")
     | {"cmp_ratio": "4", "coff": "2", "grad_enabled": "True"},
-    {
-        "cmp_kv": "torch.empty(1, 16, 128, dtype=torch.bfloat16)",
-        "softmax_score": "torch.empty(1, 16, 8, 128)",
-        "kv": "torch.empty(1, 16, 8, 128)",
-    },
+    empty(cmp_kv="1, 16, 128, dtype=torch.bfloat16", softmax_score="1, 16, 8, 128", kv="1, 16, 8, 128"),
     "cmp_kv, softmax_score, kv",
 )
 COMPRESSOR_GRAD = Call(
@@ -157,46 +136,28 @@ COMPRESSOR_GRAD = Call(
         "kv = torch.randn(1, 16, 8, 128)",
     ),
     named("x", "wkv", "wgate", "dcmp_kv", "softmax_score", "kv") | {"cmp_ratio": "4", "coff": "2"},
-    {
-        "dx": "torch.empty_like(x)",
-        "dwkv": "torch.empty_like(wkv)",
-        "dwgate": "torch.empty_like(wgate)",
-        "dape": "torch.empty(4, 256)",
-    },
+    empty(dape="4, 256"),
     "dx, dwkv, dwgate, dape",
 )
-CALLS = {  # prefix of operators' names -> arguments; the most specific prefix first
-    "aclnnBlockSparseAttentionGrad": BLOCKS_GRAD,
-    "npu_block_sparse_attention_backward": BLOCKS_GRAD,
-    "cann_ops_transformer.block_sparse_attention_grad": BLOCKS_GRAD,
-    "aclnnBlockSparseAttention": BLOCKS,
-    "npu_block_sparse_attention": BLOCKS,
-    "cann_ops_transformer.block_sparse_attention": replace(
-        BLOCKS, values={**BLOCKS.values, "softmax_lse_flag": "True"}
-    ),
-    "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
-    "aclnnCompressorGrad": COMPRESSOR_GRAD,
-    "aclnnCompressor": COMPRESSOR,
-    "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
-    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
-    "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,
-    "aclnnSparseFlashMlaGradMetadata": SHARED_KEYS_METADATA,
-    "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
-    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
-    "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,
-    "cann_ops_transformer.sparse_flash_mla_grad": SHARED_KEYS_GRAD,
-    "aclnnSparseFlashMla": SHARED_KEYS,
-    "cann_ops_transformer.sparse_flash_mla": SHARED_KEYS,
-    "aclnnSparseLightningIndexerKLLossGradMetadata": OPAQUE,
-    "aclnnDenseLightningIndexerKLLossGradMetadata": OPAQUE,
-    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": OPAQUE,
-    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": LISTED,
-    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": DENSE,
-    "cann_ops_transformer.dense_lightning_indexer_softmax_lse": STATISTICS,
-    "aclnnSparseLightningIndexerKLLossGrad": LISTED,
-    "aclnnDenseLightningIndexerKLLossGrad": DENSE,
-    "aclnnDenseLightningIndexerSoftmaxLseV2": STATISTICS,
-}
+CALLS = (  # (call, prefixes of operators' names), as in op_examples.FAMILIES
+    (BLOCKS, "aclnnBlockSparseAttention npu_block_sparse_attention"),
+    (BLOCKS.plus(softmax_lse_flag="True"), "cann_ops_transformer.block_sparse_attention"),
+    (BLOCKS_GRAD, "aclnnBlockSparseAttentionGrad npu_block_sparse_attention_backward"),
+    (BLOCKS_GRAD, "cann_ops_transformer.block_sparse_attention_grad"),
+    (INDEX_OF_TOKENS, "aclnnLightningIndexerV2 cann_ops_transformer.lightning_indexer"),
+    (COMPRESSOR, "aclnnCompressor"),
+    (COMPRESSOR_GRAD, "aclnnCompressorGrad"),
+    (SHARED_KEYS, "aclnnSparseFlashMla cann_ops_transformer.sparse_flash_mla"),
+    (SHARED_KEYS_GRAD, "aclnnSparseFlashMlaGrad cann_ops_transformer.sparse_flash_mla_grad"),
+    (SHARED_KEYS_L1, "aclnnSparseFlashMlaSoftmaxL1Norm cann_ops_transformer.sparse_flash_mla_softmax_l1_norm"),
+    (SHARED_KEYS_METADATA, "aclnnSparseFlashMlaMetadata aclnnSparseFlashMlaGradMetadata"),
+    (L1_METADATA, "aclnnSparseFlashMlaSoftmaxL1NormMetadata"),
+    (OPAQUE, "aclnnSparseLightningIndexerKLLossGradMetadata aclnnDenseLightningIndexerKLLossGradMetadata"),
+    (OPAQUE, "aclnnDenseLightningIndexerSoftmaxLseV2Metadata"),
+    (LISTED, "aclnnSparseLightningIndexerKLLossGrad cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad"),
+    (DENSE, "aclnnDenseLightningIndexerKLLossGrad cann_ops_transformer.dense_lightning_indexer_kl_loss_grad"),
+    (STATISTICS, "aclnnDenseLightningIndexerSoftmaxLseV2 cann_ops_transformer.dense_lightning_indexer_softmax_lse"),
+)
 TARGET_LOSS = """
 index_q, weights = torch.randn(2, 128, 4, 32, requires_grad=True), torch.rand(2, 128, 4)
 index_k = torch.randn(2, 32, 1, 32)  # a key for every four tokens
