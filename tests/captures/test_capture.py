@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from support.commands import content_of
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -130,10 +130,8 @@ def test_training_an_indexer_is_recorded_and_replayed(train: bool, tmp_path: Pat
         if train:
             (sparse + dense).backward()
     replayed = [fa.replay(file) for file in recorded.files]
-    assert [again.operator for again in replayed] == [
-        *("lightning_indexer", "sparse_attention", "indexer_loss", "indexer_loss"),
-        *["indexer_loss"] * (2 * train),  # their backward
-    ]
+    names = ["lightning_indexer", "sparse_attention", *["indexer_loss"] * (4 if train else 2)]  # with their backward
+    assert [again.operator for again in replayed] == names
     assert all(again.worst == 0.0 for again in replayed)
     assert torch.equal(replayed[3].recorded["loss"], dense.detach().reshape(1))
 
@@ -160,20 +158,16 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
         forward(q, atten_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
         packed(q)
     dense, ragged = recorded.files
-    assert [dense.name, ragged.name] == [
-        "0000-npu_fusion_attention.safetensors",
-        "0001-npu_fusion_attention_v3.safetensors",
-    ]
-    with safetensors.safe_open(dense, framework="pt") as file:
-        text = file.metadata()
-        names = {"query", "key", "value", "atten_mask"}
-        assert set(file.keys()) == names | {f"output.{n}" for n in ("attention_out", "softmax_max", "softmax_sum")}
-        assert torch.equal(file.get_tensor("key"), q)
+    assert (dense.stem, ragged.stem) == ("0000-npu_fusion_attention", "0001-npu_fusion_attention_v3")
+    tensors, text = content_of(dense)
+    names = {"query", "key", "value", "atten_mask"}
+    assert tensors.keys() == names | {f"output.{n}" for n in ("attention_out", "softmax_max", "softmax_sum")}
+    assert torch.equal(tensors["key"], q)
     assert text["operator"] == "npu_fusion_attention"
     assert json.loads(text["attributes"])["scale"] == 0.25
     assert json.loads(text["strides"])["query"] == list(q.stride())
-    with safetensors.safe_open(ragged, framework="pt") as file:
-        assert json.loads(file.metadata()["arrays"]) == {"actual_seq_qlen": [3, 10], "actual_seq_kvlen": [3, 10]}
+    arrays = json.loads(content_of(ragged)[1]["arrays"])
+    assert arrays == {"actual_seq_qlen": [3, 10], "actual_seq_kvlen": [3, 10]}
 
 
 def test_a_second_capture_writes_behind_the_first(tmp_path: Path) -> None:
@@ -231,20 +225,14 @@ def test_around_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         real.npu_lightning_indexer(q, q[:, :, :1], q[..., 0], sparse_count=2)
     assert real.npu_fusion_attention is npu_fusion_attention
     # The stand-in computes by our functions, which are recorded too.
-    chip = [fa.replay(f) for f in recorded.files if metadata(f)["backend"] == "torch_npu"]
-    assert [call.operator for call in chip] == [
-        *("npu_fusion_attention", "npu_fusion_attention_grad", "npu_lightning_indexer")
-    ]
+    chip = [fa.replay(f) for f in recorded.files if content_of(f)[1]["backend"] == "torch_npu"]
+    names = ["npu_fusion_attention", "npu_fusion_attention_grad", "npu_lightning_indexer"]
+    assert [call.operator for call in chip] == names
     assert torch.equal(chip[0].recorded["attention_out"], chip[0].recomputed["attention_out"] + 1e-3)
     assert chip[0].differences["attention_out"] > 0
     assert chip[0].differences["softmax_max"] == 0
     assert chip[1].recorded.keys() == {"dq", "dk", "dv"}
     assert chip[1].worst == 0.0
-
-
-def metadata(file: Path) -> dict[str, str]:
-    with safetensors.safe_open(file, framework="pt") as content:
-        return dict(content.metadata())
 
 
 def test_compiled_calls_are_not_recorded(tmp_path: Path) -> None:

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from support.commands import run as command
 
 from fusion_attention.bench import rows
 from fusion_attention.bench.changes import FiguresError, compared, figures
 from fusion_attention.bench.pair import Pair, Timing, measure
-from fusion_attention.cli import app
 from fusion_attention.cli import bench as module
 
 CPU = torch.device("cpu")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["bench", *arguments], terminal_width=200)
-    return outcome.exit_code, outcome.stdout, outcome.stderr
+    return command("bench", *arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from support.commands import run
 
 import fusion_attention as fa
 from fusion_attention.capi import environment
-from fusion_attention.cli import app
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
-    outcome = CliRunner().invoke(app, ["capi", *map(str, arguments)], terminal_width=200)
-    return outcome.exit_code, outcome.output
+    outcome = run("capi", *arguments)
+    return outcome.code, outcome.out + outcome.err
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from support.commands import run
 
-import fusion_attention as fa
-from fusion_attention.cli import app
 from fusion_attention.refusals.parser import LONGEST
 
 Q = "query=f16[1,4,2,64]"
 CALL = "npu_fusion_attention(f16[1,4,2,64], f16[1,4,2,64], f16[1,4,2,64], 2, {})"
-
-
-def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, list(arguments), input=stdin, terminal_width=200)
-    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception
-    return outcome.exit_code, outcome.stdout, outcome.stderr
 
 
 def refused(*arguments: str, stdin: str = "") -> str:
@@ -145,26 +137,6 @@ def test_files_that_are_no_calls(tmp_path: Path) -> None:
     refused("explain", CALL.format("'BSND'"), "--log", str(tmp_path / "gone.log"))
     text = run("explain", "call aclnnX\x1b[31m failed, error code is 161002")[1]
     assert "\x1b[31m" not in text
-
-
-def test_a_capture_of_a_newer_version_names_both(tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    q = torch.randn(1, 4, 2, 64)
-    with fa.capture(tmp_path) as recorded:
-        fa.attention(q, q, q)
-    (file,) = recorded.files
-    with safe_open(file, framework="pt") as result:
-        tensors = {name: result.get_tensor(name) for name in result.keys()}  # noqa: SIM118
-        text = {**result.metadata(), "version": "99"}
-    save_file(tensors, file, text)
-    for command in ("explain", "replay"):
-        code, out, err = run(command, str(file))
-        assert code == 2
-        text_printed = out + err
-        assert "99" in text_printed
-        assert "reads" in text_printed
 
 
 # --------------------------------------------------------------------------------------------------- the other commands

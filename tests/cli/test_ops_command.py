@@ -4,15 +4,13 @@ import functools
 import inspect
 import re
 from types import ModuleType
-from typing import Any
 
 import pytest
-from rich.text import Text
-from typer.testing import CliRunner
+from support.commands import run
 
 from codegen.stub import stub
 from fusion_attention import aclnn
-from fusion_attention.cli import app, op_pages
+from fusion_attention.cli import op_pages
 from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
@@ -23,29 +21,21 @@ from fusion_attention.ops.training import score_v4
 NAME = "npu_fusion_attention"
 
 
-def invoke(*arguments: Any) -> tuple[int, str]:
-    """Exit code and text, without colours and line ends."""
-    # Forced colour would make a terminal of the pipe, and a page is drawn on a terminal.
-    runner = CliRunner(env={"FORCE_COLOR": None})
-    outcome = runner.invoke(app, ["ops", *map(str, arguments)], terminal_width=200)
-    return outcome.exit_code, " ".join(Text.from_ansi(outcome.output).plain.split())
-
-
 def test_list_names_every_operator() -> None:
-    code, text = invoke()
-    assert code == 0
-    assert all(name in text for name in CONTRACTS)
+    outcome = run("ops")
+    assert outcome.code == 0
+    assert all(name in outcome.line for name in CONTRACTS)
 
 
 def test_page() -> None:
-    assert invoke(NAME) == (0, " ".join(op_pages.page(RECORDS[NAME]).split()))
+    assert run("ops", NAME).line == " ".join(op_pages.page(RECORDS[NAME]).split())
 
 
 def test_unknown_operator_suggests() -> None:
-    code, text = invoke("fusion_attention_v2")
-    assert code == 2
-    assert "no operator 'fusion_attention_v2'" in text
-    assert f"{NAME}_v2" in text
+    outcome = run("ops", "fusion_attention_v2")
+    assert outcome.code == 2
+    assert "no operator 'fusion_attention_v2'" in outcome.line
+    assert f"{NAME}_v2" in outcome.line
 
 
 def test_versions_say_what_each_takes() -> None:

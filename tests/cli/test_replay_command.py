@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from typer.testing import CliRunner
+from support.commands import content_of
+from support.commands import run as command
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.captures.reader import read
-from fusion_attention.cli import app
 from fusion_attention.cli.replay import session
 
 
@@ -31,8 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["replay", *arguments], terminal_width=200)
-    return outcome.exit_code, outcome.stdout, outcome.stderr
+    return command("replay", *arguments)
 
 
 def report_of(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -42,9 +40,7 @@ def report_of(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def changed(file: Path, output: str) -> None:
     """A capture whose output has two heads in each other's place."""
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        text = opened.metadata()
+    tensors, text = content_of(file)
     tensors[output] = tensors[output].flip(2).contiguous()
     save_file(tensors, file, text)
 
@@ -79,9 +75,7 @@ def test_a_wrong_call_among_right_ones(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) -> None:
-    with safe_open(file := folder / "0001-attention.safetensors", framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        text = opened.metadata()
+    tensors, text = content_of(file := folder / "0001-attention.safetensors")
     tensors["output.out"] = tensors["output.out"][:, :rows].contiguous()
     save_file(tensors, file, text)
     code, report = report_of(str(folder), "--runs", "0")

@@ -15,11 +15,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from rich.text import Text
-from typer.testing import CliRunner
+from support.commands import run
 
 from fusion_attention import Band
-from fusion_attention.cli import app
 from fusion_attention.explorer import gallery
 from fusion_attention.explorer.draw import LIGHT, OUTSIDE, VISIBLE, cells_of, is_seen, png, svg, text
 from fusion_attention.explorer.page import fragment, page, server
@@ -31,17 +29,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def invoke(*arguments: Any) -> tuple[int, str]:
     """Exit code and text, without colours and line ends."""
-    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["mask", *map(str, arguments)], terminal_width=200)
-    if outcome.exception and not isinstance(outcome.exception, SystemExit):
-        raise outcome.exception
-    printed = Text.from_ansi(outcome.output).plain.translate(str.maketrans("│╭╮╰╯─", "      "))
-    return outcome.exit_code, " ".join(printed.split())
+    outcome = run("mask", *arguments)
+    return outcome.code, " ".join(outcome.line.translate(str.maketrans("│╭╮╰╯─", "      ")).split())
 
 
 def report(*arguments: Any) -> dict[str, Any]:
-    outcome = CliRunner().invoke(app, ["mask", *map(str, arguments), "--json"])
-    assert outcome.exit_code == 0, outcome.output
-    result: dict[str, Any] = json.loads(outcome.output)
+    outcome = run("mask", *arguments, "--json")
+    assert outcome.code == 0, outcome
+    result: dict[str, Any] = json.loads(outcome.out)
     return result
 
 

@@ -37,17 +37,8 @@ def numbers(a: int, b: int) -> list[Any]:
 
 
 def chains(a: int, b: int) -> list[Any]:
-    return [
-        0 <= a < b,
-        a < b <= LIMIT,
-        not a,
-        a or b,
-        a and b,
-        a if a > b else b,
-        a is None,
-        b in (1, 2, 3),
-        a not in [b],
-    ]
+    truths = [0 <= a < b, a < b <= LIMIT, not a, a is None, b in (1, 2, 3), a not in [b]]
+    return [*truths, a or b, a and b, a if a > b else b]
 
 
 def texts(a: int, b: int) -> list[Any]:
@@ -58,16 +49,8 @@ def texts(a: int, b: int) -> list[Any]:
 def slices(a: int, b: int) -> list[Any]:
     results = list(range(a + b))
     results[-1] = 99
-    return [
-        results[1:],
-        results[:-1],
-        results[-2:],
-        results[-1],
-        len(results),
-        [*results, a],
-        "text"[1:3],
-        (a, b) == (b, a),
-    ]
+    parts = [results[1:], results[:-1], results[-2:], results[-1]]
+    return [*parts, len(results), [*results, a], "text"[1:3], (a, b) == (b, a)]
 
 
 def loops(a: int, b: int) -> list[Any]:
@@ -98,17 +81,9 @@ def arrays(a: int, b: int) -> list[Any]:
     y[:] = x + 1
     y[-1] = 50
     z = np.clip(np.where(x > 2, x, -y), -3, 9)
-    return [
-        *(
-            y.tolist(),
-            z.tolist(),
-            (x - y).tolist(),
-            np.flatnonzero(x).tolist(),
-            bool((x > b).any()),
-            int(x.max(initial=9)),
-        ),
-        *(np.maximum(x, 2).tolist(), int(np.argmax(x > 2)), np.ndim(x), ((x > 1) & (x < 5)).tolist(), int(x.sum())),
-    ]
+    lists = [y.tolist(), z.tolist(), (x - y).tolist(), np.flatnonzero(x).tolist(), np.maximum(x, 2).tolist()]
+    numbers = [bool((x > b).any()), int(x.max(initial=9)), int(np.argmax(x > 2)), np.ndim(x), int(x.sum())]
+    return [*lists, *numbers, ((x > 1) & (x < 5)).tolist()]
 
 
 def objects(a: int, b: int) -> list[Any]:

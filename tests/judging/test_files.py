@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
+from support.commands import content_of, run
 
 import fusion_attention as fa
-from fusion_attention.cli import app
 from fusion_attention.judging import loaders
 from fusion_attention.npu import npu_fusion_attention
 
-runner = CliRunner()
 SCALE = 0.25
 
 
@@ -33,9 +31,7 @@ def call(scale: float = SCALE) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 def verify(*args: Any) -> tuple[int, str, str]:
     """(exit code, what is printed, what is said on stderr)."""
-    result = runner.invoke(app, ["verify", *map(str, args), "--no-backends"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return run("verify", *args, "--no-backends")
 
 
 def refused(*args: Any, what: str) -> None:
@@ -55,23 +51,13 @@ def capture(tmp_path: Path) -> Path:
     return recorded.files[0]
 
 
-OPTIONS = (
-    "--op",
-    "npu_fusion_attention",
-    "--set",
-    "head_num=2",
-    "--set",
-    "input_layout=BSND",
-    "--set",
-    f"scale={SCALE}",
-)
+VALUES = ("head_num=2", "input_layout=BSND", f"scale={SCALE}")
+OPTIONS = ("--op", "npu_fusion_attention", *(word for value in VALUES for word in ("--set", value)))
 
 
 def test_a_capture_and_a_broken_one(capture: Path, tmp_path: Path) -> None:
     assert verify(capture)[0] == 0
-    with safetensors.safe_open(capture, framework="pt") as file:
-        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        text = file.metadata()
+    tensors, text = content_of(capture)
     attributes = json.loads(text["attributes"]) | {"scale": 1.0}
     broken = tmp_path / "broken.safetensors"
     safetensors.torch.save_file(tensors, broken, {**text, "attributes": json.dumps(attributes)})
@@ -205,9 +191,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
 
 
 def test_a_capture_of_a_newer_version(capture: Path, tmp_path: Path) -> None:
-    with safetensors.safe_open(capture, framework="pt") as file:
-        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        text = file.metadata()
+    tensors, text = content_of(capture)
     newer = tmp_path / "newer.safetensors"
     safetensors.torch.save_file(tensors, newer, {**text, "version": "7"})
     refused(newer, what="format version '7', and this library reads 1 and 2")
@@ -297,9 +281,7 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
-    with safetensors.safe_open(capture, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        text = opened.metadata()
+    tensors, text = content_of(capture)
     for operator in ("x" * 100_000, "a\nb\x1b[31m"):
         safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
         refused(wrong, what="has no definition here")

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
+from support.commands import run
 
 import fusion_attention as fa
-from fusion_attention.cli import app
 from fusion_attention.judging import outputs
 
 CAUSAL = ("--op", "attention", "--set", "band=causal")
@@ -18,9 +17,8 @@ CAUSAL = ("--op", "attention", "--set", "band=causal")
 
 def verify(*args: Any) -> tuple[int, str]:
     """The exit code of `verify`, and what it prints."""
-    result = CliRunner().invoke(app, ["verify", *map(str, args), "--no-backends"], terminal_width=200)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, " ".join((result.stdout + result.stderr).split())
+    outcome = run("verify", *args, "--no-backends")
+    return outcome.code, outcome.line
 
 
 @pytest.fixture(scope="module")
