@@ -104,7 +104,7 @@ def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iter
     output_names = {name for results in by_program.values() for name in results}
     given = {name: t for name, t in call.results().items() if name in output_names}
     if indexer.serves(call):
-        result = indexer.measured(indexer.setting_of(call), call, given, grade, beside=by_program)
+        result = indexer.Indexed(indexer.setting_of(call), call, given).measured(None, grade, by_program)
     else:
         setting, outputs = setting_of(call, given)
         outputs_of = {who: setting_of(call, results)[1] for who, results in by_program.items()}

@@ -10,10 +10,8 @@ from support import compressed, decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
-from fusion_attention.judging.calls import recorded
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
-from fusion_attention.judging.judge import judged
 from fusion_attention.judging.outputs import computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
@@ -23,7 +21,6 @@ from fusion_attention.ops.training.forward_backward import FORWARD, DenseBackwar
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare, lowered
 from fusion_attention.testing import decode as decoding
-from fusion_attention.testing import indexer_loss as losses
 from fusion_attention.testing import sparse as selections
 
 
@@ -55,15 +52,18 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
     return results
 
 
+def agree_in_training(case: Any, args: dict[str, Any]) -> None:
+    """Forward and backward."""
+    call = lowered(case, args)
+    out = agree(DenseForward(call, FORWARD, lanes=True))
+    saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
+    agree(DenseBackward(call, saved, call.extras[2]))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=lambda case: case.id)
 def test_training(case: Any) -> None:
-    args = dense.operands(case)
-    call = lowered(case, args)
-    forward = DenseForward(call, FORWARD, lanes=True)
-    out = agree(forward)
-    saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
-    agree(DenseBackward(call, saved, call.extras[2]))
+    agree_in_training(case, dense.operands(case))
 
 
 DROPPED = replace(dense.PACKED, dim_rope=2, dtype="float16", sparse_mode=4, mask="compressed", pre=1, next=1,
@@ -76,10 +76,7 @@ def test_elements_that_are_not_finite(name: str, value: float) -> None:
     """They reach no row that does not see them, nor one that drops them: 0 times NaN is NaN."""
     args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in dense.operands(DROPPED).items()}
     args[name][::3, 0] = value
-    forward = DenseForward(lowered(DROPPED, args), FORWARD, lanes=True)
-    out = agree(forward)
-    saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
-    agree(DenseBackward(forward.call, saved, forward.call.extras[2]))
+    agree_in_training(DROPPED, args)
 
 
 @pytest.mark.parametrize("case", decode_cases.CASES[::2], ids=lambda case: case.id)
@@ -114,22 +111,3 @@ def test_two_sources_of_keys(changes: dict[str, Any]) -> None:
     call = compressed.lowered(args)
     result = agree(call)
     agree(SparseBackward(call, args["dy"], *result.values()))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_indexer_and_its_loss(dtype: str) -> None:
-    chosen = selections.indexer_arguments(selections.IndexerCase(dtype=dtype))
-    lost = losses.arguments(losses.LossCase(dtype=dtype, count=0))
-    listed = losses.arguments(losses.LossCase(dtype=dtype))
-    names = ("npu_dense_lightning_indexer_grad_kl_loss", "npu_sparse_lightning_indexer_grad_kl_loss")
-    for name, args in (("npu_lightning_indexer", chosen), (names[0], lost), (names[1], listed)):
-        op = RECORDS[name]
-        assert op.lower is not None
-        inputs = {n: v for n, v in args.items() if n in op.by_name and v is not None}
-        call = op.lower(bind(op, inputs))
-        call = call.complete() if op.trains else call
-        results = call.results()
-        compute(call, results, "golden")
-        result = judged(recorded(name, inputs, results), search=False, backends=False)
-        assert result.passes, result
-        assert {*result.outputs} == {*results}

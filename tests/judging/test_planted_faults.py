@@ -1,24 +1,34 @@
-"""Faults of tiled kernels, of caches and of lists are named, with their parameters; right results are not accused."""
+"""Faults of tiled and backward kernels, caches and lists are named, with parameters; right results are not."""
 
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from support import faulty_list_kernels, planted_decodes, planted_tiles
+from support import faulty_list_kernels, planted_decodes, planted_gradients, planted_tiles
 
-from fusion_attention.judging.judge import diagnose
+from fusion_attention.judging.calls import Recorded
+from fusion_attention.judging.judge import diagnose, judged
+from fusion_attention.judging.verdict import Judgement
 
 SEEDS = 5
 MODULES = (planted_tiles, planted_decodes, faulty_list_kernels)
-FAULTS = [(module, fault) for module in MODULES for fault in module.FAULTS]
+FAULTS = [(module, fault) for module in (*MODULES, planted_gradients) for fault in module.FAULTS]
 
 
-@pytest.mark.sampled(40)
+def diagnosed(call: Any) -> Judgement:
+    if isinstance(call, Recorded):
+        return judged(call, search=True, backends=False)
+    return diagnose(call.operator, call.inputs, call.outputs)
+
+
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize(("module", "fault"), [pytest.param(*f, id=f[1]) for f in FAULTS])
 def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
-    capture, names, words = module.planted(fault, seed)
-    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    call, names, words = module.planted(fault, seed)
+    result = diagnosed(call)
     assert result.verdict == "wrong"
     confirmed = [m for m in result.mistakes if m.confirmed]
     assert {m.name for m in confirmed[:1]} & {*names}, result
@@ -29,9 +39,17 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("module", MODULES, ids=["tiles", "caches", "lists"])
 def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
-    capture = module.right(seed)
-    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    result = diagnosed(module.right(seed))
     assert result.verdict == "right", result
+
+
+def test_different_faults_of_two_gradients_are_both_named() -> None:
+    call, *_ = planted_gradients.planted("dv of another head", 0)
+    grads = {**call.outputs, "dq": 2 * call.outputs["dq"]}
+    result = diagnosed(replace(call, outputs=grads))
+    assert {(m.name, m.outputs) for m in result.mistakes} == {("output-factor", ("dq",)), ("rows-moved", ("dv",))}
+    assert "dq: output-factor" in str(result)
+    assert "dv: rows-moved" in str(result)
 
 
 def test_an_overflow_of_products_is_named() -> None:

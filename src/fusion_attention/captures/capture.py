@@ -22,6 +22,7 @@ from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bit
 from fusion_attention.captures.result_names import BACKWARD, FORWARD, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
+from fusion_attention.ir.mask import Band
 from fusion_attention.npu import fused_inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training.forward_backward import RESULTS
@@ -111,14 +112,9 @@ class capture(Counted):
                 watch(op, args, outputs, backward)
 
     def write(
-        self,
-        op: Op,
-        args: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        seed: int,
-        backend: str,
+        self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str,
         forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes a call to a file, completely or not at all; arguments: as for record().
 
         forward_tensors: for a backward, the forward's results and their gradients, under the names of their prefixes.
@@ -136,7 +132,11 @@ class capture(Counted):
             "format": FORMAT,
             "version": str(VERSION),
             "operator": op.name,
-            "attributes": {n: _json_value(v) for n, v in given.items() if n not in {*tensors, *arrays, *lists}},
+            "attributes": {
+                n: [getattr(v, field.name) for field in fields(v)] if isinstance(v, Band) else v
+                for n, v in given.items()
+                if n not in {*tensors, *arrays, *lists}
+            },
             "arrays": arrays,
             "strides": {name: list(value.stride()) for name, value in tensors.items()},
             "bits": {n: list(t.shape) for n, t in tensors.items() if t.dtype == torch.bool},
@@ -182,13 +182,6 @@ class capture(Counted):
 
 def _integers(value: Any) -> list[int]:
     return [int(n) for n in (value.tolist() if isinstance(value, torch.Tensor) else value)]
-
-
-def _json_value(value: Any) -> Any:
-    """Converts an attribute to JSON; a Band becomes the list of its fields."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    return [getattr(value, field.name) for field in fields(value)]
 
 
 _recorders: list[capture] = []  # the active captures

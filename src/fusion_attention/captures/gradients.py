@@ -57,12 +57,17 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
     node.register_hook(hook)
 
 
-def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """Returns the lowered backward of a lowered forward; None if the operator has no derivative.
+def complete_call(op: Op, bound: Any, seed: int, offset: Any) -> Any:
+    """Returns the lowered call with all results of a checked call (bound) of `op`; seed, offset: of drawn dropout."""
+    assert op.lower is not None
+    call = op.lower(bound, **({"seed": seed, "offset": int(offset or 0)} if "keep_prob" in op.by_name else {}))
+    return call.complete() if op.trains else call
 
-    Args:
-        call: the lowered forward.
-        saved: the forward's results by name. upstream: their gradients by name.
+
+def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
+    """Returns the lowered backward of the lowered forward `call`; None if the operator has no derivative.
+
+    saved: the forward's results by name; upstream: their gradients by name.
     """
     try:
         backward: Lowered = call.backward(saved, upstream)

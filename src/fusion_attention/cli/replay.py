@@ -105,27 +105,27 @@ def session(paths: list[Path]) -> list[Path]:
     Raises:
         ValueError: a path does not exist, or a folder has no saved calls.
     """
+
+    def order(file: Path) -> tuple[int, str]:
+        number = re.match(r"(\d{1,18})-", file.name)
+        return (int(number[1]) if number else 1 << 62, file.name)
+
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = sorted(path.glob("*.safetensors"), key=_order)
-            if not inside:
-                raise ValueError(f"{path}: no .safetensors file in this folder")
-            files += inside
-        elif path.is_file():
-            files.append(path)
-        else:
+        if not (path.is_dir() or path.is_file()):
             raise ValueError(f"{path}: no such file or folder")
+        inside = sorted(path.glob("*.safetensors"), key=order) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"{path}: no .safetensors file in this folder")
+        files += inside
     return files
 
 
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Yields the result of replaying each file by a back end on a device, timed `runs` times; one call is in memory at
-    a time.
-
-    advance: receives the number of files done and a name.
+    """Yields the result of replaying each file, timed `runs` times; advance: receives the number of files done and a
+    name. One call is in memory at a time.
     """
     from fusion_attention.contract import BackendError
     from fusion_attention.judging.replay import CaptureError
@@ -163,18 +163,15 @@ def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
 
     import torch
 
+    from fusion_attention.captures.gradients import complete_call
     from fusion_attention.contract import bind
     from fusion_attention.ops import RECORDS
     from fusion_attention.plan import compute
 
-    op = RECORDS[replayed.operator]
-    assert op.lower is not None
-    drawn = {"seed": 1, "offset": 0} if "keep_prob" in op.by_name else {}
-    times = []
+    op, times = RECORDS[replayed.operator], []
     for _ in range(runs + 1):
         start = time.perf_counter()
-        call = op.lower(bind(op, replayed.args, strict=False, check_content=False), **drawn)
-        call = call.complete() if op.trains else call
+        call = complete_call(op, bind(op, replayed.args, strict=False, check_content=False), 1, 0)
         compute(call, call.results(), backend)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
@@ -194,16 +191,8 @@ def _verdict(replayed: Replay) -> tuple[str, str]:
     return judgement.verdict, "" if judgement.passes else "; ".join(reversed(notes))
 
 
-def _order(file: Path) -> tuple[int, str]:
-    number = re.match(r"(\d{1,18})-", file.name)
-    return (int(number[1]) if number else 1 << 62, file.name)
-
-
 def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-# ------------------------------------------------------------------------------------------------------------- screen
 
 
 def _print(console: Console, text: str, style: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,13 +135,15 @@ def _names(given: list[str]) -> dict[str, str]:
 
 
 def _values(given: list[str]) -> dict[str, Any]:
+    """Returns {PARAMETER: VALUE} of the options --set; a VALUE that is no JSON is a text."""
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.naming import values_from
 
-    results = {}
+    results: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
             raise JudgeError(f"--set {text}: expected PARAMETER=VALUE")
-        results[name] = values_from(value)
+        results[name] = value
+        with contextlib.suppress(ValueError):
+            results[name] = json.loads(value)
     return results

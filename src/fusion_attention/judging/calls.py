@@ -78,12 +78,7 @@ class Recorded:
 
     def lowered(self) -> Any:
         """Returns the lowered call, in the intermediate representation, with all results; of gradients the backward."""
-        drawn: dict[str, Any] = {}
-        if "keep_prob" in self.op.by_name:
-            drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
-        assert self.op.lower is not None
-        call = self.op.lower(self.bound(), **drawn)
-        call = call.complete() if self.op.trains else call
+        call = captured.complete_call(self.op, self.bound(), self.seed, self.args.get("offset"))
         if not self.upstream:
             return call
         if gradients.is_training(call) and not gradients.names_of(call).keys() <= self.saved.keys():

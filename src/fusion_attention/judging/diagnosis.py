@@ -42,16 +42,10 @@ class Match:
 
 
 def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
-    """Searches the mistakes that explain the wrong outputs of a call.
+    """Returns (mistakes that explain the wrong outputs of the call `case`, best first; True if none is needed because
+    outputs are as exact as sums in 16 bits).
 
-    Args:
-        case: the call and its recorded outputs.
-        base: the outputs' errors without a mistake.
-        seed: seed of the choice of sampled rows.
-        watch: is called with the progress.
-
-    Returns:
-        (explanations, best first; True if none is needed because outputs are as exact as sums in 16 bits).
+    base: the outputs' errors without a mistake; seed: of the choice of sampled rows; watch: called with the progress.
     """
     of_totals = sink_and_bias_gradients.explained(case.setting, case.outputs, base.failing)
     case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
@@ -68,19 +62,24 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
     failing = tuple(name for name in base.failing if name in sample.tallies)
     if not failing:  # only outputs without rows fail
         return (), False
-    tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, watch)]
+    tried = _tried(case, base, pieces, watch)
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, sample, failing)
     if confirmed:
         return confirmed, False
     if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
         return (), True
-    return _noisy(case, tried, pieces, sample, failing) or _alone(case, tried, sample, failing), False
+    noisy = one_per_mistake(
+        f.explained(failing, noisy=True)
+        for f in tried
+        if _left(f.result, sample, failing) <= LEFT
+        and measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
+    )
+    return noisy or _alone(case, tried, sample, failing), False
 
 
-def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
-    """Returns (mistake, way of making it, remaining errors on the sampled parts `pieces`) of mistakes that may explain
-    wrong outputs of the call `case`.
+def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[Match]:
+    """Returns the mistakes that may explain wrong outputs of the call `case`, by errors on its sampled parts `pieces`.
 
     Each way is measured first on the rows and on the keys with the largest error in `base`, the errors without a
     mistake.
@@ -99,7 +98,7 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
                 first = measured(way.setting, outputs, quick, grade=PROGRAM)
                 if not any(first.tallies[name].passes or _left(first, here, [name]) <= LEFT for name in failing):
                     continue
-                results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
+                results.append(Match(mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
                 continue  # the mistake is impossible with this memory
     return results
@@ -158,22 +157,6 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
     return tuple(named.values()) if any(m.confirmed for m in named.values()) else ()
 
 
-def _noisy(
-    case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
-) -> tuple[Explanation, ...]:
-    """Returns the mistakes of `tried` with which the outputs `failing` of the call `case` have only errors of 16-bit
-    sums.
-
-    Errors are measured on the sampled parts `pieces` of the call; `sample` has those without a mistake.
-    """
-    close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
-    return one_per_mistake(
-        f.explained(failing, noisy=True)
-        for f in close
-        if measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
-    )
-
-
 def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
     """Returns explanations of single outputs (`failing`) of the call `case`: mistakes that change no correct output.
 
@@ -181,13 +164,8 @@ def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, .
     """
     results: dict[tuple[str, str], Explanation] = {}
     for name in failing:
-        matches = [
-            f
-            for f in tried
-            if {*f.result.failing} <= {*failing}
-            and f.result.tallies[name].passes
-            and _left(f.result, sample, [name]) <= LEFT
-        ]
+        passing = [f for f in tried if {*f.result.failing} <= {*failing} and f.result.tallies[name].passes]
+        matches = [f for f in passing if _left(f.result, sample, [name]) <= LEFT]
         one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
         for e in _confirmed(one, matches, sample, (name,)):
             same = results.get((e.name, e.detail))

@@ -79,11 +79,8 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
     for mark, one, many in _LOOKS:
         count = sum(int((getattr(m, mark) & w).sum()) for m, w in zip(tally.marks, wrong, strict=True))
         if count:
-            who = (
-                f"the wrong {word}"
-                if total == 1
-                else f"{f'{count} of' if count < total else 'all'} {total} wrong {word}s"
-            )
+            some = f"{count} of" if count < total else "all"
+            who = f"the wrong {word}" if total == 1 else f"{some} {total} wrong {word}s"
             sentences.append(f"{who} {one if count == 1 else many}")
     for b, (bad, marks) in enumerate(zip(wrong, tally.marks, strict=True)):
         result = _copied(rows(b), bad, marks.golden) if rows is not None and bad.any() else None

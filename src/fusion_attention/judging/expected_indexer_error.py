@@ -314,9 +314,6 @@ def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
     return result
 
 
-# ------------------------------------------------------------------------------------------------- every operation kind
-
-
 def wanted(
     x: Index, b: int, rows: slice, grade: Grade, dtypes: dict[str, torch.dtype] | None = None
 ) -> dict[str, Wanted]:

@@ -14,7 +14,7 @@ import torch
 from fusion_attention.judging.calls import JudgeError
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.expected_error import KERNEL, POOR, Grade
+from fusion_attention.judging.expected_error import POOR, Grade
 from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted
 from fusion_attention.judging.indexer_formulas import Index, chosen, compared, given, gradients, softmax
 from fusion_attention.judging.indexer_mistakes import INDEX_MISTAKES
@@ -59,8 +59,23 @@ class Indexed(Subject):
         self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
         with_baseline: bool = False,
     ) -> Result:  # fmt: skip
-        chosen = self.captured if names is None else {n: self.captured[n] for n in names}
-        return measured(self.x, self.lowered, chosen, grade, with_baseline=with_baseline, beside=beside)
+        x, captured = self.x, self.captured if names is None else {n: self.captured[n] for n in names}
+        kinds = {KINDS[n]: n for n in captured}
+        dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
+        results: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
+        tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in results.items()}
+        views = {who: views_of(self.lowered, t) for who, t in results.items()}
+        for block in pieces(x, [*kinds], grade, dtypes, with_baseline=with_baseline):
+            name = kinds[block.kind]
+            for who, t in results.items():
+                if block.kind == "loss":
+                    ours, result = t[name].reshape(1, 1, 1), block.wanted
+                else:
+                    ours, result = judgeable(x, views[who][block.kind], block)
+                tallies[who][name].add((block.b, slice(0, ours.shape[0]), block.rows), ours, result)
+        errors = tallies.pop("")
+        maps = {n: Map(errors[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
+        return Result(errors, maps, tallies)
 
     def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
         tries = (
@@ -105,9 +120,6 @@ def setting_of(lowered: Any) -> Index:
     return Index(op_kind, problem, extents, operands, grads=grads[0] if grads else None)
 
 
-# ------------------------------------------------------------------------------------------------------------ measuring
-
-
 @dataclass(frozen=True, eq=False)
 class Block:
     """Golden's values of an output for rows of sequence b (all rows for sums over rows), and the scores of all keys."""
@@ -129,12 +141,8 @@ def pieces(
 ) -> Iterator[Block]:
     """Yields golden's values, with expected errors, in blocks [heads, rows, elements]; the last is the loss, [1, 1, 1].
 
-    Args:
-        x: the call, perhaps with a mistake.
-        kinds: the kinds of outputs to compute.
-        grade: the steps in which a correct program rounds.
-        dtypes: by kind, the dtype to which the output is rounded; absent kinds have the call's.
-        with_baseline: True to also compute the results of a float32 program.
+    x: the call, perhaps with a mistake; dtypes: by kind, the dtype to which the output is rounded, if not the call's;
+    grade, with_baseline: as for Subject.measured().
     """
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
@@ -183,43 +191,6 @@ def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]
         baseline = gradients(x.scored(b, rows, narrow), dscores, times > 0)
     rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in baseline.items()}
     return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in expected.items()}
-
-
-def measured(
-    x: Index,
-    lowered: Any,
-    captured: Mapping[str, Tensor],
-    grade: Grade = KERNEL,
-    *,
-    with_baseline: bool = False,
-    beside: Beside = MappingProxyType({}),
-) -> Result:
-    """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
-
-    Args:
-        x: the call, perhaps with a mistake, from which golden's values are computed.
-        lowered: the lowered call; it has the layout of the tensors.
-        captured: the recorded outputs by name.
-        grade: the steps in which a correct program rounds; determines the expected errors.
-        with_baseline: True to also compute a float32 program, with which the standard "cann-double" compares.
-        beside: results by name, for each other back end.
-    """
-    kinds = {KINDS[n]: n for n in captured}
-    dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
-    given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
-    tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in given_.items()}
-    views = {who: views_of(lowered, t) for who, t in given_.items()}
-    for block in pieces(x, [*kinds], grade, dtypes, with_baseline=with_baseline):
-        name = kinds[block.kind]
-        for who, t in given_.items():
-            if block.kind == "loss":
-                ours, result = t[name].reshape(1, 1, 1), block.wanted
-            else:
-                ours, result = judgeable(x, views[who][block.kind], block)
-            tallies[who][name].add((block.b, slice(0, ours.shape[0]), block.rows), ours, result)
-    errors = tallies.pop("")
-    maps = {n: Map(errors[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
-    return Result(errors, maps, tallies)
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.progress import Bar, Watch, over, silent
 from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.standards import STANDARDS, Tally
-from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
 from fusion_attention.ops.shared.call import NO_SEQUENCE, OfCall
 
 Tensor = torch.Tensor
@@ -90,13 +90,9 @@ def diagnose(
 def judged(
     call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound", watch: Watch = silent
 ) -> Judgement:
-    """Returns the judgement of a recorded call.
+    """Returns the judgement of a recorded call; with `search`, it explains errors by mistakes, as diagnose().
 
-    Args:
-        call: the call.
-        search: True to search mistakes that explain errors.
-        backends, standard: as for judge().
-        watch: is called with the progress.
+    backends, standard: as for judge(); watch: is called with the progress.
     """
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
@@ -112,16 +108,22 @@ def judged(
     result, grades = graded(measure)
     opinions = {}
     for name, tally in result.tallies.items():
-        like = [] if tally.passes else subject.looks(name, tally)
-        surface = subject.surface(name, tally)
-        opinions[name] = opinion(name, tally, grades[name], standard, result.maps.get(name), like, surface)
+        map_ = result.maps.get(name)
+        sentences = [] if map_ is None else map_.sentences()
+        where = [] if tally.passes else [*sentences, *subject.looks(name, tally)]
+        surface = subject.surface(name, tally) if map_ is None else map_.surface()
+        opinions[name] = opinion(name, tally, grades[name], standard, where, surface)
     mistakes, noisy = subject.explained(result) if search and not result.passes else ((), False)
     if not (mistakes or noisy):
         call = replace(call, notes=(*subject.notes(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
     reasons = {who: why for who, why in theirs.items() if isinstance(why, str)}
     beside = (reasons if isinstance(subject, Attention) else theirs) | errors  # the order in reports
-    return judgement(call, opinions, beside, standard, search, mistakes, noisy, subject.mask(result))
+    right = all(o.passes for o in opinions.values())
+    return Judgement(
+        call.op.name, call.source, RIGHT if right else NOISY if noisy else WRONG, opinions, call.unjudged(opinions),
+        beside, mistakes, search, (*call.notes, *call.doubts()), standard, subject.mask(result),
+    )  # fmt: skip
 
 
 def _subject(call: Recorded, watch: Watch) -> Subject:

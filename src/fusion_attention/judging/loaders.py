@@ -143,14 +143,6 @@ def _of_array(who: str, array: np.ndarray) -> Any:
     return torch.from_numpy(np.array(array))
 
 
-def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
-    """Reads a tensor from a .npy or .pt file, which must be inside `folder`; how: tells if pickle may execute code."""
-    result = _within(path, folder, how)
-    if not isinstance(result, Tensor):
-        raise JudgeError(f"{path}: expected one tensor, got {type(result).__name__}")
-    return result.detach()
-
-
 def _within(path: Path, folder: Path, how: Reading) -> Any:
     """Reads a .npy or .pt file, which must be inside `folder` (a dump may name any path); how: reading options."""
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -168,10 +160,8 @@ def _within(path: Path, folder: Path, how: Reading) -> Any:
     except JudgeError:
         raise
     except Exception as error:
-        reader = path.suffix == ".npy" or how.unsafe_pickle
-        hint = (
-            "" if reader else "; save a dict of tensors, numbers and strings; --unsafe-pickle reads what may run code"
-        )
+        hint = "; save a dict of tensors, numbers and strings; --unsafe-pickle reads what may run code"
+        hint = "" if path.suffix == ".npy" or how.unsafe_pickle else hint
         raise JudgeError(f"{path}: not a readable {path.suffix} file ({_short(error)}){hint}") from None
 
 
@@ -188,9 +178,12 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
     op = RECORDS[call.operator]
 
     def loaded(value: Any) -> Any:
-        if isinstance(value, Path):
-            return tensor_of(value, call.folder, how)
-        return [loaded(each) for each in value] if isinstance(value, list) else value
+        if not isinstance(value, Path):
+            return [loaded(each) for each in value] if isinstance(value, list) else value
+        result = _within(value, call.folder, how)
+        if not isinstance(result, Tensor):
+            raise JudgeError(f"{value}: expected one tensor, got {type(result).__name__}")
+        return result.detach()
 
     shown = [p.shown for p in op.params if not getattr(p, "output", False)]
     if len(call.args) > len(shown):

@@ -60,16 +60,10 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """Returns the errors of recorded outputs against the outputs that the formulas compute for a setting.
+    """Returns errors of recorded outputs against the formulas' in parts of a call (setting, perhaps with a mistake).
 
-    Args:
-        setting: the call, perhaps with a mistake.
-        outputs: the recorded outputs.
-        pieces: the parts of the call that are computed.
-        grade: the steps in which a correct program rounds; determines the expected errors.
-        complete: True if the pieces are the complete call; then maps are made.
-        with_baseline: also measure a baseline program.
-        beside: results of other programs, by program.
+    grade, with_baseline, beside: as for Subject.measured(); complete: True if the pieces are the whole call, of which
+    maps are made.
     """
 
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
@@ -218,7 +212,11 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
             ]
             order = torch.randperm(len(cells), generator=generator).tolist()
             chosen = [cells[0], cells[-1], *(cells[i] for i in order[: count - 2])] if cells else []
-            results |= {_unit_of(setting, o, place) for place in chosen}
+            for b, head, row in chosen:
+                group, length, before = setting.group, o.lengths(setting.extents)[b], o.before(setting.extents, b)
+                heads = (head * group, head * group + group) if o.by_keys else (head, head + 1)
+                first = row // 4 * 4
+                results.add((b, *heads, before + first, before + min(first + 4, length), o.by_keys, o.second))
     return [Unit(b, slice(h, z), slice(first, end), *of) for b, h, z, first, end, *of in sorted(results)]
 
 
@@ -230,11 +228,3 @@ def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[in
     picked = flat[torch.randint(len(flat), (count,), generator=generator)]
     both = torch.cat((flat[:1], flat[-1:], picked)).unique()
     return [[int(n) // marks.shape[1], int(n) % marks.shape[1]] for n in both]
-
-
-def _unit_of(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool, bool]:
-    b, head, row = place
-    group, length, before = setting.group, o.lengths(setting.extents)[b], o.before(setting.extents, b)
-    heads = (head * group, head * group + group) if o.by_keys else (head, head + 1)
-    first = row // 4 * 4
-    return b, *heads, before + first, before + min(first + 4, length), o.by_keys, o.second

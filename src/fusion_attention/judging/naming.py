@@ -1,7 +1,6 @@
 """Makes calls from a file's tensors: matches the file's names to the parameters and results of an operator."""
 
 import ast
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,18 +137,14 @@ def _calls(
             f"{op.name}: {listed(gradients)} cannot be judged without the gradient of a result: {needed}"
         )
     if outputs or not gradients:
-        idle = (
-            (f"left alone: {listed(upstream)} (no gradient of an input to judge)",)
-            if upstream and not gradients
-            else ()
-        )
-        yield of_call(op, inputs, outputs, how, f"{source}: forward" if gradients else source, (*notes, *idle))
+        idle = f"left alone: {listed(upstream)} (no gradient of an input to judge)"
+        idles = (idle,) if upstream and not gradients else ()
+        yield of_call(op, inputs, outputs, how, f"{source}: forward" if gradients else source, (*notes, *idles))
     if gradients:
         results = {name: value for name, value in outputs.items() if name in returned(op)}
         inputs = {**inputs, **results, **upstream}
-        yield of_call(
-            op, inputs, gradients, how, f"{source}: backward" if outputs else source, () if outputs else notes
-        )
+        source, notes = (f"{source}: backward", ()) if outputs else (source, notes)
+        yield of_call(op, inputs, gradients, how, source, notes)
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
@@ -207,14 +202,6 @@ def _band(who: str, value: Any) -> Band:
     return band
 
 
-def values_from(text: str) -> Any:
-    """Returns the value of a JSON text; other text is returned as a string."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def record(operator: str) -> Op:
     """Returns the definition of the operator with this name; raises a JudgeError for an unknown one."""
     op = RECORDS.get(operator)
@@ -247,10 +234,9 @@ def of_call(
         outputs = {n: _narrowed(t, how.dtype) for n, t in outputs.items()}
     result = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
     float32_inputs = [t for t in free.values() if t.dtype == torch.float32]
-    low = next(
-        (d for d in _LOW if float32_inputs and all(_narrowed(t, d).dtype != torch.float32 for t in float32_inputs)), ""
-    )
-    if low and not how.dtype:
+    fits = (d for d in _LOW if all(_narrowed(t, d).dtype != torch.float32 for t in float32_inputs))
+    low = next(fits, "") if float32_inputs and not how.dtype else ""
+    if low:
         note = f"every float32 value of the inputs is a {low} number: was it a call in {low}? Then say --dtype {low}"
         notes = (*notes, note)
     return replace(result, notes=(*result.notes, *notes))

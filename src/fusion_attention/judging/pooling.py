@@ -199,8 +199,45 @@ class Pooled(Subject):
         self, names: Sequence[str] | None, grade: Grade, beside: Beside = MappingProxyType({}), *,
         with_baseline: bool = False,
     ) -> Result:  # fmt: skip
-        chosen = self.captured if names is None else {n: self.captured[n] for n in names}
-        return measured(self.x, self.of, chosen, grade, with_baseline, beside)
+        x, of, p, e = self.x, self.of, self.x.problem, self.x.extents
+        captured = self.captured if names is None else {n: self.captured[n] for n in names}
+        given: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
+        shapes = {OUT: (p.heads, e.q_len.tolist(), p.dim), BIAS: (1, [p.ratio], p.channels)}
+        tallies = {
+            who: {n: _tally(t[n], *shapes.get(n, (p.heads, e.kv_len.tolist(), p.channels)), p) for n in captured}
+            for who, t in given.items()
+        }
+        # The bias's gradient: values, variances, and values of a baseline program.
+        sums = [torch.zeros(p.ratio, p.channels, dtype=torch.float64) for _ in range(3)]
+
+        def add(name: str, b: int, wanted: Wanted) -> None:
+            for who, t in given.items():
+                if name == BIAS:
+                    ours = t[name][None]
+                else:
+                    view = of.rows(t[name], p.heads) if name == OUT else of.memory_rows(t[name])
+                    ours = view.sequence(b, p.heads, wanted.value.shape[1])
+                tallies[who][name].add((b, slice(0, len(ours)), slice(0, ours.shape[1])), ours, wanted)
+
+        for b in range(len(e)):
+            expected, program = x.sequence(b, grade), x.sequence(b, None) if with_baseline else {}
+            for name, (value, variance) in expected.items():
+                if name in captured:
+                    dtype = _dtype(captured[name], p)
+                    baseline = program[name][0].to(dtype) if program else None
+                    add(name, b, Wanted(value, grade.stored(value, variance, dtype), baseline))
+            if BIAS in captured:
+                for total, t in zip(
+                    sums, (*expected["dgate"], program.get("dgate", expected["dgate"])[0]), strict=True
+                ):
+                    total.index_add_(0, torch.arange(t.shape[1]) % p.ratio, t.double().sum(0))
+        if BIAS in captured:
+            value, variance, baseline = (t[None] for t in sums)
+            dtype, terms = _dtype(captured[BIAS], p, "float32"), int(e.q_len.sum()) * p.heads
+            variance = variance + expected_error.summed(value, terms, getattr(torch, p.dtype), grade)
+            add(BIAS, 0, Wanted(value, grade.stored(value, variance, dtype), baseline if with_baseline else None))
+        errors = tallies.pop("")
+        return Result(errors, {n: Map(tally, "rows") for n, tally in errors.items()}, tallies)
 
     def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
         p, biased = self.x.problem, self.x.operands.bias is not None
@@ -210,58 +247,6 @@ class Pooled(Subject):
             if (biased if "unbiased" in fields else p.overlap)
         )
         return explanations(tries, base, lambda tally: tally.rms), False
-
-
-def measured(
-    x: Windows, of: Any, captured: Mapping[str, Tensor], grade: Grade, with_baseline: bool = False,
-    beside: Beside = MappingProxyType({}),
-) -> Result:  # fmt: skip
-    """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
-
-    Args:
-        x: the call, perhaps with a mistake, from which golden's values are computed.
-        of: the lowered forward; it has the layout of the tensors.
-        captured: the recorded outputs by name.
-        grade: the steps in which a correct program may round; determines the expected errors.
-        with_baseline: True to also compute a float32 program, with which the standard "cann-double" compares.
-        beside: results by name, for each other back end.
-    """
-    p, e = x.problem, x.extents
-    given: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
-    shapes = {OUT: (p.heads, e.q_len.tolist(), p.dim), BIAS: (1, [p.ratio], p.channels)}
-    tallies = {
-        who: {n: _tally(t[n], *shapes.get(n, (p.heads, e.kv_len.tolist(), p.channels)), p) for n in captured}
-        for who, t in given.items()
-    }
-    # The bias's gradient: values, variances, and values of a baseline program.
-    sums = [torch.zeros(p.ratio, p.channels, dtype=torch.float64) for _ in range(3)]
-
-    def add(name: str, b: int, wanted: Wanted) -> None:
-        for who, t in given.items():
-            if name == BIAS:
-                ours = t[name][None]
-            else:
-                view = of.rows(t[name], p.heads) if name == OUT else of.memory_rows(t[name])
-                ours = view.sequence(b, p.heads, wanted.value.shape[1])
-            tallies[who][name].add((b, slice(0, len(ours)), slice(0, ours.shape[1])), ours, wanted)
-
-    for b in range(len(e)):
-        expected, program = x.sequence(b, grade), x.sequence(b, None) if with_baseline else {}
-        for name, (value, variance) in expected.items():
-            if name in captured:
-                dtype = _dtype(captured[name], p)
-                baseline = program[name][0].to(dtype) if program else None
-                add(name, b, Wanted(value, grade.stored(value, variance, dtype), baseline))
-        if BIAS in captured:
-            for total, t in zip(sums, (*expected["dgate"], program.get("dgate", expected["dgate"])[0]), strict=True):
-                total.index_add_(0, torch.arange(t.shape[1]) % p.ratio, t.double().sum(0))
-    if BIAS in captured:
-        value, variance, baseline = (t[None] for t in sums)
-        dtype, terms = _dtype(captured[BIAS], p, "float32"), int(e.q_len.sum()) * p.heads
-        variance = variance + expected_error.summed(value, terms, getattr(torch, p.dtype), grade)
-        add(BIAS, 0, Wanted(value, grade.stored(value, variance, dtype), baseline if with_baseline else None))
-    errors = tallies.pop("")
-    return Result(errors, {n: Map(tally, "rows") for n, tally in errors.items()}, tallies)
 
 
 def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.captures.gradients import backward_of, gradient_name
+from fusion_attention.captures.gradients import backward_of, complete_call, gradient_name
 from fusion_attention.captures.reader import CaptureError, Recording, read
 from fusion_attention.contract import BackendError, ContractError, bind
 from fusion_attention.ir.call import Lowered
@@ -115,13 +115,9 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
     """Returns every output of a recorded call, computed by `backend`, by name."""
-    op, args, seed = recording.op, recording.args, recording.seed
-    assert op.lower is not None
+    op, args = recording.op, recording.args
     bound = bind(op, args, strict=False, check_content=False)  # the call has run, so limits do not matter
-    drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
-    call = op.lower(bound, **drawn)
-    if op.trains:
-        call = call.complete()  # files have all results of calls with a derivative
+    call = complete_call(op, bound, recording.seed, args.get("offset"))
     if recording.upstream:
         backward = backward_of(call, recording.saved, recording.upstream)
         if backward is None and not hasattr(call, "gradients"):

@@ -17,7 +17,8 @@ _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 def table(judgement: Judgement) -> RenderableType:
     """Returns a table of a verdict's outputs, pictures of wrong outputs, the back ends' errors and explanations."""
     title = Text.assemble(
-        (f"{judgement.source or judgement.operator}  ", "bold"), (judgement.verdict, _style(judgement.verdict))
+        (f"{judgement.source or judgement.operator}  ", "bold"),
+        (judgement.verdict, _STYLE.get(judgement.verdict, "bold red")),
     )
     grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     grid.add_column("output", no_wrap=True)
@@ -70,12 +71,6 @@ def _reasons(judgement: Judgement) -> list[str]:
     return lines
 
 
-def _style(verdict: str) -> str:
-    return _STYLE.get(verdict, "bold red")
-
-
-# --------------------------------------------------------------------------------------------------------------- HTML
-
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>fusion-attention verify</title>
@@ -100,6 +95,9 @@ figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
 """
 
 
+_RIGHT, _WRONG = (f"<td class='{word}'>{word}</td>" for word in ("right", "wrong"))
+
+
 def page(judgements: Sequence[Judgement]) -> str:
     """Returns the verdicts on calls as one self-contained HTML file without scripts."""
     right = sum(j.passes for j in judgements)
@@ -109,7 +107,7 @@ def page(judgements: Sequence[Judgement]) -> str:
 
 def _section(judgement: Judgement) -> str:
     rows = [
-        f"<tr><td>{_e(o.name)}</td><td class='{_word(o.passes)}'>{_word(o.passes)}</td>"
+        f"<tr><td>{_e(o.name)}</td>{_RIGHT if o.passes else _WRONG}"
         + "".join(f"<td>{_e(v)}</td>" for v in (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.z), times(o.z_tile)))
         + f"<td>{_e(_figures(o))}{_worst(o.worst)}</td></tr>"
         for o in judgement.outputs.values()
@@ -118,17 +116,15 @@ def _section(judgement: Judgement) -> str:
     head = "".join(f"<th>{_e(h)}</th>" for h in names)
     notes = "".join(f"<p>note: {_e(note)}</p>" for note in judgement.notes)
     reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(judgement))
-    pictures = "".join(map(_pictures, judgement.outputs.values())) + judgement.mask_in_html()
+    drawn = [(o.name, o.surface) for o in judgement.outputs.values() if o.surface is not None]
+    # Of an output at most four sequences are drawn, wrong ones first.
+    pictures = "".join(figure(name, surface, b) for name, surface in drawn for b in surface.order()[:4])
     return (
         f"<section><h2>{_e(judgement.source or judgement.operator)}: "
         f"<span class='{judgement.verdict}'>{judgement.verdict}</span></h2>"
         f"<p>{_e(judgement.operator)}</p>{notes}<div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
-        f"{reasons}{pictures}</section>"
+        f"{reasons}{pictures}{judgement.mask_in_html()}</section>"
     )
-
-
-def _word(passes: bool) -> str:
-    return "right" if passes else "wrong"
 
 
 def _worst(worst: tuple[Any, ...] | None) -> str:
@@ -137,11 +133,6 @@ def _worst(worst: tuple[Any, ...] | None) -> str:
     b, head, row, element, ours, golden, size = worst
     place = f"worst: sequence {b}, head {head}, row {row}, element {element}"
     return f"<br>{_e(f'{place}: {ours:.6g}, golden {golden:.6g}, expected error {size:.2g}')}"
-
-
-def _pictures(o: Opinion) -> str:
-    """Returns pictures of the errors of at most four sequences of an output, wrong ones first."""
-    return "" if o.surface is None else "".join(figure(o.name, o.surface, b) for b in o.surface.order()[:4])
 
 
 def _e(text: str) -> str:

@@ -199,13 +199,9 @@ class Setting:
             by = by * _rows(o.row_scale, b, p.heads_q, int(e.q_len[b]), heads, rows)
         of_values = kv if self.v_heads is None else self.v_heads[heads]
         k, v = self._keys_of(b, "k", kv, keys), self._keys_of(b, "v", of_values, keys)
+        place = (p, b, heads, rows, keys, kv_len)
         result = Block(
-            p,
-            b,
-            heads,
-            rows,
-            keys,
-            kv_len,
+            *place,
             q=self._query(o.q, b, heads, rows),
             k=k,
             v=v,
@@ -220,9 +216,7 @@ class Setting:
             keep=self._keep(b, heads, rows, keys),
             keep_factor=1.0 / max(p.keep_prob, 1e-100) if p.dropout != "none" else 1.0,
             sink=o.sink[heads].to(WORKING_DTYPE) if p.has_sink and o.sink is not None else None,
-            weight_scale=o.weight_scale.to(WORKING_DTYPE)
-            if p.has_weight_scale and o.weight_scale is not None
-            else None,
+            weight_scale=None if o.weight_scale is None or not p.has_weight_scale else o.weight_scale.to(WORKING_DTYPE),
             out_scale=self._out_scale(heads),
             saved=self._saved(b, heads, rows),
             dlse=self._query(self.grads.dlse, b, heads, rows) if self.grads and self.grads.dlse else None,

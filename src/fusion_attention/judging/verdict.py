@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_attention.judging.calls import Recorded
-from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.grid import Mask, Surface, figure, text
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
@@ -54,36 +52,17 @@ class Opinion:
 
 
 def opinion(
-    name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = (),
-    surface: Surface | None = None,
-) -> Opinion:  # fmt: skip
-    """Returns the verdict on an output.
+    name: str, tally: Tally, grade: Grade, standard: str, where: Sequence[str], surface: Surface | None
+) -> Opinion:
+    """Returns the verdict of a standard on an output.
 
-    Args:
-        name: the output's name.
-        tally: its errors.
-        grade: the grade of the expected errors.
-        standard: the requested standard.
-        map_: the errors by row; None for an output without rows.
-        looks_like: further sentences about the errors.
-        surface: the errors for drawings, if there is no map.
+    tally: the output's errors; grade: that of the expected errors; where, surface: of a wrong output, as in Opinion.
     """
-    wrong = not tally.passes
-    where = (*map_.sentences(), *looks_like) if wrong and map_ is not None else tuple(looks_like) if wrong else ()
     words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
-    return Opinion(
-        name,
-        STANDARDS[standard](tally),
-        WRONG if wrong else words,
-        tally.mean,
-        tally.rms,
-        tally.largest,
-        tally.z,
-        tally.errors.z_tile,
-        where,
-        tally.worst if wrong else None,
-        surface if map_ is None else map_.surface(),
-    )
+    sizes = (tally.mean, tally.rms, tally.largest, tally.z, tally.errors.z_tile)
+    wrong = not tally.passes
+    grade_words, worst = (WRONG, tally.worst) if wrong else (words, None)
+    return Opinion(name, STANDARDS[standard](tally), grade_words, *sizes, tuple(where), worst, surface)
 
 
 @dataclass(frozen=True)
@@ -259,26 +238,6 @@ class Judgement:
             "searched": self.searched,
             "notes": list(self.notes),
         }  # fmt: skip
-
-
-def judgement(
-    call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], standard: str, search: bool,
-    mistakes: tuple[Explanation, ...], noisy: bool, mask: Mask | None = None,
-) -> Judgement:  # fmt: skip
-    """Returns the judgement of a call.
-
-    Args:
-        call: the call.
-        opinions: the verdicts on the outputs for which there is a formula.
-        backends, standard, search, mistakes, mask: as Judgement's backends, standard, searched, mistakes, mask.
-        noisy: True if wrong outputs are as exact as sums in 16 bits.
-    """
-    right = all(o.passes for o in opinions.values())
-    verdict, notes = RIGHT if right else NOISY if noisy else WRONG, (*call.notes, *call.doubts())
-    unjudged = call.unjudged(opinions)
-    return Judgement(
-        call.op.name, call.source, verdict, opinions, unjudged, backends, mistakes, search, notes, standard, mask
-    )
 
 
 def times(value: float) -> str:

@@ -37,13 +37,10 @@ def page_table(case: Case) -> Iterator[Try]:
     if not isinstance(s.operands.k, PagedView):
         return
 
-    def blocks(view: PagedView) -> int:
-        return int(view.pool.shape[0])
-
     ways: dict[str, Callable[[PagedView], Tensor]] = {
         "each entry one column to the right": lambda v: v.table.roll(-1, -1).contiguous(),
         "each entry one column to the left": lambda v: v.table.roll(1, -1).contiguous(),
-        "page numbers plus one": lambda v: (v.table + 1).clamp(0, blocks(v) - 1),
+        "page numbers plus one": lambda v: (v.table + 1).clamp(0, v.pool.shape[0] - 1),
         "page numbers minus one": lambda v: (v.table - 1).clamp(min=0),
         "pages in order, without the table": _in_order,
     }
@@ -56,7 +53,7 @@ def page_table(case: Case) -> Iterator[Try]:
             yield Try(f"{detail}, of values alone", _with_table(s, change, ("v",)))
 
 
-def _in_order(view: PagedView) -> Any:
+def _in_order(view: PagedView) -> Tensor:
     rows, columns = view.table.shape
     order = np.arange(rows * columns).reshape(rows, columns) % max(int(view.pool.shape[0]), 1)
     return view.table.new_tensor(order)
@@ -191,10 +188,6 @@ def _beside(s: Setting, view: Any, by: int) -> Any:
     return replace(view, table=view.table.gather(1, torch.from_numpy(columns)).contiguous())
 
 
-def _ordered(view: Any) -> Any:
-    return replace(view, table=_in_order(view)) if isinstance(view, PagedView) else view
-
-
 def _moved(s: Setting, change: Callable[[Any], Any]) -> Setting:
     return _rescaled(s, lambda d: Dequant(change(d.scale), change(d.offset)))
 
@@ -244,7 +237,8 @@ def dequantisation(case: Case) -> Iterator[Try]:
         if any(d is not None and isinstance(d.scale, PagedView) for d in (o.dequant_k, o.dequant_v)):
             for word, by in (("next", 1), ("previous", -1)):
                 yield Try(f"the scales of the {word} page", _moved(s, partial(_beside, s, by=by)))
-            yield Try("the scales of pages in order, without the table", _moved(s, _ordered))
+            ordered = _moved(s, lambda v: replace(v, table=_in_order(v)) if isinstance(v, PagedView) else v)
+            yield Try("the scales of pages in order, without the table", ordered)
     if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
         yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
         yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))

@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.ir.kv import RowView
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing
-from fusion_attention.judging.setting import Block, Lists, Setting
+from fusion_attention.judging.setting import Lists, Setting
 
 Tensor = torch.Tensor
 _BLOCKS = (1, 16, 32, 64, 128)
@@ -56,13 +56,11 @@ def end_read(case: Case) -> Iterator[Try]:
     yield from _changed(case, "after -1", lambda x: x._replace(read=x.entries >= 0))
 
 
-def _once(x: Block) -> Block:
-    return x if x.times is None else replace(x, times=x.times.clamp(max=1.0))
-
-
 duplicates = changing(
     "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.",
-    lambda s, p: {"": s.changed(_once)} if p.select_count else {},
+    lambda s, p: {
+        "": s.changed(lambda x: x if x.times is None else replace(x, times=x.times.clamp(max=1.0)))
+    } if p.select_count else {},
 )  # fmt: skip
 
 
@@ -74,10 +72,8 @@ def other_rows(case: Case) -> Iterator[Try]:
     if s.problem.select_count and isinstance(view, RowView):
         for detail, by in (("of the row before", -1), ("of the row after", 1)):
             yield Try(detail, s.of_operands(indices=_moved(s, view, by)))
-            yield Try(
-                f"{detail}, across sequences",
-                s.of_operands(indices=replace(view, address=view.address + by * view.stride_token)),
-            )
+            across = replace(view, address=view.address + by * view.stride_token)
+            yield Try(f"{detail}, across sequences", s.of_operands(indices=across))
 
 
 def _moved(s: Setting, view: RowView, by: int) -> RowView:

@@ -73,11 +73,6 @@ def unscaled(case: Case) -> Iterator[Try]:
         yield Try("the maximum alone", of_results(s, {"max": lambda value, raw, x: value / x.scores_by}))
 
 
-def _from_zero(raw: Raw) -> Tensor:
-    top = raw["max"].clamp_min(0)
-    return raw["sum"] * (raw["max"] - top).exp()
-
-
 def _lse(value: Tensor, raw: Raw, x: Block) -> Tensor:
     return raw["max"] + raw["sum"].log()
 
@@ -92,7 +87,8 @@ _CONFUSED: tuple[tuple[set[str], str, dict[str, Callable[..., Tensor]]], ...] = 
     }),
     ({"sum"}, "1 / sum for the sum", {"sum": lambda value, raw, x: 1 / raw["sum"]}),
     (set(), "the maximum starts at 0, not at -inf", {
-        "max": lambda value, raw, x: raw["max"].clamp_min(0), "sum": lambda value, raw, x: _from_zero(raw)
+        "max": lambda value, raw, x: raw["max"].clamp_min(0),
+        "sum": lambda value, raw, x: raw["sum"] * (raw["max"] - raw["max"].clamp_min(0)).exp(),
     }),
     ({*_PAIR}, "max + log(sum) in both", dict.fromkeys(_PAIR, _lse)),
 )  # fmt: skip
@@ -153,11 +149,8 @@ def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Outpu
     if how not in orders:
         return None
     address, stride_token, stride_head = orders[how]
-    if (
-        stride_token == view.stride_token
-        and (address == view.address).all()
-        and (stride_head == view.stride_head).all()
-    ):
+    same_strides = stride_token == view.stride_token and (stride_head == view.stride_head).all()
+    if same_strides and (address == view.address).all():
         return None
     return replace(o, view=RowView(view.keep, np.asarray(address, np.int64), stride_token, stride_head, 1))
 
@@ -196,13 +189,11 @@ def output_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"as {layout} has them", s, outputs)
 
 
-def _unnormalised(value: Tensor, raw: Raw, x: Block) -> Tensor:
-    return value.to(raw["sum"].dtype) * raw["sum"]
-
-
 unnormalised = changing(
     "unnormalised", "The output is not divided by the sum of its weights.", "Look at the last step of the row.",
-    lambda s, p: {"": of_results(s, {"out": _unnormalised}, grown)} if not s.grads and p.out_quant == "none" else {},
+    lambda s, p: {
+        "": of_results(s, {"out": lambda value, raw, x: value.to(raw["sum"].dtype) * raw["sum"]}, grown)
+    } if not s.grads and p.out_quant == "none" else {},
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Mistakes of loops over tiles of keys: in the online softmax, and helpers for other mistakes in such loops."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -163,9 +164,6 @@ def sizes_of(case: Case) -> list[int]:
     return [size for size in SIZES if size < int(case.setting.extents.kv_len.max(initial=0))]
 
 
-# ------------------------------------------------------------------------------------------------------- online softmax
-
-
 _ORDERS = {
     "": "", "last": ", the last tile first", "visible": ", the last visible tile first",
     "reversed": ", from the last tile on",
@@ -199,21 +197,26 @@ def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
     return (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
 
 
-def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Sums:
-    """Returns the sums of an online softmax over a loop, some of which are wrongly not rescaled when the maximum rises.
+def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Returns the weights of a loop's keys in the sum of values [heads, rows, keys], and the sum of weights
+    [heads, rows, 1], of an online softmax.
 
-    size, order: as for _maxima(); rescaled: {"values" and "sum": True if this sum is rescaled}.
+    size, order: as for _maxima(); rescaled: for each of the two sums, True if it is rescaled when the maximum rises.
     """
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
-    values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
-    return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total.sum(-1, keepdim=True))
+    values, total = (right if is_rescaled else wrong for is_rescaled in rescaled)
+    return values, total.sum(-1, keepdim=True)
 
 
-def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Tensor:
-    """Returns the weights of a loop's keys in the result of online(), whose arguments it has, [heads, rows, keys]."""
-    right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
-    values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
-    return values / total.sum(-1, keepdim=True)
+def online(loop: Loop, **how: Any) -> Sums:
+    """Returns the sums of an online softmax over a loop, not all of them rescaled; how: see _partly_rescaled()."""
+    values, total = _partly_rescaled(loop, **how)
+    return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total)
+
+
+def _online_weights(loop: Loop, **how: Any) -> Tensor:
+    values, total = _partly_rescaled(loop, **how)
+    return values / total
 
 
 @partial(
@@ -221,19 +224,13 @@ def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bo
     "In the loop over tiles of keys, multiply accumulator and sum by exp(old maximum - new maximum).",
 )  # fmt: skip
 def rescale_missing(case: Case) -> Iterator[Try]:
-    sums = (
-        ("accumulator", False, True), ("sum of weights", True, False),
-        ("accumulator and sum of weights", False, False),
-    )  # fmt: skip
+    sums = {"accumulator": (False, True), "sum of weights": (True, False),
+            "accumulator and sum of weights": (False, False)}  # fmt: skip
 
     def candidates() -> Iterator[Way]:
-        for order, word in _ORDERS.items():
-            for size in sizes_of(case):
-                for what, values, total in sums:
-                    given: dict[str, Any] = {"size": size, "order": order}
-                    given["rescaled"] = {"values": values, "sum": total}
-                    programs = partial(online, **given), partial(_online_weights, **given)
-                    yield Way(f"{what}, key tiles of {size}{word}", *programs)
+        for (order, word), size, (what, rescaled) in itertools.product(_ORDERS.items(), sizes_of(case), sums.items()):
+            how: dict[str, Any] = {"size": size, "order": order, "rescaled": rescaled}
+            yield Way(f"{what}, key tiles of {size}{word}", partial(online, **how), partial(_online_weights, **how))
 
     return explaining(case, candidates())
 
@@ -261,12 +258,9 @@ def padding_weighed(case: Case) -> Iterator[Try]:
     return explaining(case, (Way(f"key tiles of {of}", partial(padded, size=size)) for of, size in ways.items()))
 
 
-def _multiplied(loop: Loop, factor: float) -> Sums:
-    return summed(loop.scores * factor, loop.values)
-
-
-def _powered(loop: Loop, factor: float) -> Sums:
-    return replace(_multiplied(loop, factor), top=loop.scores.amax(-1, keepdim=True))
+def _powered(loop: Loop, factor: float, *, right_maximum: bool) -> Sums:
+    result = summed(loop.scores * factor, loop.values)
+    return replace(result, top=loop.scores.amax(-1, keepdim=True)) if right_maximum else result
 
 
 @partial(
@@ -275,8 +269,7 @@ def _powered(loop: Loop, factor: float) -> Sums:
 )  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:
     factors = ("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))
-    programs = ("", _multiplied), (", the maximum right", _powered)
-    return explaining(
-        case,
-        (Way(f"{detail}{where}", partial(f, factor=factor)) for where, f in programs for detail, factor in factors),
-    )
+    return explaining(case, (
+        Way(f"{detail}{', the maximum right' * right}", partial(_powered, factor=factor, right_maximum=right))
+        for right in (False, True) for detail, factor in factors
+    ))  # fmt: skip
