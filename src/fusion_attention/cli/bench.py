@@ -163,9 +163,6 @@ def _write(output: Path, figures: dict[str, Any], timings: list[Timing]) -> None
     chart.draw(timings, output.with_name(f"{output.name}.png"))
 
 
-# -------------------------------------------------------------------------------------------------------- other runs
-
-
 def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None:
     from fusion_attention.bench.changes import compared
     from fusion_attention.bench.report import Report

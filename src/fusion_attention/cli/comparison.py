@@ -8,6 +8,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,16 +41,8 @@ SHORTEST = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command.
+    """The options of the command that the comparison depends on, as `fusion-attention demo --help` describes them."""
 
-    Attributes:
-        sentences: number of sampled sentences.
-        seed: seed of the samples and of the printed queries.
-        runs: timed runs of each encoder.
-        tokens_per_batch: largest number of tokens in a batch, padding included.
-    """
-
-    sentences: int
     seed: int
     runs: int
     tokens_per_batch: int
@@ -76,13 +69,9 @@ class Comparison:
 
 
 def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda fraction: None) -> list[str]:
-    """Returns the docstrings of the standard library's top-level modules, without duplicates, by module name.
+    """Returns the docstrings of the modules in a folder (None: the standard library's), without duplicates.
 
-    Sources are parsed, never imported: importing runs code.
-
-    Args:
-        folder: the folder of modules; None: that of this interpreter.
-        advance: called with the fraction of modules read.
+    Sources are parsed, never imported: importing runs code. advance: called with the fraction of modules read.
     """
     files = sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -127,11 +116,7 @@ def compare(
     tokens: ids of each sentence. attention: computes the packed encoder's attention. progress: receives the steps done.
     """
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
-    task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
-
-    def done(count: int) -> None:
-        progress.advance(task, count)
-
+    done = partial(progress.advance, progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens)))
     encoders: list[Callable[[], Tensor]] = [
         lambda: encode_padded(encoder, tokens, batches, done),
         lambda: encode_packed(encoder, tokens, settings.tokens_per_batch, attention, done),
@@ -169,14 +154,9 @@ def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
 
 
 def summary_table(
-    encoder: Encoder,
-    sentences: list[str],
-    lengths: list[int],
-    comparison: Comparison,
-    settings: Settings,
-    agreeing: int,
-    backend: str,
-) -> Table:
+    encoder: Encoder, sentences: list[str], lengths: list[int], comparison: Comparison, settings: Settings,
+    agreeing: int, backend: str,
+) -> Table:  # fmt: skip
     """Returns a table of input, agreement and times; lengths: tokens of each sentence; agreeing: equal rankings."""
     budget = settings.tokens_per_batch
     real = sum(lengths)
@@ -239,30 +219,12 @@ def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree:
 
 
 def run(
-    encoder: Encoder,
-    sentences: list[str],
-    attention: Attention,
-    settings: Settings,
-    console: Console,
-    *,
-    backend: str,
-    progress: Progress,
-    as_json: bool = False,
-) -> int:
-    """Compares both encoders, prints the tables, and returns the exit code.
+    encoder: Encoder, sentences: list[str], attention: Attention, settings: Settings, console: Console, *,
+    backend: str, progress: Progress, as_json: bool = False,
+) -> int:  # fmt: skip
+    """Compares both encoders, prints tables or JSON, and returns the exit code: 0 if the encoders agree, else 1.
 
-    Args:
-        encoder: the model.
-        sentences: at least two.
-        attention: a function with the signature of `npu_fusion_attention`.
-        settings: the command's options.
-        console: the output of the tables.
-        backend: description of the attention's back end.
-        progress: a progress bar, which is stopped before the tables.
-        as_json: print figures as JSON in place of tables.
-
-    Returns:
-        The exit code: 0 if both encoders agree, else 1.
+    attention: a function with the signature of `npu_fusion_attention`; backend: the name of its back end.
     """
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]

@@ -23,7 +23,7 @@ def demo(
     from fusion_attention.cli.encoder import DemoUnavailable, load_encoder, model_folder
     from fusion_attention.npu import npu_fusion_attention
 
-    settings = Settings(sentences, seed, runs, tokens_per_batch)
+    settings = Settings(seed, runs, tokens_per_batch)
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     # The progress bar is drawn only on a terminal.
@@ -40,15 +40,8 @@ def demo(
             progress.stop()
             errors.print(Text(f"fusion-attention demo: {error}"), soft_wrap=True)
             raise typer.Exit(1) from None
-        backend = chosen_backend(encoder)
         code = run(
-            encoder,
-            drawn,
-            npu_fusion_attention,
-            settings,
-            Console(),
-            backend=backend,
-            progress=progress,
-            as_json=as_json,
-        )
+            encoder, drawn, npu_fusion_attention, settings, Console(), backend=chosen_backend(encoder),
+            progress=progress, as_json=as_json,
+        )  # fmt: skip
     raise typer.Exit(code)

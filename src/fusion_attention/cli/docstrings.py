@@ -66,9 +66,7 @@ def sections(text: str) -> dict[str, str]:
 def prose(text: str, root: str) -> str:
     """Converts text to Markdown: indented lines are code, and special characters of all other lines are escaped.
 
-    Args:
-        text: text of a docstring.
-        root: the relative path from the page to docs/, "../" or "".
+    root: the relative path from the page to docs/, "../" or "".
     """
     lines: list[str] = []
     code = False
@@ -102,10 +100,7 @@ def _escaped(text: str, root: str) -> str:
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
     """Converts the entries of Args or Raises to a Markdown list.
 
-    Args:
-        text: the section's text.
-        root: the relative path from the page to docs/.
-        names: the function's parameters; one line of the text may describe several of them.
+    root: as for prose(); names: the function's parameters, of which a line may describe several.
     """
     entries: list[list[str]] = []
     alternatives = "|".join(map(re.escape, names))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AMX_NOTE = (
-    "This processor has AMX, which the library uses for bfloat16 in {}; float16, float32 and integers use vector "
-    "instructions."
+    "This processor has AMX, which the library uses for bfloat16 in dense attention, decode with a multiple of 16 "
+    "heads to a key, selections, the indexer and its loss; float16, float32 and integers use vector instructions."
 )
 AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
-AMX_FAMILIES = "dense attention, decode with a multiple of 16 heads to a key, selections, the indexer and its loss"
 RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has its own threads, which compete for the cores. Import torch "
     "first, and no package with another runtime (some builds of numpy, scikit-learn, onnxruntime)."
@@ -36,13 +34,6 @@ EXPERIMENTAL = {  # by sys.platform
 EXPERIMENTAL_NOTE = "Experimental on {} Please send the authors the output of: fusion-attention doctor --json"
 SHOWN = 5  # largest number of failed steps that are printed; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
-
-
-def notes(features: Sequence[str], tiles_refused: str = "") -> list[str]:
-    """Returns notes about AMX for a processor with these features; tiles_refused: why the system refuses AMX."""
-    if "amx_bf16" not in features:
-        return []
-    return [AMX_REFUSED_NOTE.format(tiles_refused) if tiles_refused else AMX_NOTE.format(AMX_FAMILIES)]
 
 
 def doctor(
@@ -102,7 +93,9 @@ def facts() -> dict[str, Any]:
         problems.append(f"the native core cannot be loaded ({error}): on the CPU only the float64 model computes")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
     messages = [EXPERIMENTAL_NOTE.format(text) for system, text in EXPERIMENTAL.items() if sys.platform == system]
-    messages += notes(native["features"], native["tiles_refused"]) + [FORKED_NOTE] * native["forked"]
+    refused = native["tiles_refused"]
+    amx_note = AMX_REFUSED_NOTE.format(refused) if refused else AMX_NOTE
+    messages += [amx_note] * ("amx_bf16" in native["features"]) + [FORKED_NOTE] * native["forked"]
     messages += [RUNTIMES_NOTE] * (len(runtimes) > 1)
     allowed = int(cores["quota"] or cores["usable"] or 1) or 1
     messages += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))
@@ -144,9 +137,6 @@ def _measured(report: dict[str, Any], seconds: float) -> None:
     report["problems"] += messages[:SHOWN]
     if len(messages) > SHOWN:
         report["problems"].append(f"{len(messages) - SHOWN} more steps of the self test are wrong")
-
-
-# ------------------------------------------------------------------------------------------------------------- screen
 
 
 def _show(report: dict[str, Any], console: Console) -> None:

@@ -21,6 +21,7 @@ INSTALL = 'pip install "fusion-attention[demo]"'
 Attention = Callable[..., Sequence[Any]]
 # A function that is called after each batch with its number of sentences.
 Progress = Callable[[int], None]
+Tokens = Sequence[Sequence[int]]  # the token ids of each sentence
 
 
 class DemoUnavailable(RuntimeError):
@@ -93,15 +94,9 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> list[list[int]]:
-    """Groups sentences into batches of at most `budget` tokens, padding included; a longer sentence is a batch alone.
+    """Returns batches of sentence numbers of at most `budget` tokens with padding; a longer sentence is a batch alone.
 
-    Args:
-        lengths: tokens of each sentence.
-        budget: limit of a batch's number of sentences times its longest sentence.
-        by_length: True: sort sentences by length, so that a batch needs little padding; False: keep their order.
-
-    Returns:
-        The numbers of the sentences of each batch.
+    lengths: tokens of each sentence; by_length: sort sentences by length, so that a batch needs little padding.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if by_length else range(len(lengths))
     batches: list[list[int]] = []
@@ -137,21 +132,10 @@ def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
 
 @torch.inference_mode()
 def encode_padded(
-    encoder: Encoder,
-    tokens: Sequence[Sequence[int]],
-    batches: Sequence[Sequence[int]],
-    progress: Progress | None = None,
+    encoder: Encoder, tokens: Tokens, batches: Sequence[Sequence[int]], progress: Progress | None = None
 ) -> Tensor:
-    """Computes embeddings by transformers' BertModel over padded batches: masked mean, then unit length.
-
-    Args:
-        encoder: the model.
-        tokens: token ids of each sentence.
-        batches: sentence numbers of each batch.
-        progress: called with the number of sentences in each batch.
-
-    Returns:
-        [sentences, width] float32, in the order of `tokens`.
+    """Returns embeddings, float32 [sentences, width], by transformers' BertModel over padded batches: masked mean,
+    then unit length. batches: sentence numbers of each batch.
     """
     result = torch.empty(len(tokens), encoder.width)
     pad = encoder.tokenizer.pad_token_id
@@ -169,23 +153,10 @@ def encode_padded(
 
 @torch.inference_mode()
 def encode_packed(
-    encoder: Encoder,
-    tokens: Sequence[Sequence[int]],
-    budget: int,
-    attention: Attention,
-    progress: Progress | None = None,
+    encoder: Encoder, tokens: Tokens, budget: int, attention: Attention, progress: Progress | None = None
 ) -> Tensor:
-    """Computes embeddings over packed TND batches, without padding and mask.
-
-    Args:
-        encoder: the model; its modules compute everything except attention.
-        tokens: token ids of each sentence.
-        budget: largest number of tokens in a batch; longer sentences are alone.
-        attention: a function with the signature of `npu_fusion_attention`.
-        progress: called with the number of sentences in each batch.
-
-    Returns:
-        [sentences, width] float32, in the order of `tokens`.
+    """Returns embeddings, float32 [sentences, width], over packed TND batches of at most `budget` tokens (a longer
+    sentence is a batch alone). The model's modules compute everything except attention.
     """
     result = torch.empty(len(tokens), encoder.width)
     for batch in packed_batches([len(ids) for ids in tokens], budget):

@@ -112,9 +112,6 @@ def _captured(path: Path, log: str) -> Explanation:
     return explain_arguments(op, args, read_log(_words(log)) if log else None)
 
 
-# ------------------------------------------------------------------------------------------------------------- screen
-
-
 def _show(explanation: Explanation, console: Console) -> None:
     from rich.text import Text
 

@@ -61,6 +61,8 @@ def mask(
     port: int = typer.Option(0, min=0, max=65535, help="Port of --serve; 0: a free one."),
 ) -> None:  # fmt: skip
     """Draw the keys that each row sees in a sparse mode or Band, with its rule, its calls and CANN's restrictions."""
+    from rich.console import Console
+
     given = {"mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed, "own": own}
     if explorer:
         from fusion_attention.explorer.page import page
@@ -78,7 +80,7 @@ def mask(
     if not mode:
         if as_json or svg or png:
             raise typer.BadParameter("a picture needs a mode: 0 to 9, or a Band", param_hint="MODE")
-        _show_gallery(_console())
+        _show_gallery(Console())
         return
     from fusion_attention.explorer import draw
 
@@ -91,7 +93,7 @@ def mask(
     if as_json:
         typer.echo(json.dumps(_report(s, shown), indent=2, ensure_ascii=False))
     elif not (svg or png):
-        _show(s, shown, [interface] if interface else list(INTERFACE_NAMES), _console())
+        _show(s, shown, [interface] if interface else list(INTERFACE_NAMES), Console())
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -257,40 +259,27 @@ def _report(s: Setting, interface: str) -> dict[str, Any]:
 
     p = picture(s, interface)
     items: list[dict[str, Any]] = []
-    for b in range(len(s.q_len)) if p is not None else ():
-        assert p is not None
+    for b in range(len(s.q_len)) if p else ():
+        assert p
         edges = {name: None if abs(p[name][b]) >= INFINITE else p[name][b] for name in ("lo", "hi", "prefix")}
         item: dict[str, Any] = {"q_len": s.q_len[b], "kv_len": s.kv_len[b], **edges, "formula": formula(p, b)}
         if s.q_len[b] <= NAMED_ROWS:
             item["rows"] = [edges_of(p, b, i) for i in range(s.q_len[b])]
         items.append(item)
-    calls = {name: call(s, name) for name in INTERFACE_NAMES}
-    results = {name: remarks_on(s, name) for name in INTERFACE_NAMES}
-    report: dict[str, Any] = {
-        "mode": None if s.mode < 0 else s.mode,
-        "title": _title(s),
-        "rule": RULES[str(s.mode)],
-        "interface": interface,
-    }
-    report |= {"packed": s.packed, "items": items, "mask": p["mask"] if p else None}
+    report: dict[str, Any] = {"mode": None if s.mode < 0 else s.mode, "title": _title(s), "rule": RULES[str(s.mode)]}
+    report |= {"interface": interface, "packed": s.packed, "items": items, "mask": p["mask"] if p else None}
     if p and sum(s.q_len) * sum(s.kv_len) <= NAMED_ROWS * NAMED_ROWS:
         report["seen"] = int(is_seen(_cells(s, interface)).sum())
-    interfaces = {
-        name: {
-            "operator": INTERFACE_NAMES[name],
-            "verdict": "none" if text is None else verdict(results[name]),
-            "remarks": results[name],
-            **({"before": None, "call": None} if text is None else text),
-        }
-        for name, text in calls.items()
-    }
+    interfaces = {}
+    for name, operator in INTERFACE_NAMES.items():
+        text, remarks = call(s, name), remarks_on(s, name)
+        state = {"operator": operator, "verdict": "none" if text is None else verdict(remarks), "remarks": remarks}
+        interfaces[name] = {**state, **(dict.fromkeys(("before", "call")) if text is None else text)}
     return report | {"interfaces": interfaces}
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
+def _is_ascii(console: Console) -> bool:
+    return not (console.encoding or "").lower().startswith("utf")
 
 
 def _show(s: Setting, interface: str, interfaces: list[str], console: Console) -> None:
@@ -300,12 +289,10 @@ def _show(s: Setting, interface: str, interfaces: list[str], console: Console) -
     from fusion_attention.explorer.words import RULES
 
     cells = _cells(s, interface)
-    ascii_only = not (console.encoding or "").lower().startswith("utf")
     console.print(Text(_title(s), "bold"), Text(f"  as {INTERFACE_NAMES[interface]} computes it", "dim"), sep="")
     console.print(RULES[str(s.mode)], style="italic", width=min(100, console.width))
     console.print()
-    width = console.width - 10
-    lines = text(cells, width, ascii_only)
+    lines = text(cells, console.width - 10, _is_ascii(console))
     for number, line in enumerate(lines):
         label = f"row {number:>3}  " if len(lines) == len(cells) else "  "
         console.print(Text(label, "dim") + Text(line, "blue"), no_wrap=True, overflow="crop")
@@ -353,7 +340,6 @@ def _show_gallery(console: Console) -> None:
     from fusion_attention.explorer.visible import BAND, MODES
     from fusion_attention.explorer.words import NAMES, RULES, USES
 
-    ascii_only = not (console.encoding or "").lower().startswith("utf")
     table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
@@ -362,7 +348,7 @@ def _show_gallery(console: Console) -> None:
         assert cells is not None
         words = Text(f"{'Band' if mode == BAND else mode}  {NAMES[str(mode)] if mode != BAND else ''}\n", "bold")
         words.append(RULES[str(mode)], "not bold").append(f"\n{USES[str(mode)].capitalize()}.", "not bold dim")
-        table.add_row(Text("\n".join(text(cells, 40, ascii_only)), "blue"), words)
+        table.add_row(Text("\n".join(text(cells, 40, _is_ascii(console))), "blue"), words)
     console.print(table)
     console.print(
         "fusion-attention mask MODE --q 5 --kv 8 ... draws one mode with your lengths, its calls and what CANN refuses;"

@@ -36,7 +36,7 @@ def npu(
     if coverage is None:
         if missing:
             refuse("npu", "--missing: expected --coverage PATH with it")
-        result = _here()
+        result = {name: _names(module) for name, module in sorted(_modules().items())}
         if as_json:
             show_json(result)
         else:
@@ -62,21 +62,11 @@ def _modules() -> dict[str, Any]:
     from fusion_attention.npu.surface import transfer
     from fusion_attention.npu.surface.modules import beside, build_modules
 
-    return {
-        **build_modules(torch.device("cpu"), "npu"),
-        **beside(),
-        transfer.NAME: ModuleType(transfer.NAME),
-    }
-
-
-def _here() -> dict[str, list[str]]:
-    """Returns the public names of every module that npu.install() provides."""
-    return {name: _names(module) for name, module in sorted(_modules().items())}
+    return build_modules(torch.device("cpu"), "npu") | beside() | {transfer.NAME: ModuleType(transfer.NAME)}
 
 
 def _names(module: Any) -> list[str]:
-    hidden = {"__path__", "__getattr__"}
-    return sorted(n for n in vars(module) if n not in hidden and (not n.startswith("_") or n.startswith("_npu_")))
+    return sorted(n for n in vars(module) if not n.startswith("_") or n.startswith("_npu_"))
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -103,9 +93,6 @@ def _facts(path: Path) -> dict[str, Any]:
         "share": answered / wanted if wanted else None,
         "device_tests": reading.device_tests,
     }
-
-
-# ------------------------------------------------------------------------------------------------------------- screen
 
 
 def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> None:

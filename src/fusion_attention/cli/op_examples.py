@@ -61,7 +61,7 @@ STEP = Call(
     (TOKEN, "key, value = (torch.randn(2, 256, 2 * 128, dtype=torch.float16) for _ in range(2))"),
     QKV | HEADS | {"actual_seq_lengths": "[256, 100]"},
 )
-PAGED = Call((TOKEN, *PAGES), STEP.values | {"block_table": "block_table", "block_size": "128"})
+PAGED = Call((TOKEN, *PAGES), {**STEP.values, "block_table": "block_table", "block_size": "128"})
 PROMPT = Call(
     ("query, key, value = (torch.randn(2, 256, 8 * 128, dtype=torch.float16) for _ in range(3))", MASK),
     QKV

@@ -51,15 +51,11 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
 def index(records: Mapping[str, Op]) -> str:
     """Returns the index page, which lists the pages of all operators in `records`."""
     lines = [
-        *(
-            "# Operators",
-            "",
-            "Each page is generated from the operator's definition: call, program, support by back ends, parameters,",
-        ),
-        *(
-            "shapes and rules. [Versions](versions.md) compares the parameters of an operator's versions.",
-            "",
-        ),
+        "# Operators",
+        "",
+        "Each page is generated from the operator's definition: call, program, support by back ends, parameters,",
+        "shapes and rules. [Versions](versions.md) compares the parameters of an operator's versions.",
+        "",
     ]
     for title, names in groups(sorted(records)).items():
         lines += [f"## {title}", "", "| operator | description |", "|---|---|"]

@@ -56,12 +56,10 @@ def progress(
 ) -> Iterator[Callable[[float, str], None]]:
     """Shows a progress bar on a terminal; yields a function of (amount done, next item).
 
-    Args:
-        what: description of the work.
-        total: amount of work; None if unknown.
-        console: the console of the command's output. If it is a terminal, the bar is drawn on it, else on stderr. If
-            neither is a terminal, nothing is drawn.
-        calm: True: draw only when the function is called, so that no thread draws during a timing.
+    The bar is drawn on `console`, the command's output, if it is a terminal, else on stderr if that is one.
+
+    what, total: description and amount of the work; calm: draw only when the function is called, so that no thread
+    draws during a timing.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -17,12 +17,7 @@ from fusion_attention.testing import Case, arguments, check, expected, expected_
 
 @dataclass(frozen=True)
 class Step:
-    """One comparison of the self test.
-
-    Attributes:
-        name, backend: the compared call and the back end that computes it.
-        judge: a function that computes and compares; it raises an error if a result is wrong.
-    """
+    """One comparison of the self test: judge() computes a call by a back end, and raises an error if it is wrong."""
 
     name: str
     backend: str
@@ -42,12 +37,9 @@ class Outcome:
 def outcomes(
     backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda elapsed, words: None
 ) -> Iterator[Outcome]:
-    """Yields the outcomes of all fixed steps, then of random calls with a fixed seed, until the time limit.
+    """Yields the outcomes of all fixed steps, then of random calls with a fixed seed; after `seconds`, none is started.
 
-    Args:
-        backends: the tested back ends.
-        seconds: after this time no further step is started.
-        advance: called with the elapsed seconds and the name of the next step.
+    advance: called with the elapsed seconds and the name of the next step.
     """
     fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
     start = time.monotonic()
