@@ -110,11 +110,7 @@ def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
 def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> str:
     """Returns a picture as SVG, for light and dark pages; if there are few cells, with gaps between them.
 
-    Args:
-        cells: kinds of cells.
-        title: the title, also for screen readers.
-        size: longer side in pixels.
-        axes: True: label both axes.
+    size: the longer side in pixels; axes: True: label both axes.
     """
     rows, keys = cells.shape
     unit = size / max(rows, keys, 1)

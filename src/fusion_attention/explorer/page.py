@@ -83,9 +83,6 @@ def _read(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-# -------------------------------------------------------------------------------------------------------------- server
-
-
 class _Page(BaseHTTPRequestHandler):
     """The request handler of the server."""
 

@@ -85,13 +85,8 @@ def remarks(
 ) -> list[dict[str, Any]]:
     """Returns the rules that a call violates, with their error texts.
 
-    After a value outside its domain, the other rules are not evaluated.
-
-    Args:
-        rules: the result of table().
-        n: the call's values by canonical name.
-        layout: the call's layout.
-        other_names: the operator's spelling of canonical names.
+    After a value outside its domain, the other rules are not evaluated. rules: the result of table(); n: the call's
+    values by canonical name; other_names: the operator's spelling of canonical names.
     """
     results: list[dict[str, Any]] = []
     for rule in rules:

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 
 from fusion_attention.judging.error_bound import Errors, Expected, ratios
+from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.testing.cases import Tensor
 
 __all__ = ["check", "compare"]
-
-FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def compare(name: str, ours: Tensor, expected: Expected) -> None:

@@ -82,9 +82,8 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         An Expected for every result of call.results(). Rows outside of sequences are exactly 0, with lse infinity.
     """
     call_results: dict[str, Tensor] = call.results()
-    lanes = {
-        name for name in call_results if isinstance(call, DenseForward) and call.lanes and name.startswith("softmax_")
-    }
+    has_lanes = isinstance(call, DenseForward) and call.lanes
+    lanes = {name for name in call_results if has_lanes and name.startswith("softmax_")}
     shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in call_results.items()}
     # Every element contains its index, so any view of a row yields the row's indices in memory.
     indices = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
@@ -125,8 +124,7 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
         dy: the gradient of out; None: results of the forward only.
     """
     result = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
-    lanes = {name: result[name].unsqueeze(-1).expand(*result[name].shape, LANES) for name in ("max", "sum")}
-    result |= lanes
+    result |= {name: result[name].unsqueeze(-1).expand(*result[name].shape, LANES) for name in ("max", "sum")}
     if dy is not None:
         q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
         given = (call.q, call.k, call.v, q_rope, k_rope, bias if "dpse" in results else None, sink)

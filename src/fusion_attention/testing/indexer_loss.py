@@ -143,9 +143,6 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     return top.masked_fill(empty, 0), (every - top[:, None]).exp().sum(-1).masked_fill(empty, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------- running
-
-
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
     """Returns the lowered call of torch_npu's function for a case, or of the Python API if
     torch_npu has no such call."""

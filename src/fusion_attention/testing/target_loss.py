@@ -11,26 +11,19 @@ from fusion_attention.ops.indexer_loss import api_target_definition
 from fusion_attention.ops.indexer_loss.lower import lower_target
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, TargetLoss
 from fusion_attention.testing.cases import Results, Tensor
-from fusion_attention.testing.sparse import Maker, SparseCase, bound_of, in_float64, lists_of, part
+from fusion_attention.testing.indexer_loss import LEAST, LossCase
+from fusion_attention.testing.sparse import Maker, bound_of, in_float64, lists_of, part
 from fusion_attention.torch_ops.eager import run
-
-LEAST = 1e-8
 
 
 @dataclass(frozen=True)
-class TargetCase(SparseCase):
-    """A call of the indexer's loss, with its gradients.
+class TargetCase(LossCase):
+    """A call of the indexer's loss with a given target, and its gradients.
 
     Args:
-        heads, dim: of the indexer.
-        weights: the dtype of its weights.
-        count: entries of a list; 0: no lists, a row reads all keys that it sees.
         target: "part" (sums to less than 1), "unit" (sums to 1), "zero", or "nan" (a NaN in every third row).
     """
 
-    heads: int = 3
-    dim: int = 8
-    weights: str = "float32"
     target: str = "part"
 
 
