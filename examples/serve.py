@@ -116,13 +116,11 @@ class Server:
         for rows, new in ((keys, k), (values, v)):
             rows.view(-1, rows.shape[-1])[step.slots] = new[0].transpose(0, 1).flatten(1)
         window = getattr(module, "sliding_window", None)
-        mask_arguments = (
-            {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0} if window else {"sparse_mode": 3}
-        )
+        of_window = {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0} if window else {"sparse_mode": 3}
         out, _ = npu.npu_fused_infer_attention_score(
             q[0].transpose(0, 1), keys, values, atten_mask=self.mask, block_table=step.table, block_size=pool.size,
             actual_seq_lengths=step.ends, actual_seq_lengths_kv=step.lengths, input_layout="TND",
-            num_heads=q.shape[1], num_key_value_heads=pool.heads, scale=scaling, **mask_arguments,
+            num_heads=q.shape[1], num_key_value_heads=pool.heads, scale=scaling, **of_window,
         )  # fmt: skip
         return out[None], None
 

@@ -49,10 +49,8 @@ def main() -> None:
         dist.barrier()
         if turn == rank:
             size = sum(cache.nbytes for cache in shared) / 2**20
-            print(
-                f"rank {rank} of {ranks}: {page_count} pages in {size:.2f} MiB, results within {furthest:.1e}",
-                flush=True,
-            )
+            pages_here = f"{page_count} pages in {size:.2f} MiB"
+            print(f"rank {rank} of {ranks}: {pages_here}, results within {furthest:.1e}", flush=True)
     dist.destroy_process_group()
 
 

@@ -279,18 +279,14 @@ def train(state: State, texts: tuple[Tensor, Tensor], path: Path, every: int, co
                 enter(state, stage, texts[1])
             while state.step < last:
                 advance(state, stage, texts[0])
-                progress.update(bar, completed=state.step - first, description=f"{stage} {show_loss(state, stage)}")
+                loss = state.losses["warmup indexers" if stage == "warmup" else stage][-1]
+                progress.update(bar, completed=state.step - first, description=f"{stage} {loss:.3f}")
                 if state.step % every == 0:
                     state.save(path)
             first = last
     if "indexer, after sparse" not in state.recalls:
         state.recalls["indexer, after sparse"] = recall(state.learner.model, texts[1], state.settings)
     state.save(path)
-
-
-def show_loss(state: State, stage: str) -> str:
-    values = state.losses["warmup indexers" if stage == "warmup" else stage]
-    return f"{values[-1]:.3f}"
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -305,15 +301,8 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
         times.add_column(name, justify="right")
     for name, seconds in state.seconds.items():
         losses, index = state.losses[name], state.losses.get(f"{name} indexers")
-        between = (f"{index[0]:.3f}", f"{index[-1]:.3f}") if index else ("", "")
-        times.add_row(
-            name,
-            str(len(losses)),
-            f"{losses[0]:.3f}",
-            f"{losses[-1]:.3f}",
-            *between,
-            f"{seconds / len(losses) * 1e3:.0f}",
-        )
+        ends = [f"{values[at]:.3f}" if values else "" for values in (losses, index) for at in (0, -1)]
+        times.add_row(name, str(len(losses)), *ends, f"{seconds / len(losses) * 1e3:.0f}")
     console.print(times)
     shares = Table(title=f"Recall: part of the dense attention's weights on {s.top_k} selected keys (held-out text)")
     for name in ("keys", *(f"layer {i}" for i in range(s.layers)), "mean"):

@@ -41,20 +41,8 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
             "CPLUS_INCLUDE_PATH": str(debian_headers(python, machine, work)),
         }
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        folder,
-        archive,
-        **cross,
-    )
+    command = [sys.executable, "-m", "pip", "--python", python, "wheel", "--quiet", "--no-deps"]
+    run(*command, "--wheel-dir", folder, archive, **cross)
     (wheel,) = folder.glob("*.whl")
     return wheel
 

@@ -51,7 +51,7 @@ class _Panel:
         p, right = self.picture, self.x(LAST)
         for count in (1, 10, 100):
             p.line(self.left, self.y(count), right if count == 1 else self.x(limit), self.y(count))
-            p.text(self.left - 8, self.y(count) + 4, str(count), size=12, fill="soft", anchor="end")
+            p.note(self.left - 8, self.y(count) + 4, str(count), 12, anchor="end")
         p.line(self.left, self.bottom, right, self.bottom, "ink", width=1.5)
         p.line(self.x(limit), top, self.x(limit), self.bottom, "ink", width=1.5, dash="5 4")
 
@@ -76,14 +76,14 @@ def tiles(tall: bool = False) -> Picture:
     picture.text(edge, 36, "Tiles of right and of wrong results", size=18, bold=True)
     caption = f"how many tiles of 32 rows have which z; bfloat16, causal, S {data['length']}"
     for place, words in enumerate(caption.split("; ") if tall else [caption]):
-        picture.text(edge, 57 + 18 * place, words, size=13, fill="soft")
+        picture.note(edge, 57 + 18 * place, words)
     first = 226 if tall else 208
     upper = _Panel(picture, data, left, first, width)
     x, top = upper.x(LIMIT), first - 112
     upper.axes(LIMIT, top)
     picture.text(x, top - 8, f"limit {LIMIT:g}", size=12.5, anchor="middle", bold=True)
     picture.text(x + 16, top + 12, "right results", size=14, bold=True)
-    picture.text(x + 16, top + 30, f"worst tile {data['largest']:.2f}", size=13, fill="soft")
+    picture.note(x + 16, top + 30, f"worst tile {data['largest']:.2f}")
     for place, (who, (colour, name)) in enumerate(RIGHT.items()):
         upper.bars(counts[who], colour, offset=(place, len(RIGHT)))
         picture.rect(x + 16, top + 41 + 19 * place, 12, 12, colour, r=2)
@@ -94,9 +94,9 @@ def tiles(tall: bool = False) -> Picture:
         lower.bars(counts[what], "a2", "d")
         picture.text(x + 16, lower.bottom - 70, what, size=14, bold=True, fill="d")
         full = f"worst tile {fault['tile']:.0f}" + ("" if tall else f"; over the whole {fault['z']:.1f}")
-        picture.text(x + 16, lower.bottom - 52, full, size=13, fill="soft")
+        picture.note(x + 16, lower.bottom - 52, full)
     bottom = first + 100 * len(data["wrong"])
     for z in (0.3, 1, 3, 10, 30, 100):
         picture.line(upper.x(z), bottom, upper.x(z), bottom + 4, "ink")
-        picture.text(upper.x(z), bottom + 19, f"{z:g}", size=12, fill="soft", anchor="middle")
+        picture.note(upper.x(z), bottom + 19, f"{z:g}", 12, anchor="middle")
     return picture

@@ -23,10 +23,8 @@ def table() -> str:
     families["Beside them"] = sorted(set(functions_here) - {name for names in families.values() for name in names})
     lines: list[str] = []
     for title, names in families.items():
-        lines += [
-            f"| {title.removeprefix('torch_npu: ').capitalize()} | what it computes | computed by |",
-            "|---|---|---|",
-        ]
+        head = title.removeprefix("torch_npu: ").capitalize()
+        lines += [f"| {head} | what it computes | computed by |", "|---|---|---|"]
         lines += [_row(name, functions_here[name]) for name in names]
         lines.append("")
     return "\n".join(lines)
@@ -68,7 +66,7 @@ def calls(tall: bool = False) -> Picture:
     )  # fmt: skip
     picture.text(edge, 34, "What programs for the chip call", size=18, bold=True)
     caption = f"{ALL_CALLS} calls in thirteen public repositories; {answered / ALL_CALLS:.0%} are answered"
-    picture.text(edge, 56, caption, size=13, fill="soft")
+    picture.note(edge, 56, caption)
     for place, (names, count) in enumerate(rows):
         y, here = 76 + step * place, set(names) <= functions_here
         words = names[0] + (f" + {len(names) - 1}" if len(names) > 1 else "")

@@ -41,14 +41,14 @@ def beside_sdpa(tall: bool = False) -> Picture:
     )  # fmt: skip
     edge = 4 if tall else 32
     picture.text(edge, 36, "Times faster than torch SDPA", size=18, bold=True)
-    picture.text(edge, 57, "S 2048, 8 heads of 128" + ("" if tall else f"; {machine()}"), size=13, fill="soft")
+    picture.note(edge, 57, "S 2048, 8 heads of 128" + ("" if tall else f"; {machine()}"))
     left, scale, limit = (136.0, 118.0, 3.0) if tall else (214.0, 280.0, 3.0)
     for tick in (1.0, 1.5, 2.0, 2.5, 3.0):
         x = left + (tick - 1) * scale
         bottom = 446 if tall else 416
         picture.line(x, 76, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
         label = "as fast" if tick == 1 else f"{tick:g}" if tall else f"{tick:g} times"
-        picture.text(x, bottom + 22, label, size=12.5, fill="soft", anchor="middle")
+        picture.note(x, bottom + 22, label, 12.5, anchor="middle")
     y = 84.0
     for dtype, colour in colours.items():
         picture.text(edge, y + (12 if tall else 46), names[dtype], size=15, bold=True, fill=colour)
@@ -57,7 +57,7 @@ def beside_sdpa(tall: bool = False) -> Picture:
             for mask in ("full", "causal"):
                 value = ratio(group, f"{dtype} D128 S2048 {mask}")
                 drawn = min(value, limit)
-                picture.text(left - 10, y + 15, f"{group}, {mask}", size=12.5, fill="soft", anchor="end")
+                picture.note(left - 10, y + 15, f"{group}, {mask}", 12.5, anchor="end")
                 picture.rect(left, y + 2, (drawn - 1) * scale, 18, colour, r=2)
                 end = left + (drawn - 1) * scale
                 if value > limit:  # a bar that leaves the picture says so
@@ -98,7 +98,7 @@ def beside_masks(tall: bool = False) -> Picture:
     edge = 4 if tall else 32
     picture.text(edge, 36, "Times faster where attention has a shape", size=18, bold=True)
     words = "bfloat16; beside what each line names"
-    picture.text(edge, 57, words if tall else f"{words}; {machine()}", size=13, fill="soft")
+    picture.note(edge, 57, words if tall else f"{words}; {machine()}")
     left, scale, top = (6.0, 9.6, 76.0) if tall else (372.0, 11.6, 76.0)
     bottom = top + step * len(SHAPED)
     for tick in (1, 10, 20, 30, 40):
@@ -106,16 +106,16 @@ def beside_masks(tall: bool = False) -> Picture:
         picture.line(x, top, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
         label = "as fast" if tick == 1 else f"{tick} times"
         anchor = "start" if tall and tick == 1 else "middle"
-        picture.text(x, bottom + 22, label, size=12.5, fill="soft", anchor=anchor)
+        picture.note(x, bottom + 22, label, 12.5, anchor=anchor)
     for place, (group, name, peer, shown, beside) in enumerate(SHAPED):
         y, value = top + 6 + step * place, ratio(group, name, peer)
         if tall:
             picture.text(left + 8, y + 10, shown, size=13.5)
-            picture.text(left + 8, y + 26, f"beside {beside}", size=12, fill="soft")
+            picture.note(left + 8, y + 26, f"beside {beside}", 12)
             y += 28
         else:
             picture.text(left - 12, y + 12, shown, size=13, anchor="end")
-            picture.text(left - 12, y + 28, f"beside {beside}", size=11.5, fill="soft", anchor="end")
+            picture.note(left - 12, y + 28, f"beside {beside}", 11.5, anchor="end")
         picture.rect(left, y + 4, max(1.5, (value - 1) * scale), 22, "a", r=2)
         picture.text(left + (value - 1) * scale + 8, y + 20, f"{value:.3g}", size=13, bold=True)
     return picture

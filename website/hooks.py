@@ -53,14 +53,8 @@ def _of_the_page(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Inserts tables into a page and sets its search weight: high for vocabulary pages, low for measurements."""
-    boost = {
-        "words.md": 4,
-        "dev/lab_book.md": 0.4,
-        "rulings.md": 0.5,
-        "dev/testing.md": 0.4,
-        "dev/release.md": 0.4,
-        "dev/design.md": 0.5,
-    }
+    boost = {"words.md": 4, "rulings.md": 0.5, "dev/design.md": 0.5}
+    boost |= dict.fromkeys(("dev/lab_book.md", "dev/testing.md", "dev/release.md"), 0.4)
     uri = page.file.src_uri
     if uri in boost or uri.startswith("ops/npu_"):
         page.meta.setdefault("search", {"boost": boost.get(uri, 2)})

@@ -71,9 +71,8 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     below = torch.ones(ROWS, KEYS, dtype=torch.bool).triu(KEYS - ROWS + 1)
     below[:, :6] = False
     add(5, "prefix, and a full mask", "prefix 6", visible_pairs(atten_mask=below, sparse_mode=5, prefix=[6]))
-    add(
-        6, "prefix, compressed mask", "prefix 6", visible_pairs(atten_mask=PREFIX_COMPRESSED, sparse_mode=6, prefix=[6])
-    )
+    prefix: dict[str, Any] = {"sparse_mode": 6, "prefix": [6]}
+    add(6, "prefix, compressed mask", "prefix 6", visible_pairs(atten_mask=PREFIX_COMPRESSED, **prefix))
     add(7, "packed, last sequence cut", "next -2", packed(7, [3, 2, 3], [3, 2, 5], -2))
     add(8, "packed, first sequence cut", "next 2", packed(8, [3, 2, 3], [5, 2, 3], 2))
     return results
@@ -81,7 +80,7 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
 
 def gallery() -> Picture:
     """Draws the nine sparse modes."""
-    width, high, side = 300, 248, 24
+    width, high = 300, 248
     picture = Picture(3 * width + 40, 3 * high + 74, "Which keys a row sees in CANN's nine sparse modes")
     for place, (mode, name, says, result, taken) in enumerate(modes()):
         x, y = 32 + place % 3 * width, 26 + place // 3 * high
@@ -89,7 +88,7 @@ def gallery() -> Picture:
         size = min(176 / rows - 2, 234 / keys - 2, 24)
         picture.text(x, y + 14, str(mode), size=20, fill="a", bold=True)
         picture.text(x + 22, y + 14, name, size=15, bold=True)
-        picture.text(x + 22, y + 32, says, size=12.5, fill="soft")
+        picture.note(x + 22, y + 32, says, 12.5)
         cells, tips = [], []
         for i in range(rows):
             removed = [False] * keys if taken is None else taken[i].tolist()
@@ -100,31 +99,20 @@ def gallery() -> Picture:
             tips.append([f"row {i}, key {j}: {'seen' if s else 'not seen'}" for j, s in enumerate(result[i].tolist())])
         picture.grid(x, y + 46, cells, size, tips=tips)
     y = 3 * high + 44
-    for x, fill, words in (
-        (32, "a", "seen"),
-        (112, "off", "not seen"),
-        (214, "c2", "removed by the mask tensor"),
-        (428, "b", "another sequence"),
-    ):
-        picture.rect(x, y - 12, side - 9, side - 9, fill)
-        picture.text(x + 22, y, words, size=13, fill="soft")
-    picture.text(3 * width + 8, y, "rows are queries, columns are keys", size=13, fill="soft", anchor="end")
+    colours = ((32, "a", "seen"), (112, "off", "not seen"), (214, "c2", "removed by the mask tensor"))
+    picture.key(y, (*colours, (428, "b", "another sequence")))
+    picture.note(3 * width + 8, y, "rows are queries, columns are keys", anchor="end")
     return picture
 
 
 def bands() -> Picture:
     """Draws the bands of the Python API."""
-    shown = [
-        ("Band.full()", fa.Band.full()),
-        ("Band.causal()", fa.Band.causal()),
-        ('Band.causal("start")', fa.Band.causal("start")),
-        ("Band.window(3)", fa.Band.window(3)),
-        ("Band.window(2, 2)", fa.Band.window(2, 2)),
-        ("Band.prefix_causal([5])", fa.Band.prefix_causal([5])),
-    ]
+    shown = ("Band.full()", "Band.causal()", 'Band.causal("start")', "Band.window(3)", "Band.window(2, 2)",
+             "Band.prefix_causal([5])")  # fmt: skip
     width, high = 300, 204
     picture = Picture(3 * width + 40, 2 * high + 24, "What the bands of fa.attention let rows see")
-    for place, (name, band) in enumerate(shown):
+    for place, name in enumerate(shown):
+        band = eval(name, {"Band": fa.Band})
         x, y = 32 + place % 3 * width, 28 + place // 3 * high
         picture.text(x, y + 12, name, size=14, mono=True)
         picture.grid(x, y + 28, [["a" if s else "off" for s in row] for row in of_band(band).tolist()], 20)
@@ -140,12 +128,8 @@ def two_sources() -> Picture:
     row, entry = torch.arange(tokens)[:, None], torch.arange(tokens // ratio)
     chosen = ((entry + 1) * ratio <= row + 1) & ((row // 2 + entry) % 3 > 0)
     lists = fa.pack_lists(entry.expand_as(chosen).masked_fill(~chosen, -1))[None, :, None]
-    sources: dict[str, Any] = {
-        "v": values[:, :tokens],
-        "v_compressed": values[:, tokens:],
-        "ratio": ratio,
-        "band": fa.Band.window(window - 1),
-    }
+    sources: dict[str, Any] = {"v": values[:, :tokens], "v_compressed": values[:, tokens:]}
+    sources |= {"ratio": ratio, "band": fa.Band.window(window - 1)}
     picture = Picture(960, 404, "Which tokens and which compressed keys a row sees")
     shown = (("all compressed keys", "heavily compressed", None), ("those of a list", "compressed sparse", lists))
     for place, (name, kind, indices) in enumerate(shown):
@@ -153,12 +137,12 @@ def two_sources() -> Picture:
         out = fa.compressed_attention(q, k[:, :tokens], k[:, tokens:], indices, **sources)
         seen_keys = (out[0, :, 0, :width] > 0).tolist()
         picture.text(x, 30, name, size=17, bold=True)
-        picture.text(x, 50, f"{kind}: window {window}, ratio {ratio}", size=12.5, fill="soft")
+        picture.note(x, 50, f"{kind}: window {window}, ratio {ratio}", 12.5)
         near = [["a" if s else "off" for s in row[:tokens]] for row in seen_keys]
         far = [["c" if s else "off" for s in row[tokens:]] for row in seen_keys]
         picture.grid(x, 66, near, 16)
         picture.grid(x + 18 * tokens + 16, 66, far, 16)
-        picture.text(x, 374, "tokens", size=13, fill="soft")
-        picture.text(x + 18 * tokens + 16, 374, "compressed", size=13, fill="soft")
-    picture.text(32, 396, "rows are queries, columns are keys", size=13, fill="soft")
+        picture.note(x, 374, "tokens")
+        picture.note(x + 18 * tokens + 16, 374, "compressed")
+    picture.note(32, 396, "rows are queries, columns are keys")
     return picture

@@ -1,6 +1,6 @@
 """Draws pictures of memory layouts, of a paged cache and of training; masks.py draws masks."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -32,9 +32,7 @@ def layouts() -> Picture:
     picture = Picture(
         900, 84 + 66 * len(names), "How two sequences of four and two tokens lie in memory, layout by layout"
     )
-    picture.text(
-        104, 34, "one box: a token's row of one head, D elements; memory runs from left to right", size=13, fill="soft"
-    )
+    picture.note(104, 34, "one box: a token's row of one head, D elements; memory runs from left to right")
     for line, layout in enumerate(names):
         y = 54 + 66 * line
         picture.text(28, y + 29, layout, size=17, bold=True, mono=True)
@@ -43,14 +41,11 @@ def layouts() -> Picture:
             colour = SEQUENCES[b] if n == 0 else SEQUENCES[b] + "2"
             picture.rect(x, y, size, size, colour if is_token else "off", r=5)
             if is_token:
-                picture.text(
-                    x + size / 2, y + 22, f"t{s}", size=15, anchor="middle", fill="on" if n == 0 else "ink", bold=True
-                )
-                picture.text(x + size / 2, y + 37, f"h{n}", size=11, anchor="middle", fill="on" if n == 0 else "ink")
+                style: dict[str, Any] = {"anchor": "middle", "fill": "on" if n == 0 else "ink"}
+                picture.text(x + size / 2, y + 22, f"t{s}", size=15, bold=True, **style)
+                picture.text(x + size / 2, y + 37, f"h{n}", size=11, **style)
     y = 66 + 66 * len(names)
-    for x, fill, words in ((104, "a", "first sequence"), (244, "b", "second sequence"), (398, "off", "padding")):
-        picture.rect(x, y - 12, 15, 15, fill)
-        picture.text(x + 22, y, words, size=13, fill="soft")
+    picture.key(y, ((104, "a", "first sequence"), (244, "b", "second sequence"), (398, "off", "padding")))
     return picture
 
 
@@ -62,7 +57,7 @@ def packing() -> Picture:
     causal = fa.Band.causal()
     picture.text(32, 38, "padded", size=18, bold=True)
     computed = len(lengths) * longest * longest
-    picture.text(32, 60, f"[B, S, N, D]: {len(lengths) * longest} rows, {computed} scores a head", size=13, fill="soft")
+    picture.note(32, 60, f"[B, S, N, D]: {len(lengths) * longest} rows, {computed} scores a head")
     for b, length in enumerate(lengths):
         band = of_band(causal, length, length)
         cells = [
@@ -73,20 +68,17 @@ def packing() -> Picture:
     x = 500
     used = sum(int(of_band(causal, n, n).sum()) for n in lengths)
     picture.text(x, 38, "packed", size=18, bold=True)
-    picture.text(x, 60, f'layout="TND": {total} rows, {used} scores a head', size=13, fill="soft")
+    picture.note(x, 60, f'layout="TND": {total} rows, {used} scores a head')
     cells = [["bg"] * total for _ in range(total)]
-    start = 0
     for b, length in enumerate(lengths):
-        band = of_band(causal, length, length)
-        for i in range(length):
-            for j in range(length):
-                cells[start + i][start + j] = SEQUENCES[b] if band[i, j] else "off"
-        start += length
+        start = sum(lengths[:b])
+        for i, row in enumerate(of_band(causal, length, length).tolist()):
+            cells[start + i][start : start + length] = [SEQUENCES[b] if is_visible else "off" for is_visible in row]
     picture.grid(x, 84, cells, size)
-    picture.text(32, 222, "Rows of padding are computed by every layer,", size=13, fill="soft")
-    picture.text(32, 241, "and a mask tensor hides them from attention.", size=13, fill="soft")
+    picture.note(32, 222, "Rows of padding are computed by every layer,")
+    picture.note(32, 241, "and a mask tensor hides them from attention.")
     picture.text(32, 272, f"q_len={lengths}", size=14, mono=True)
-    picture.text(32, 293, "is all that packing needs", size=13, fill="soft")
+    picture.note(32, 293, "is all that packing needs")
     return picture
 
 
@@ -94,17 +86,16 @@ def pages() -> Picture:
     """Draws a real paged cache: two sequences, one of them a fork, and the positions of its tokens."""
     cache = fa.PagedKVCache(heads=1, dim=1, pages=8, page_size=4)
 
-    def tokens(sequence: int, first: int, count: int) -> torch.Tensor:
-        return torch.tensor([100 * sequence + first + i for i in range(count)], dtype=torch.float32).reshape(
-            1, count, 1, 1
-        )
+    def append(sequence: int, code: int, first: int, count: int) -> None:
+        tokens = (100.0 * code + first + torch.arange(count)).view(1, count, 1, 1)
+        cache.append([sequence], tokens, tokens)
 
     a, b = cache.allocate(), cache.allocate()
-    cache.append([a], tokens(1, 0, 6), tokens(1, 0, 6))
-    cache.append([b], tokens(2, 0, 5), tokens(2, 0, 5))
-    cache.append([a], tokens(1, 6, 4), tokens(1, 6, 4))
+    append(a, 1, 0, 6)
+    append(b, 2, 0, 5)
+    append(a, 1, 6, 4)
     c = cache.fork(a)
-    cache.append([c], tokens(3, 10, 3), tokens(3, 10, 3))
+    append(c, 3, 10, 3)
     pool = cache.arguments()["k"][:, 0, :, 0].int().tolist()
     holders: dict[int, int] = {}
     picture = Picture(900, 424, "A PagedKVCache: a block table per sequence, and the pool of pages")
@@ -115,19 +106,16 @@ def pages() -> Picture:
         y = 70 + line * 112
         colour, token_count = SEQUENCES[line], cache.lengths([sequence])[0]
         picture.text(32, y + 14, names[sequence], size=15, bold=True, fill=colour)
-        picture.text(32, y + 34, f"{token_count} tokens", size=12.5, fill="soft")
+        picture.note(32, y + 34, f"{token_count} tokens", 12.5)
         table = cache.block_table([sequence])[0].tolist()
         for place, page in enumerate(table):
             x = 150 + place * 54
             picture.rect(x, y - 4, 48, 42, colour + "2", r=6)
             picture.text(x + 24, y + 23, str(page), size=17, anchor="middle", bold=True)
             holders[page] = holders.get(page, 0) + 1
-            bend = 330 + line * 26 + place * 6
-            target = 62 + page * 42 + 17 + (line - 1) * 6
-            start = x + 24
-            picture.path(
-                f"M{start} {y + 38}v{14 + place * 8}H{bend + 60}V{target}H514", stroke=colour, width=1.4, arrow=True
-            )
+            bend, target = 390 + line * 26 + place * 6, 62 + page * 42 + 17 + (line - 1) * 6
+            line_of = f"M{x + 24} {y + 38}v{14 + place * 8}H{bend}V{target}H514"
+            picture.path(line_of, stroke=colour, width=1.4, arrow=True)
     for page, slots in enumerate(pool):
         y = 62 + page * 42
         picture.text(536, y + 22, str(page), size=15, anchor="middle", fill="soft", bold=True)
@@ -170,8 +158,8 @@ def stages() -> Picture:
         set_stage(layer, stage)
         learns = {name.startswith("indexer"): p.requires_grad for name, p in layer.named_parameters()}
         picture.text(x, 40, f"{place + 1}  {stage}", size=19, bold=True)
-        picture.text(x, 62, texts[stage][0], size=12.5, fill="soft")
-        picture.text(x, 79, texts[stage][1], size=12.5, fill="soft")
+        picture.note(x, 62, texts[stage][0], 12.5)
+        picture.note(x, 79, texts[stage][1], 12.5)
         chosen = [set(row) for row in indices[0, :, 0].tolist()]
         cells = []
         for i in range(tokens):
@@ -182,10 +170,8 @@ def stages() -> Picture:
                 row.append(colour if causal[i, j] else "bg")
             cells.append(row)
         picture.grid(x, 96, cells, size, gap=1.5)
-        for line, (indexer, name) in enumerate(((False, "attention"), (True, "indexer"))):
-            y = 370
-            at = x + line * 132
-            picture.rect(at, y - 13, 122, 24, ("b2" if learns[indexer] else "off"), r=12)
-            words = f"{name} {'learns' if learns[indexer] else 'rests'}"
-            picture.text(at + 61, y + 4, words, size=12, anchor="middle", fill="ink" if learns[indexer] else "soft")
+        for at, indexer, name in ((x, False, "attention"), (x + 132, True, "indexer")):
+            fill, word, ink = ("b2", "learns", "ink") if learns[indexer] else ("off", "rests", "soft")
+            picture.rect(at, 357, 122, 24, fill, r=12)
+            picture.text(at + 61, 374, f"{name} {word}", size=12, anchor="middle", fill=ink)
     return picture

@@ -42,17 +42,8 @@ PAGES = {
         "The indexer, attention over the keys that it chooses, and the loss that teaches it "
         "([guide](../sparse_attention.md)).",
         (
-            (
-                "fusion_attention",
-                (
-                    "lightning_indexer",
-                    "sparse_attention",
-                    "compressed_attention",
-                    "pack_lists",
-                    "indexer_loss",
-                    "divided_rope",
-                ),
-            ),
+            ("fusion_attention", ("lightning_indexer", "sparse_attention", "compressed_attention", "pack_lists")),
+            ("fusion_attention", ("indexer_loss", "divided_rope")),
         ),
     ),
     "nn": Page(
@@ -109,8 +100,7 @@ def names_of(module: Any, names: tuple[str, ...]) -> list[str]:
     if names == ("*",):
         names = tuple(module.__all__)
     names = names or PUBLIC[module.__name__]
-    results = [name for name in names if inspect.isclass(getattr(module, name)) or callable(getattr(module, name))]
-    return [name for name in results if inspect.getdoc(getattr(module, name))]
+    return [name for name in names if callable(getattr(module, name)) and inspect.getdoc(getattr(module, name))]
 
 
 def _methods(cls: type) -> list[str]:

@@ -4,7 +4,9 @@ A picture follows the scheme of the reader's system where it stands alone; the s
 gives it the page's own colours by assets/pictures.css.
 """
 
+from collections.abc import Iterable
 from html import escape
+from typing import Any
 
 # Name -> in the light scheme, in the dark one. A letter is a colour, with a 2 its faint form.
 PALETTE = {
@@ -55,17 +57,9 @@ class Picture:
         self._parts: list[str] = []
 
     def rect(
-        self,
-        x: float,
-        y: float,
-        w: float,
-        h: float,
-        fill: str = "off",
-        *,
-        r: float = 3,
-        stroke: str = "",
+        self, x: float, y: float, w: float, h: float, fill: str = "off", *, r: float = 3, stroke: str = "",
         tip: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Draws a box with round corners; tip: its tooltip."""
         line = f' class="f-{fill} s-{stroke}" stroke-width="1.5"' if stroke else f' class="f-{fill}"'
         text = f"<title>{escape(tip)}</title>" if tip else ""
@@ -86,6 +80,10 @@ class Picture:
             f"{escape(words)}</text>"
         )
 
+    def note(self, x: float, y: float, words: str, size: float = 13, **more: Any) -> None:
+        """Draws a line of text in a soft colour; more: as for text()."""
+        self.text(x, y, words, size=size, fill="soft", **more)
+
     def path(
         self, d: str, *, stroke: str = "", fill: str = "", width: float = 1.5, dash: str = "", arrow: bool = False
     ) -> None:
@@ -101,15 +99,16 @@ class Picture:
         """Draws a straight line."""
         self.path(f"M{x1:g} {y1:g}L{x2:g} {y2:g}", stroke=stroke, **more)  # type: ignore[arg-type]
 
+    def key(self, y: float, entries: Iterable[tuple[float, str, str]]) -> None:
+        """Draws what colours mean: (x, colour, words) of each."""
+        for x, fill, words in entries:
+            self.rect(x, y - 12, 15, 15, fill)
+            self.note(x + 22, y, words)
+
     def grid(
-        self,
-        x: float,
-        y: float,
-        cells: list[list[str]],
-        size: float = 16,
-        gap: float = 2,
+        self, x: float, y: float, cells: list[list[str]], size: float = 16, gap: float = 2,
         tips: list[list[str]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Draws rows of coloured squares; without tooltips, all squares of a colour are one path."""
         step, soft = size + gap, min(3.0, size / 5)
         if tips:
