@@ -10,7 +10,6 @@ from support.hf_models import Float64Torch
 from support.sparse_models import code_of
 from torch import Tensor, nn
 
-import fusion_attention as fa
 from fusion_attention.nn import SparseLatentAttention, set_stage
 from fusion_attention.testing import check, compare
 from fusion_attention.testing.drawn import compare_with, expected_of
@@ -168,37 +167,3 @@ def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
     set_stage(model, "dense")
     with pytest.raises(AssertionError, match=r"out: the error of"):  # the choice of keys matters here
         compare("out", run(model)["out"], want["out"])
-
-
-def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
-    """The same without our modules: lightning_indexer and sparse_attention on their rows, kv_b absorbed by hand."""
-    attention, given = model.layers[0].self_attn, {}
-    hook = attention.register_forward_hook(lambda module, args, inputs, out: given.update(inputs), with_kwargs=True)
-    with torch.no_grad():
-        model(torch.randint(50, (1, 31)))
-        hook.remove()
-        program = golden(attention, **given | {"past_key_values": None})
-        hidden, (cos, sin) = given["hidden_states"], given["position_embeddings"]
-        nope, rope, v_dim = SIZES["qk_nope_head_dim"], SIZES["qk_rope_head_dim"], SIZES["v_head_dim"]
-        latent_q = attention.q_a_layernorm(attention.q_a_proj(hidden))
-
-        deepseek = code_of("deepseek_v32")
-        indexer = attention.indexer
-        index_q = indexer.wq_b(latent_q).unflatten(-1, (SIZES["index_n_heads"], -1))
-        index_k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
-        turned = deepseek.apply_rotary_pos_emb(index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2)
-        index_q, index_k = (torch.cat([a, b[..., rope:]], -1) for a, b in zip(turned, (index_q, index_k), strict=True))
-        w = indexer.weights_proj(hidden) * (SIZES["index_n_heads"] * SIZES["index_head_dim"]) ** -0.5
-        indices, _ = fa.lightning_indexer(index_q, index_k, w, TOP_K)
-
-        q, q_rope = attention.q_b_proj(latent_q).unflatten(-1, (4, -1)).split([nope, rope], -1)
-        latent, k_rope = attention.kv_a_proj_with_mqa(hidden).unsqueeze(2).split([SIZES["kv_lora_rank"], rope], -1)
-        q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
-        up_k, up_v = attention.kv_b_proj.weight.unflatten(0, (4, -1)).split([nope, v_dim], 1)
-        absorbed = torch.einsum("bshd,hdr->bshr", q, up_k)
-        ropes = {"q_rope": q_rope, "k_rope": k_rope}
-        mixed = fa.sparse_attention(
-            absorbed, attention.kv_a_layernorm(latent), None, indices, scale=(nope + rope) ** -0.5, **ropes
-        )
-        out = attention.o_proj(torch.einsum("bshr,hdr->bshd", mixed, up_v).flatten(2))
-        compare_with("attention", out, program)

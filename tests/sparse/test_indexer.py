@@ -136,18 +136,6 @@ def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
     close(got, dict(zip(got, want, strict=True)))
 
 
-def test_homogeneity() -> None:
-    """The score is linear in the weights and of degree 1 in q and in k: each gradient against its input is dI . I."""
-    args = operands(replace(PACKED, top_k=5))
-    call = in_float64(lowered_indexer(args))
-    indices, values = chosen(call, "golden")
-    dy = torch.randn(values.shape, dtype=torch.float64)
-    got = indexer_gradients(call, dy, indices, "golden")
-    want = (dy * values).masked_fill(indices < 0, 0).sum()
-    for name in ("query", "key", "weights"):
-        torch.testing.assert_close((args[name] * got[f"d{name}"]).sum(), want, rtol=1e-11, atol=1e-11)
-
-
 def test_lists_are_read_as_attention_reads_them() -> None:
     """Behind a -1 and behind as many entries as the row sees nothing counts; an entry that is listed twice does."""
     q, k, w = torch.randn(1, 2, 3, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 2, 3)
@@ -223,16 +211,6 @@ def test_torch_npu_has_values_on_request_and_gradients_by_name(case: IndexerCase
         explicit = npu.npu_lightning_indexer_grad(**by_name(indexer.TORCH_GRAD, given))
         for name, gradient in zip(want, explicit, strict=True):
             same_bits(gradient, want[name], name)
-
-
-def test_from_the_indexer_to_attention() -> None:
-    """With every visible key chosen, sparse attention is dense attention, in whatever order the keys came."""
-    q, kv, rope = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(2, 9, 1, 4)
-    q_rope = torch.randn(2, 6, 4, 4)
-    indices, _ = fa.lightning_indexer(q, kv, torch.rand(2, 6, 4), 9, backend="golden")
-    got = fa.sparse_attention(q, kv, kv, indices, q_rope=q_rope, k_rope=rope, backend="golden")
-    want = fa.attention(q, kv, kv, q_rope=q_rope, k_rope=rope, band=fa.Band.causal(), backend="golden")
-    torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps, atol=0)  # one number, rounded twice
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input

@@ -92,13 +92,6 @@ def test_packed_and_padded_sequences_give_equal_bits_and_nothing_behind_them_cou
         assert gradient.any()
 
 
-def test_compressed_keys_are_those_that_attention_takes() -> None:
-    q, k = drawn(1, 11, 4, 8), drawn(1, 11, 1, 8, seed=1)
-    keys = fa.compress(k, drawn(1, 11, 1, 8, seed=2), ratio=RATIO)
-    out = fa.compressed_attention(q, k, keys, ratio=RATIO, band=fa.Band.window(2))
-    assert out.isfinite().all()
-
-
 PACKED: dict[str, Any] = {"layout": "TND", "kv": torch.zeros(8, 1, 6), "gate": torch.zeros(8, 1, 6), "ratio": 1}
 
 

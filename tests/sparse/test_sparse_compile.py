@@ -104,15 +104,6 @@ def test_functional_gradient(function: Callable[..., Any]) -> None:
         same_bits(result, want)
 
 
-@pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
-def test_vmap_is_refused_in_one_sentence(function: Callable[..., Any]) -> None:
-    leaves = [torch.stack([t.detach()] * 3) for t in leaves_of(function)]
-    with pytest.raises(NotImplementedError, match="vmap is not supported: make the mapped axis part of the batch"):
-        torch.func.vmap(function)(*leaves)
-    with pytest.raises(NotImplementedError, match="vmap is not supported"):
-        torch.func.vmap(torch.func.grad(lambda *t: function(*t).sum()))(*leaves)
-
-
 def test_wrong_calls_are_refused() -> None:
     q, k, w = (t.detach() for t in leaves_of(choose))
     with pytest.raises(Exception, match=r"lightning_indexer: weights: expected axis 1 to be S1=6 as in q, got 5"):

@@ -130,23 +130,6 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> No
     check_half_of_a_loss(loss, leaves, want)
 
 
-def test_it_is_the_loss_against_an_attention() -> None:
-    """With the attention's own distribution as its target, over all keys: indexer_loss()."""
-    torch.manual_seed(1)
-    q, k = torch.randn(1, 7, 4, 16).double(), torch.randn(1, 7, 1, 16).double()
-    shapes = (1, 7, 2, 8), (1, 7, 1, 8), (1, 7, 2)
-    index = [torch.rand(shape).double().requires_grad_() for shape in shapes]
-    _, lse = fa.attention(q, k, k, band=fa.Band.causal(), return_lse=True, backend="golden")
-    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / 4
-    target = (scores - lse[..., None]).exp().mean(1).tril()[:, :, None]
-    both_losses = (
-        fa.indexer_loss(q, k, lse, *index, backend="golden"),
-        fa.indexer_target_loss(*index, target, backend="golden"),
-    )
-    results = [dict(zip(RESULTS, (*torch.autograd.grad(loss, index), loss), strict=True)) for loss in both_losses]
-    close(*results)
-
-
 def test_bad_targets_are_named() -> None:
     case = TargetCase(count=4)
     args = operands(case)

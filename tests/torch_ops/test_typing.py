@@ -92,14 +92,6 @@ by_checker = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @by_checker
-def test_what_checkers_make_of_it(checker: str) -> None:
-    """`make lint` asks them too; here an interface that they no longer understand fails beside the other tests."""
-    done = checked(checker, "tests/typed")
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.slow
-@by_checker
 def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
     """Without its comments every call of tests/typed that must be an error is one, in its own line."""
     text = (ROOT / "tests/typed/interfaces.py").read_text(encoding="utf-8")
