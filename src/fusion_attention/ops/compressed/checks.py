@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.shared.checks import Outcome, stays_unread
+from fusion_attention.ops.shared.checks import Outcome
 from fusion_attention.ops.shared.cu_seqlens import ends_fit
 from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
+from fusion_attention.ops.sparse.checks import lists_of, visible_keys
 
 Lengths = np.ndarray
 
@@ -43,29 +44,6 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
     return f"{c_len[b]} * {ratio} + {residual[b]} = {tokens[b]} tokens of sequence {b}, whose keys are {kv_len[b]}"
 
 
-def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
-    """An index that selects the rows of sequence b in a tensor of query rows; q_start: its first row if packed."""
-    if layout == "TND":
-        return slice(int(q_start[b]), int(q_start[b] + q_len[b]))
-    return b, slice(0, int(q_len[b]))
-
-
-def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths) -> Outcome:
-    """True if every entry is -1 or in [0, c_len) of its row's sequence, or if stays_unread(lists).
-
-    layout, q_len, q_start: of the query rows, for which there is one list each.
-    """
-    if stays_unread(lists):
-        return True
-    for b in range(len(q_len)):
-        entries = lists[rows_of(b, layout, q_len, q_start)]
-        wrong = ((entries < -1) | (entries >= int(c_len[b]))).nonzero()
-        if len(wrong):
-            row, _, slot = wrong[0].tolist()
-            return f"{int(entries[row, 0, slot])} at batch {b}, row {row}, slot {slot}, outside [-1, {c_len[b]})"
-    return True
-
-
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
@@ -74,10 +52,9 @@ def sees_entries(
     Per sequence: q_len rows from q_start on, c_len keys of `ratio` tokens each, and `tokens` in all.
     """
     count, first = 0, ""
-    for b in range(len(q_len)):
-        entries = lists[rows_of(b, layout, q_len, q_start)][:, 0]
-        row = torch.arange(len(entries), device=entries.device)[:, None]
-        bound = torch.div(row + int(tokens[b] - q_len[b]) + 1, ratio, rounding_mode="floor").clamp(0, int(c_len[b]))
+    for b, listed in lists_of(lists, layout, q_len, q_start):
+        entries, keys = listed[:, 0], int(c_len[b])
+        bound = visible_keys(3, len(entries), keys, lists.device, ratio, int(tokens[b]) - keys * ratio)[:, 0]
         slot = torch.arange(entries.shape[-1], device=entries.device)
         past = ((entries >= 0) & ((entries >= bound) | (slot >= bound))).nonzero()
         if len(past) and not first:
@@ -88,5 +65,5 @@ def sees_entries(
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = OF_LISTS | {
-    f.__name__: f for f in (ends_fit, used_fit, tokens_agree, names_entries, sees_entries)
+    f.__name__: f for f in (ends_fit, used_fit, tokens_agree, sees_entries)
 }

@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
         invalid={"sparse_indices": None, "max_seqlen_k": 1},
     ),
     own_entries(
-        "sparse_indices", "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)"
+        "sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, kv_len, 1, q_start)"
     )[0],
     invalid(
         "l1_norm is None or l1_norm.shape[-1] == Kc",

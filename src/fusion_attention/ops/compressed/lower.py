@@ -6,14 +6,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.contract import Bound
 from fusion_attention.ir.mask import Band
-from fusion_attention.ir.problem import Compressed, Extents, Problem
+from fusion_attention.ir.problem import Compressed, Extents
 from fusion_attention.ops.compressed.lowered_call import COUNTS, FlashMla, placed
-from fusion_attention.ops.shared.layouts import to_float32
-from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.checks import keys_in
-from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
+from fusion_attention.ops.sparse.lower import extents_of, problem_of, tensors_of
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Sparse, page_table
 
 Call = TypeVar("Call", bound=Sparse)
 
@@ -26,42 +25,29 @@ def lower(bound: Bound) -> Sparse:
 def call_of(bound: Bound, kind: type[Call]) -> Call:
     """Lowers a checked call (`bound`) with two sources of keys to a call of class `kind`."""
     n = bound.names
-    problem, extents, second = bound.once(lambda n: (_problem(n), *_extents(n)))
-    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *COMPRESSED)}
-    if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
-        lists = n["sparse_indices"]
-        tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
+    problem, extents, second = bound.once(lambda n: (problem_of(n), *_extents(n)))
+    tensors = tensors_of(n, *COMPRESSED) | {"compressed_table": page_table(n["compressed_table"])}
     if (lists := tensors["sparse_indices"]) is not None:  # one list for all heads
         tensors["sparse_indices"] = lists.expand(*lists.shape[:-2], n["N2"], -1)
     if tensors["key_compressed"] is None:  # a second source without keys
-        k, form = n["key"], n["layout"]
-        tensors["key_compressed"] = k.new_zeros((len(n["q_len"]), 0, *k.shape[-2:])[form == "TND" :])
-    tensors |= {"sinks": to_float32(n["sinks"], n["query"])}
-    tensors |= {name: page_table(n[name]) for name in ("block_table", "compressed_table")}
-    layouts = (keys_in(n["layout"], None, n[table]) for table in ("block_table", "compressed_table"))
-    form, compressed = layouts
+        k = n["key"]
+        tensors["key_compressed"] = k.new_zeros((len(n["q_len"]), 0, *k.shape[-2:])[n["layout"] == "TND" :])
+    form, compressed = (keys_in(n["layout"], None, n[table]) for table in ("block_table", "compressed_table"))
     return kind(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"], (compressed, second))
 
 
 def chosen_keys(bound: Bound) -> FlashMla:
     """Lowers a checked call (`bound`) with lists of keys (ori_sparse_indices), one source and no causal band."""
     n = bound.names
-    problem, extents = bound.once(lambda n: (_problem_of_chosen(n), _extents_of_chosen(n)))
-    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *COMPRESSED)} | {COUNTS: n["ori_topk_length"]}
-    tensors |= {"sparse_indices": n["ori_sparse_indices"], "sinks": to_float32(n["sinks"], n["query"])}
-    tensors["block_table"] = page_table(n["block_table"])
+    problem, extents = bound.once(
+        lambda n: (
+            replace(problem_of(n), select_count=n["Ko"], compressed_ratio=0),
+            placed(extents_of({**n, "sparse_mode": 0}), n["q_start"], n["kv_start"]),
+        )
+    )
+    tensors = tensors_of(n, *COMPRESSED) | {"sparse_indices": n["ori_sparse_indices"], COUNTS: n["ori_topk_length"]}
     form = keys_in(n["layout"], None, n["block_table"])
     return FlashMla(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
-
-
-def _extents_of_chosen(n: Mapping[str, Any]) -> Extents:
-    q_len, kv_len = n["q_len"], n["kv_len"]
-    extents = Extents(q_len, kv_len, *Band.full().resolve(q_len, kv_len), np.zeros_like(q_len))
-    return placed(extents, n["q_start"], n["kv_start"])
-
-
-def _problem_of_chosen(n: Mapping[str, Any]) -> Problem:
-    return replace(_problem(n), select_count=n["Ko"], compressed_ratio=0)
 
 
 def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
@@ -78,19 +64,3 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
     return extents, second
-
-
-def _problem(n: Mapping[str, Any]) -> Problem:
-    return Problem(
-        heads_q=n["N1"],
-        heads_kv=n["N2"],
-        dim_qk=n["D"],
-        dim_v=n["Dv"],
-        dtype=dtype_text(n["query"]),
-        scale=scale_of(n["scale_value"], n["D"]),
-        has_sink=n["sinks"] is not None,
-        shares_kv=n["value"] is None,
-        page_size=n["Ps"] if n["block_table"] is not None else 0,
-        select_count=0 if n["sparse_indices"] is None else max(n["K"], 1),
-        compressed_ratio=n["ratio"],
-    )

@@ -240,7 +240,7 @@ CHOSEN = rules.group(
         when="ori_sparse_indices is not None",
         invalid={"ori_mask_mode": 3},
     ),
-    *own_entries("ori_sparse_indices", "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)", "keys", 4),
+    *own_entries("ori_sparse_indices", "entries_fit(ori_sparse_indices, layout, q_len, kv_len, 1, q_start)", "keys", 4),
     rules.limit(
         "ori_sparse_indices is None or ori_topk_length is not None",
         "ori_topk_length: the entries of every list (without it a list ends at its first -1)",
@@ -276,7 +276,7 @@ COMPRESSED = (
         invalid={"ori_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1},
     ),
     *own_entries(
-        "sparse_indices", "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)"
+        "sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1, q_start)"
     ),
     rules.content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",

@@ -19,7 +19,7 @@ def indexer_call(bound: Bound) -> Indexer:
     problem, extents, capacities = bound.once(lambda n: (_problem(n), bounded_extents(n), capacities_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
     tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
-    return Indexer(extents, n["layout"], tensors, problem, form, capacities, n["index_offset"])
+    return Indexer(extents, n["layout"], tensors, problem, capacities, n["index_offset"], layout_kv=form)
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:

@@ -1,14 +1,14 @@
 """Lowered calls of the lightning indexer, forward and gradient, with their views."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import PagedView, RowView
-from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
@@ -23,42 +23,73 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 
 @dataclass(frozen=True, eq=False)
-class Indexer(TensorCall):
-    """A lowered forward call of the indexer.
+class IndexCall(TensorCall):
+    """Base of lowered calls of an indexer and of its losses; `trained` names its query, key and weights in tensors.
 
     Args:
-        layout_kv: layout of keys.
         capacities: rows and keys of the sequences in memory, used or not; None: the lengths in extents.
-        offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
     """
 
-    problem: IndexerProblem
-    layout_kv: str
+    problem: Any
     capacities: Extents | None = None
-    offset: Tensor | None = None
-    op_kind = "indexer_topk"
+    trained = DIFFERENTIABLE
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the indexer."""
+        result: int = self.problem.heads
+        return result
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
         """View of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.capacities or self.extents, "q")
 
+    def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
+        """View of a tensor that has a row per key token and head."""
+        return row_view(tensor, self.layout, heads, self.capacities or self.extents, "kv")
+
+    def index(self, lists: Sequence[RowView] = (), stats: Stats | None = None) -> IndexerOperands:
+        """Views of the indexer's query, key and weights, with those of its lists and their values, and statistics."""
+        q, k, weights = (self.given(name) for name in self.trained)
+        lists_and_values = dict(zip(_LISTS, lists, strict=False))
+        rows = self.rows(q, self.heads), self.keys(k), self.rows(weights.unsqueeze(-2))
+        return IndexerOperands(*rows, **lists_and_values, stats=stats)
+
+    def written(
+        self, gradients: Sequence[Tensor], dvalues: RowView | None = None
+    ) -> tuple[IndexerGrads, tuple[Tensor, ...]]:
+        """(views of the gradients of `trained`, those to clear, as they have rows outside all sequences)."""
+        dq, dk, dweights = gradients
+        keys: Any = self.keys(dk)  # not in pages
+        grads = IndexerGrads(self.rows(dq, self.heads), keys, self.rows(dweights.unsqueeze(-2)), dvalues)
+        sides = zip(gradients, ("q", "kv", "q"), strict=True)
+        return grads, tuple(t for t, side in sides if not self.covers(t, side))
+
+
+@dataclass(frozen=True, eq=False)
+class Indexer(IndexCall):
+    """A lowered forward call of the indexer.
+
+    Args:
+        offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
+        layout_kv: layout of keys.
+    """
+
+    problem: IndexerProblem
+    offset: Tensor | None = None
+    layout_kv: str = field(kw_only=True)
+    op_kind = "indexer_topk"
+
     def lists(self, tensor: Tensor) -> RowView:
         """View of lists of keys or their values, one per query token; the tensor's axis of one head may be missing."""
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
-    def keys(self, tensor: Tensor) -> RowView | PagedView:
-        """View of keys, or of a tensor of their shape."""
-        return key_view(tensor, self.layout_kv, 1, self.capacities or self.extents, self.tensors["block_table"])
+    def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
+        return key_view(tensor, self.layout_kv, heads, self.capacities or self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
         """Views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
-        return IndexerOperands(
-            q=self.rows(self.given("query"), self.problem.heads),
-            k=self.keys(self.given("key")),
-            weights=self.rows(self.given("weights").unsqueeze(-2)),
-            indices=self.lists(lists["indices"]),
-            values=self.lists(lists["values"]) if "values" in lists else None,
-        )
+        return self.index([self.lists(lists[name]) for name in _LISTS if name in lists])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,9 +171,9 @@ class _ForwardRun(Filled):
         super().finish()
 
 
-def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients of query, key and weights of a call with arguments `n`."""
-    return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
+def fresh_gradients(n: Mapping[str, Any], trained: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Tensor]:
+    """Allocates the gradients of the tensors `trained` of a call with arguments `n`."""
+    return {f"d{name}": empty(n[name], n[name].shape) for name in trained}
 
 
 class IndexerBackward(OfCall):
@@ -160,13 +191,6 @@ class IndexerBackward(OfCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
-        dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
-        grads = IndexerGrads(
-            dvalues=call.lists(self.dvalues),
-            dq=call.rows(dq, call.problem.heads),
-            dk=call.keys(dk),  # type: ignore[arg-type]  # a gradient's keys are not in pages
-            dweights=call.rows(dweights.unsqueeze(-2)),
-        )
-        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
-        clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
+        buffers = tuple(buffer(tensor) for tensor in result)
+        grads, clears = call.written(buffers, call.lists(self.dvalues))
         return Filled((call.operands({"indices": narrow(self.indices)}), grads), buffers, result, clears)

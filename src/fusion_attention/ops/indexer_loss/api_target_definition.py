@@ -4,15 +4,14 @@ from dataclasses import replace
 
 from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer.definitions import RATIO, RESIDUAL, RESIDUALS
-from fusion_attention.ops.indexer_loss import api_definition, checks
+from fusion_attention.ops.indexer_loss import api_definition
 from fusion_attention.ops.indexer_loss.definitions import LSE_SCORES, NEUTRAL, V1, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_target
-from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, fresh_target
-from fusion_attention.ops.indexer_loss.target_definitions import LISTS
+from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, fresh
+from fusion_attention.ops.indexer_loss.target_definitions import FUNCTIONS, LISTS
 from fusion_attention.ops.shared.params import OWN_FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import invalid
 from fusion_attention.ops.sparse import api_definition as sparse
-from fusion_attention.ops.sparse.checks import FUNCTIONS
 from fusion_attention.ops.sparse.definitions import LAYOUT
 from fusion_attention.ops.sparse.rules import LENGTHS, SIZES, SOME_ENTRIES
 
@@ -67,13 +66,13 @@ RECORD = V1.version(
     formula=FORMULA,
     tex=TEX,
     rulings=(2, 6, 12, 17, 18, 23),
-    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3, "softmax_lse": None, "Pk": None},
+    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3, **dict.fromkeys(("softmax_lse", "Pk", "q_start"))},
     blank_is_absent=False,
     derive=sparse.derive,
-    functions={**FUNCTIONS, **checks.FUNCTIONS},
+    functions=FUNCTIONS,
     lower=lower_target,
     results=RESULTS,
-    fresh=lambda n: fresh_target(n, RESULTS),
+    fresh=fresh,
     trains={"loss": DIFFERENTIABLE},
     sizes={**api_definition.RECORD.sizes, "N1": 8, "D": 128, "Pk": 6},
     samples={"TND": {**sparse.SAMPLE, "Pk": 7}},

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.call import Filled, buffer
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import (
-    Extents,
-    IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
     IndexerOperands,
@@ -18,8 +15,8 @@ from fusion_attention.ir.problem import (
     Stats,
 )
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import Results, Run, TensorCall
-from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.indexer.lowered_call import IndexCall, fresh_gradients
+from fusion_attention.ops.shared.call import Results, Run
 from fusion_attention.ops.sparse.lowered_call import grouped, narrow, statistics
 
 Tensor = torch.Tensor
@@ -35,17 +32,12 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Allocates the results of a loss from its arguments and derived values `n`."""
-    gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
-    loss = empty(n["query"], (1,), torch.float32)
-    return dict(zip(RESULTS, (*gradients, loss), strict=True))
+    return fresh_gradients(n, DIFFERENTIABLE) | {"loss": empty(n["query_index"], (1,), torch.float32)}
 
 
-def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) -> dict[str, Tensor]:
-    """Allocates the results `names` of a loss against a target that the caller passes; n: the call's arguments."""
-    results = fresh({**n, "query": n["query_index"]})
-    if "loss" not in names:
-        results["softmax_out"] = empty(n["target"], n["target"].shape)
-    return {name: results[name] for name in names}
+def fresh_target(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Allocates TARGET_RESULTS, with y for every element of the target instead of the loss; n: the call's arguments."""
+    return fresh_gradients(n, DIFFERENTIABLE) | {"softmax_out": empty(n["target"], n["target"].shape)}
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -61,49 +53,20 @@ def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 
-@dataclass(frozen=True, eq=False)
-class _Call(TensorCall):
-    """A lowered call of an indexer's loss or statistics; `capacities`, if a subclass has it, is as in Indexer."""
-
-    @property
-    def memory(self) -> Extents:
-        """Rows and keys of the sequences in memory, which determine their positions in packed tensors."""
-        capacities: Extents | None = getattr(self, "capacities", None)
-        return capacities or self.extents
-
-    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor that has a row per query token and head."""
-        return row_view(tensor, self.layout, heads, self.memory, "q")
-
-    def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor that has a row per key token and head."""
-        return row_view(tensor, self.layout, heads, self.memory, "kv")
-
-    def statistic(self, tensor: Tensor) -> RowView:
-        """View of a statistic of the indexer, [B, 1, S1] or [1, T1]: one number per query token."""
-        return self.rows(tensor.transpose(-1, -2).unsqueeze(-1))
-
-    def index(self, heads: int, indices: Tensor | None, max_: Tensor | None, sum_: Tensor | None) -> IndexerOperands:
-        """Views of the indexer's tensors; heads: its query heads; indices, max_, sum_: its lists and statistics."""
-        stats = None if max_ is None or sum_ is None else Stats(self.statistic(max_), self.statistic(sum_))
-        return IndexerOperands(
-            q=self.rows(self.given("query_index"), heads),
-            k=self.keys(self.given("key_index")),
-            weights=self.rows(self.given("weights").unsqueeze(-2)),
-            indices=None if indices is None else self.rows(narrow(indices)),
-            stats=stats,
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
+def _views(call: IndexCall, *statistics: Tensor) -> Stats:
+    """Views of the indexer's statistics max and sum, [B, 1, S1] or [1, T1]: one number per query token."""
+    return Stats(*(call.rows(tensor.transpose(-1, -2).unsqueeze(-1)) for tensor in statistics))
+
+
 @dataclass(frozen=True, eq=False)
-class Statistics(_Call):
+class Statistics(IndexCall):
     """The lowered call of the softmax statistics of the indexer's scores over all visible keys of a row."""
 
     problem: IndexerProblem
-    capacities: Extents | None = None
+    trained = DIFFERENTIABLE
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
@@ -119,7 +82,7 @@ class _StatisticsRun(Filled):
     def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
         buffers = tuple(outputs[name] for name in STATISTICS)
         clears = () if call.covers(call.given("query_index")) else buffers
-        super().__init__((call.index(call.problem.heads, None, *buffers),), buffers, clears=clears)
+        super().__init__((call.index(stats=_views(call, *buffers)),), buffers, clears=clears)
 
     def finish(self) -> None:
         max_, _ = self.buffers
@@ -153,11 +116,21 @@ class _LogSumRun(_StatisticsRun):
 
 
 @dataclass(frozen=True, eq=False)
-class _AnyLoss(_Call):
-    """A lowered call of a loss that returns its gradients too; autograd multiplies them by the loss's gradient."""
+class _AnyLoss(IndexCall):
+    """A lowered call of a loss that returns its gradients too; autograd multiplies them by the loss's gradient.
+
+    Args:
+        names: names of the results: gradients, and "loss" or "softmax_out" (y for every element of the target).
+    """
 
     problem: IndexerLossProblem
+    names: tuple[str, ...] = RESULTS
+    trained = DIFFERENTIABLE
     op_kind = "indexer_loss"
+
+    @property
+    def heads(self) -> int:
+        return self.problem.heads_index
 
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
@@ -165,6 +138,9 @@ class _AnyLoss(_Call):
         """The gradients that the loss returned, multiplied by the loss's gradient; arguments: see Differentiable."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
+
+    def results(self) -> dict[str, Tensor]:
+        return fresh(self.tensors) if self.names == RESULTS else fresh_target(self.tensors)
 
     def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
         """The call that computes the indexer's statistics, and its results; None if the caller passed them or a list
@@ -174,33 +150,16 @@ class _AnyLoss(_Call):
         p = self.problem
         problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0, ratio=p.ratio)
         tensors = {name: self.tensors[name] for name in DIFFERENTIABLE}
-        call = Statistics(self.extents, self.layout, tensors, problem, self.memory)
+        call = Statistics(self.extents, self.layout, tensors, problem, self.capacities)
         return call, call.results()
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
         """The indexer's statistics (maximum, sum) passed by the caller, or None."""
         raise NotImplementedError
 
-    def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
-        """(views of the gradients dq, dk and dweights, those to clear, as they have rows outside all sequences)."""
-        grads = IndexerGrads(
-            dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
-        )
-        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
-        return grads, [tensor for tensor, side in sides if not self.covers(tensor, side)]
-
-
-@dataclass(frozen=True, eq=False)
-class Loss(_AnyLoss):
-    """The lowered call of a loss against the attention's probabilities, computed from query and key."""
-
-    def results(self) -> dict[str, Tensor]:
-        return fresh(self.tensors)
-
-    def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The maximum and sum passed by the caller, or None."""
-        max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
-        return None if max_ is None or sum_ is None else (max_, sum_)
+    def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
+        """(the operands, the attention's statistics among them as max and sum in the kernels' order, not yet read)."""
+        raise NotImplementedError
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         return _LossRun(self, outputs)
@@ -209,74 +168,72 @@ class Loss(_AnyLoss):
 class _LossRun(Filled):
     __slots__ = ("call", "stats")
 
-    def __init__(self, call: Loss, outputs: Mapping[str, Tensor]) -> None:
-        p, t, q = call.problem, call.tensors, call.given("query")
-        self.call, self.stats, result = call, statistics(q), tuple(outputs[name] for name in RESULTS)
-        dq, dk, dweights, loss = buffers = tuple(buffer(tensor) for tensor in result)
-        query_rope, key_rope = t["query_rope"], t["key_rope"]
-        first = call.first()
-        index_stats = (call.given_statistics() or (None, None)) if first is None else first[1].values()
-        operands = IndexerLossOperands(
-            q=call.rows(q, p.heads_q),
-            k=call.keys(call.given("key"), p.heads_kv),
-            stats=Stats(*(call.rows(s.unsqueeze(-1), p.heads_q) for s in self.stats)),
-            index=call.index(p.heads_index, t["sparse_indices"], *index_stats),
-            loss=loss,
-            q_rope=None if query_rope is None else call.rows(query_rope, p.heads_q),
-            k_rope=None if key_rope is None else call.keys(key_rope, p.heads_kv),
-            sink=t["sinks"],
-        )
-        grads, clears = call.written(dq, dk, dweights)
+    def __init__(self, call: _AnyLoss, outputs: Mapping[str, Tensor]) -> None:
+        result = tuple(outputs[name] for name in call.names)
+        *gradients, loss = buffers = tuple(buffer(tensor) for tensor in result)
+        grads, clears = call.written(gradients)
+        first, lists = call.first(), call.tensors["sparse_indices"]
+        statistics = call.given_statistics() if first is None else tuple(first[1].values())
+        stats = None if statistics is None else _views(call, *statistics)
+        index = call.index([] if lists is None else [call.rows(narrow(lists))], stats)
+        if call.names != RESULTS:
+            index.values, clears = call.rows(loss), (*clears, loss)
+            loss = empty(loss, (1,), torch.float32)
+        operands, self.stats = call.operands(index, loss)
+        self.call = call
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
         super().__init__((operands, grads), (*buffers, *self.stats), result, (*clears, *nothing), first)
 
     def begin(self) -> None:
         super().begin()
-        call, (max_, sum_) = self.call, self.stats
-        lse = call.tensors["lse"]
+        if self.stats:
+            assert isinstance(self.call, Loss)
+            self.call.read_statistics(*self.stats)
+
+
+@dataclass(frozen=True, eq=False)
+class Loss(_AnyLoss):
+    """The lowered call of a loss against the attention's probabilities, computed from query and key."""
+
+    def given_statistics(self) -> tuple[Tensor, Tensor] | None:
+        max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
+        return None if max_ is None or sum_ is None else (max_, sum_)
+
+    def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
+        p, q = self.problem, self.given("query")
+        stats, query_rope, key_rope = statistics(q), self.tensors["query_rope"], self.tensors["key_rope"]
+        operands = IndexerLossOperands(
+            q=self.rows(q, p.heads_q),
+            k=self.keys(self.given("key"), p.heads_kv),  # type: ignore[arg-type]  # not in pages
+            stats=Stats(*(self.rows(s.unsqueeze(-1), p.heads_q) for s in stats)),
+            index=index,
+            loss=loss,
+            q_rope=None if query_rope is None else self.rows(query_rope, p.heads_q),
+            k_rope=None if key_rope is None else self.keys(key_rope, p.heads_kv),  # type: ignore[arg-type]
+            sink=self.tensors["sinks"],
+        )
+        return operands, stats
+
+    def read_statistics(self, max_: Tensor, sum_: Tensor) -> None:
+        """Writes the attention's statistics, or its lse as maximum, to max_ and sum_ in the kernels' order."""
+        lse = self.tensors["lse"]
         if lse is None:
-            for name, stats in zip(STATISTICS, self.stats, strict=True):
-                grouped(stats, call.problem.heads_kv, call.layout).copy_(call.given(name))
+            for name, stats in zip(STATISTICS, (max_, sum_), strict=True):
+                grouped(stats, self.problem.heads_kv, self.layout).copy_(self.given(name))
         else:
-            max_.copy_(lse if call.layout == "TND" else lse.mT)
+            max_.copy_(lse if self.layout == "TND" else lse.mT)
             sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys
         max_.masked_fill_(sum_ == 0, -torch.inf)
 
 
-# --------------------------------------------------------------------------------------------------------- given target
-
-
 @dataclass(frozen=True, eq=False)
 class TargetLoss(_AnyLoss):
-    """The lowered call of a loss against a target passed by the caller.
-
-    Args:
-        capacities: as in Indexer.
-        names: names of the results: gradients, and "loss" or "softmax_out" (y for every element of the target).
-    """
-
-    capacities: Extents | None = None
-    names: tuple[str, ...] = RESULTS
-
-    def results(self) -> dict[str, Tensor]:
-        return fresh_target(self.tensors, self.names)
+    """The lowered call of a loss against a target passed by the caller."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
         """(log-sum-exp, ones) as maximum and sum, or None if the caller did not pass it."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        result = tuple(outputs[name] for name in self.names)
-        dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
-        grads, clears = self.written(dq, dk, dweights)
-        first = self.first()
-        index_stats = (self.given_statistics() or (None, None)) if first is None else first[1].values()
-        index = self.index(self.problem.heads_index, self.tensors["sparse_indices"], *index_stats)
-        loss = last
-        if self.names[-1] != "loss":
-            loss, index.values = empty(last, (1,), torch.float32), self.rows(last)
-            clears.append(last)
-        operands = IndexerLossOperands(index=index, loss=loss, target=self.rows(self.given("target")))
-        nothing = () if len(self.extents) else (loss,)  # Then no back end runs.
-        return Filled((operands, grads), buffers, result, (*clears, *nothing), first)
+    def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
+        return IndexerLossOperands(index=index, loss=loss, target=self.rows(self.given("target"))), ()

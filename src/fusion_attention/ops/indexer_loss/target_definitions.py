@@ -4,20 +4,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion_attention.contract import Attr, Declared, Tensor
 from fusion_attention.ops.indexer import second
-from fusion_attention.ops.indexer_loss import checks
 from fusion_attention.ops.indexer_loss.definitions import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_lse, lower_target
 from fusion_attention.ops.indexer_loss.lowered_call import TARGET_RESULTS, fresh_lse, fresh_target
 from fusion_attention.ops.shared import cu_seqlens
+from fusion_attention.ops.shared.checks import Outcome
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import content, invalid, keys_lie, limit, no_float32, only_dim
-from fusion_attention.ops.sparse.checks import FUNCTIONS
+from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
+from fusion_attention.ops.sparse.checks import unread, visible_keys
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE
 from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, lists
 
@@ -59,7 +61,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, axes, and capacity: rows and keys in memory."""
+    """Values derived from a call's arguments (`n`), by name: lengths, axes, capacity (rows and keys in
+    memory), and q_start, the first row of each packed sequence."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):
@@ -67,11 +70,31 @@ def derive(n: Mapping[str, Any]) -> dict[str, Any]:
         result |= {f"{side}_capacity": capacity, length: capacity if used is None else used}
         if n["layout"] == "TND":
             result[axis] = int(capacity.max(initial=0))
+    result["q_start"] = np.cumsum(result["q_capacity"]) - result["q_capacity"]
     return result | ({"B": count} if n["layout"] == "TND" else {})
 
 
 # -------------------------------------------------------------------------------------------------------------- rules
 
+
+def keys_read(
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None, kv_len: np.ndarray,
+    mode: int, ratio: int, residual: np.ndarray | None,
+) -> Outcome:  # fmt: skip
+    """True if every list has at most as many entries as its row has visible keys, all of them visible.
+
+    A key stands for `ratio` tokens, after which `residual` follow; mode: sparse_mode; others: as in entries_fit().
+    """
+
+    def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        behind = len(listed) % ratio if residual is None else int(residual[b])
+        visible = visible_keys(mode, len(listed), int(kv_len[b]), listed.device, ratio, behind)
+        return (slot < visible) & (listed < visible)
+
+    return unread(indices, layout, q_len, reads, "which its row does not read", q_start)
+
+
+FUNCTIONS = {**OF_LISTS, "keys_read": keys_read}
 RULES = (
     *(rule for rule in second.LENGTHS if second.PAGES not in rule.when),
     keys_lie(),
@@ -79,10 +102,10 @@ RULES = (
     *(rule for rule in LSE_SCORES if rule.stage != "dtype"),  # weights have one dtype
 )
 LISTS = (
-    replace(SELECTION[0], check="keys_exist(sparse_indices, layout, q_len, q_capacity, kv_len)"),
+    replace(SELECTION[0], check="entries_fit(sparse_indices, layout, q_len, kv_len, 1, q_start)"),
     SELECTION[1],
     content(
-        "keys_read(sparse_indices, layout, q_len, q_capacity, kv_len, sparse_mode, ratio, residual)",
+        "keys_read(sparse_indices, layout, q_len, q_start, kv_len, sparse_mode, ratio, residual)",
         "sparse_indices: visible keys, at most as many as the row has (a row reads no further entries, and skips keys "
         "that are not visible)",
         given={"sparse_mode": 3},
@@ -151,7 +174,7 @@ V1 = of_cann(
     layout_attr="layout",
     neutral=HERE,
     derive=derive,
-    functions={**FUNCTIONS, **cu_seqlens.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": second.tokens_fit},
+    functions={**FUNCTIONS, **cu_seqlens.FUNCTIONS, "tokens_fit": second.tokens_fit},
     lower=lower_target,
     c=C,
     results=TARGET_RESULTS,

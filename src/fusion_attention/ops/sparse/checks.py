@@ -1,7 +1,7 @@
 """Check functions for rules of sparse attention and of the indexer: each returns True for a legal call, otherwise
 False, or a text with the illegal value."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,16 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- selected blocks
 
 
-def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, lists [rows, heads, entries] of the rows of sequence b); `indices` may lack the axis of heads."""
+def lists_of(
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (b, lists [rows, heads, entries] of the rows of sequence b); `indices` may lack the axis of heads.
+
+    q_start: the first row of each packed sequence; None: no rows are between sequences.
+    """
     if indices.dim() == (3 if layout == "BSND" else 2):
         indices = indices.unsqueeze(-2)
-    start = np.cumsum(q_len) - q_len
+    start = np.cumsum(q_len) - q_len if q_start is None else q_start
     for b, (first, count) in enumerate(zip(start, q_len, strict=True)):
         listed = indices[b, :count] if layout == "BSND" else indices[first : first + count]
         if listed.numel():
@@ -83,15 +88,22 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
     return f"{int(listed[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
 
 
-def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
+def entries_fit(
+    indices: torch.Tensor,
+    layout: str,
+    q_len: np.ndarray,
+    kv_len: np.ndarray,
+    block: int = 1,
+    q_start: np.ndarray | None = None,
+) -> Outcome:
     """True if every entry of the lists is -1 or the number of a block of its sequence's keys; block: keys of a block.
 
-    q_len, kv_len: lengths per sequence. Lists are not checked if stays_unread(indices).
+    q_len, kv_len: lengths per sequence; q_start: as of lists_of(). Lists are not checked if stays_unread(indices).
     """
     # In the usual case all entries exist even in the shortest sequence.
     if stays_unread(indices) or (len(kv_len) and within(indices, -1, -(-int(kv_len.min()) // block) - 1)):
         return True
-    for b, listed in _lists(indices, layout, q_len):
+    for b, listed in lists_of(indices, layout, q_len, q_start):
         blocks = -(-int(kv_len[b]) // block)
         low, high = (int(edge) for edge in listed.aminmax())
         if low < -1 or high >= blocks:
@@ -104,10 +116,36 @@ def unbroken(indices: torch.Tensor) -> bool:
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 
-def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal."""
+def visible_keys(
+    mode: int, rows: int, keys: int, device: torch.device, ratio: int = 1, behind: int = 0
+) -> torch.Tensor:
+    """Number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal.
+
+    ratio: tokens of a key; behind: tokens of the sequence after those of the last key.
+    """
     row = torch.arange(rows, device=device)[:, None, None]
-    return (row + keys - rows + 1).clamp(0, keys) if mode == 3 else torch.full_like(row, keys)
+    if mode != 3:
+        return torch.full_like(row, keys)
+    return (row + keys * ratio + behind - rows + 1).div(ratio, rounding_mode="floor").clamp(0, keys)
+
+
+def unread(
+    indices: torch.Tensor,
+    layout: str,
+    q_len: np.ndarray,
+    reads: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+    text: str,
+    q_start: np.ndarray | None = None,
+) -> Outcome:
+    """True if reads(b, lists, slots) is true for all entries >= 0 of each sequence b, else the first other entry.
+
+    slots: positions in a list; text: follows the entry; other arguments: as of lists_of().
+    """
+    for b, listed in lists_of(indices, layout, q_len, q_start):
+        bad = (listed >= 0) & ~reads(b, listed, torch.arange(listed.shape[-1], device=listed.device))
+        if bool(bad.any()):
+            return f"{_first(bad, listed, b)}, {text}"
+    return True
 
 
 def few_enough(
@@ -117,24 +155,22 @@ def few_enough(
 
     mode: sparse_mode; other arguments: as of entries_fit().
     """
-    for b, listed in _lists(indices, layout, q_len):
-        blocks = -(-_visible(mode, len(listed), int(kv_len[b]), listed.device) // block)
-        slot = torch.arange(listed.shape[-1], device=listed.device)
-        bad = (listed >= 0) & (slot >= blocks)
-        if bool(bad.any()):
-            return f"{_first(bad, listed, b)}, which is not read"
-    return True
+
+    def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return slot < -(-visible_keys(mode, len(listed), int(kv_len[b]), listed.device) // block)
+
+    return unread(indices, layout, q_len, reads, "which is not read")
 
 
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
     """True if every entry of a list is a block of which its row sees a key; arguments: as of few_enough()."""
-    for b, listed in _lists(indices, layout, q_len):
-        bad = listed.long() * block >= _visible(mode, len(listed), int(kv_len[b]), listed.device)
-        if bool(bad.any()):
-            return f"{_first(bad, listed, b)}, which its row does not see"
-    return True
+
+    def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return listed.long() * block < visible_keys(mode, len(listed), int(kv_len[b]), listed.device)
+
+    return unread(indices, layout, q_len, reads, "which its row does not see")
 
 
 FUNCTIONS = (

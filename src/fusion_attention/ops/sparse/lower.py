@@ -27,17 +27,21 @@ def extents_of(n: Mapping[str, Any]) -> Extents:
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
-def sparse_call(bound: Bound) -> Sparse:
-    """Lowers a checked forward or gradient call (`bound`) of sparse attention to its forward call."""
-    n = bound.names
-    problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
-    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
+def tensors_of(n: Mapping[str, Any], *further: str) -> dict[str, Any]:
+    """The input tensors of a checked call with values `n`, and those named in `further`, as kernels read them."""
+    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *further)}
     if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
-    tensors |= {"sinks": to_float32(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
-    return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
+    return tensors | {"sinks": to_float32(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
+
+
+def sparse_call(bound: Bound) -> Sparse:
+    """Lowers a checked forward or gradient call (`bound`) of sparse attention to its forward call."""
+    n = bound.names
+    problem, extents = bound.once(lambda n: (problem_of(n), extents_of(n)))
+    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
+    return Sparse(extents, n["layout"], tensors_of(n), problem, form, n["return_softmax_lse"])
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
@@ -48,7 +52,8 @@ def lower(bound: Bound) -> Sparse | SparseBackward:
     return SparseBackward(call, *(bound[name] for name in ("dy", "attention_in", *STATISTICS)))
 
 
-def _problem(n: Mapping[str, Any]) -> Problem:
+def problem_of(n: Mapping[str, Any]) -> Problem:
+    """The Problem of a checked call with values `n`, of which those with compressed keys have a ratio."""
     rope = n["Dr"] or 0
     return Problem(
         heads_q=n["N1"],
@@ -61,6 +66,7 @@ def _problem(n: Mapping[str, Any]) -> Problem:
         has_sink=n["sinks"] is not None,
         shares_kv=n["value"] is None,
         page_size=n["Ps"] if n["block_table"] is not None else 0,
-        select_count=max(n["K"], 1),
+        select_count=0 if n["sparse_indices"] is None else max(n["K"], 1),
         select_block=n["sparse_block_size"],
+        compressed_ratio=n.get("ratio", 0),
     )
