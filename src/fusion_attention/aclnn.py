@@ -14,28 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fusion_attention import acl
+from fusion_attention import acl, contract
 from fusion_attention.acl import rt, state
 from fusion_attention.acl.jobs import Job, Options, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
-from fusion_attention.contract import (
-    INVALID,
-    NULL_POINTER,
-    RUNTIME,
-    Array,
-    Attr,
-    BackendError,
-    ContractError,
-    ContractWarning,
-    Op,
-    Tensor,
-    Tensors,
-    array_of,
-    bind,
-    members,
-    show,
-    to_array,
-)
 from fusion_attention.ops import RECORDS
 
 SUCCESS = state.SUCCESS
@@ -49,21 +31,23 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 # ------------------------------------------------------------------------------------------------------------ phase 1
 
 
-def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
+def _first(
+    op: contract.Op, values: tuple[Any, ...], strict: bool, check_content: bool
+) -> tuple[int, int, acl.Executor | None]:
     """Runs phase 1 of an operator on `values`, its arguments in order; returns (ret, workspace_size, executor).
 
     strict: True: the chip's limits are errors; check_content: True: phase 2 checks tensor content too.
     """
     try:
         if STATE.device is None:
-            raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
+            raise Refusal(contract.RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
         executor = planned(op, values, Options(strict, check_content, STATE.device, STATE.backend))
         return SUCCESS, executor.workspace_size, executor
     except Exception as error:
         return _code(op, error), 0, None
 
 
-def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
+def planned(op: contract.Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
     """Checks and plans a two-phase call, and returns its executor.
 
     Args:
@@ -76,32 +60,32 @@ def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
     return acl.Executor(op, job.layout.workspace, values, options, job)
 
 
-def _code(op: Op, error: Exception) -> int:
+def _code(op: contract.Op, error: Exception) -> int:
     """Returns CANN's code of an error in a call of `op`, and stores its text for acl.get_recent_err_msg()."""
-    if isinstance(error, ContractWarning):
+    if isinstance(error, contract.ContractWarning):
         raise error  # The caller's warning filter turns warnings into exceptions.
     code, text = failure(op, error)
     state.note(text)
     return code
 
 
-def failure(op: Op, error: Exception) -> tuple[int, str]:
+def failure(op: contract.Op, error: Exception) -> tuple[int, str]:
     """Returns (code, text) of any error in a call of `op`, internal ones too: C programs cannot catch exceptions."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
-    if isinstance(error, (ContractError, Refusal)):
+    if isinstance(error, (contract.ContractError, Refusal)):
         code, text = error.code, str(error)
-    elif isinstance(error, BackendError):
+    elif isinstance(error, contract.BackendError):
         code = NO_KERNEL
     elif isinstance(error, MemoryError) or "memory" in str(error):
-        code = RUNTIME
+        code = contract.RUNTIME
     return code, text
 
 
-def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
+def _prepare(op: contract.Op, values: tuple[Any, ...], options: Options) -> Job:
     """Checks a two-phase call, and returns the job that computes it on the memory of its tensors."""
     args = _arguments(op, values)
     # Tensor content is read in phase 2, because it may be written after phase 1.
-    bound = bind(op, args, strict=options.strict, reads=False)
+    bound = contract.bind(op, args, strict=options.strict, reads=False)
     assert op.lower is not None
     call = op.lower(bound)
     layouts = bound.call_cache.two_phase
@@ -112,14 +96,14 @@ def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
     return job_of(layout, call, args)
 
 
-def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
+def _arguments(op: contract.Op, values: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the arguments (`values`, in order) by canonical name for bind(), with torch tensors and int64 arrays."""
     args = op.named(values)
-    for i in op.positions[Tensor]:
+    for i in op.positions[contract.Tensor]:
         value = values[i]
         if value is not None:
             args[op.params[i].name] = _view(op, i, value)
-    for i in op.positions[Tensors]:
+    for i in op.positions[contract.Tensors]:
         value = values[i]
         if type(value) is acl.TensorList and value.tensors is None:
             raise refusal(op, op.params[i].shown, "a live tensor list", "a destroyed one")
@@ -129,7 +113,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
         view = args[op.params[i].name]
         if view is not None and view.dim() < 2 and (view.dim() == 0 or view.numel() == 0):
             args[op.params[i].name] = None  # An empty tensor counts as absent.
-    for i in op.positions[Array]:
+    for i in op.positions[contract.Array]:
         value, p = values[i], op.params[i]
         if isinstance(value, acl.IntArray):
             if value.values is None:
@@ -139,12 +123,12 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
             args[p.name] = _integers(op, i, _view(op, i, value))
         elif value is not None:
             if not isinstance(value, (list, tuple, np.ndarray)):
-                raise refusal(op, p.shown, "an acl.IntArray, an acl.Tensor, a list or None", show(value))
-            args[p.name] = to_array(value)
+                raise refusal(op, p.shown, "an acl.IntArray, an acl.Tensor, a list or None", contract.show(value))
+            args[p.name] = contract.to_array(value)
     return args
 
 
-def _view(op: Op, position: int, value: Any) -> torch.Tensor:
+def _view(op: contract.Op, position: int, value: Any) -> torch.Tensor:
     """Returns the torch tensor of a handle, the argument at `position`; Refusal: destroyed, or not row-major."""
     if (
         type(value) is acl.Tensor
@@ -157,15 +141,15 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
     raise _no_tensor(op, op.params[position].shown, value)
 
 
-def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
+def _integers(op: contract.Op, position: int, view: torch.Tensor) -> Any:
     """Returns integers of a tensor argument (`view`, at `position`); None if it is empty, so it counts as absent."""
-    return array_of(op, position, view if view.dim() else view.new_empty(0))
+    return contract.array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
-def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
+def _no_tensor(op: contract.Op, param: str, value: Any) -> Refusal:
     if not isinstance(value, acl.Tensor):
         advice = " (acl.Tensor.of(tensor) makes one)" if isinstance(value, torch.Tensor) else ""
-        return refusal(op, param, "an acl.Tensor or None", show(value) + advice)
+        return refusal(op, param, "an acl.Tensor or None", contract.show(value) + advice)
     if not value.alive:
         return refusal(op, param, "a live tensor", "one destroyed, or whose memory was freed")
     if value.lost:
@@ -173,7 +157,7 @@ def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
     return refusal(op, param, "a plain format", value.format.name, "ACL_FORMAT_ND")
 
 
-def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal:
+def _lost(op: contract.Op, param: str, value: acl.Tensor, code: int = contract.INVALID) -> Refusal:
     assert value.view is not None
     got = f"one of {value.view.untyped_storage().nbytes()}"
     advice = "it was resized under the handle"
@@ -183,7 +167,7 @@ def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal
 # ------------------------------------------------------------------------------------------------------------ phase 2
 
 
-def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
+def _second(op: contract.Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
     """Runs phase 2 of an operator: checks everything, then runs the executor's call; returns its code."""
     try:
         ready = _check_executor(op, executor)
@@ -216,7 +200,7 @@ def due(executor: acl.Executor) -> Job:
     return job
 
 
-def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
+def _moved(op: contract.Op, job: Job, values: tuple[Any, ...]) -> bool:
     """True if an argument in `values` has other memory, or an array other numbers, than when the job was made.
 
     Raises:
@@ -228,24 +212,26 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
         if type(value) is acl.Tensor and value.view is job.args[name] and value.memory.alive and not value.lost:
             continue
         if type(value) is acl.TensorList and value.tensors is None:
-            raise refusal(op, op.params[i].shown, "a live tensor list", "destroyed since phase 1", code=RUNTIME)
-        for tensor, view in zip(handles(value), members(job.args[name]), strict=True):
+            raise refusal(
+                op, op.params[i].shown, "a live tensor list", "destroyed since phase 1", code=contract.RUNTIME
+            )
+        for tensor, view in zip(handles(value), contract.members(job.args[name]), strict=True):
             _check_there(op, i, tensor)
             moved = moved or tensor.view is not view
-    return moved or any(_changed(op, i, values[i], job.args[op.params[i].name]) for i in op.positions[Array])
+    return moved or any(_changed(op, i, values[i], job.args[op.params[i].name]) for i in op.positions[contract.Array])
 
 
-def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
+def _check_there(op: contract.Op, position: int, tensor: acl.Tensor) -> None:
     """Raises Refusal if the tensor, the argument at `position`, was destroyed, or its memory freed, after phase 1."""
     param = op.params[position].shown
     if not tensor.alive:
         text = "destroyed, or its memory freed, since phase 1"
-        raise refusal(op, param, "a live tensor", text, code=RUNTIME)
+        raise refusal(op, param, "a live tensor", text, code=contract.RUNTIME)
     if tensor.lost:
-        raise _lost(op, param, tensor, RUNTIME)
+        raise _lost(op, param, tensor, contract.RUNTIME)
 
 
-def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
+def _changed(op: contract.Op, position: int, value: Any, read: np.ndarray | None) -> bool:
     """True if a tensor of lengths (`value`, at `position`) has other numbers than `read`, those of phase 1."""
     if type(value) is not acl.Tensor:
         return False
@@ -254,11 +240,11 @@ def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool
     return result is not read if result is None or read is None else not np.array_equal(result, read)
 
 
-def _check_executor(op: Op, executor: Any) -> acl.Executor:
+def _check_executor(op: contract.Op, executor: Any) -> acl.Executor:
     if STATE.device is None:
-        raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
+        raise Refusal(contract.RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
     if executor is None:
-        raise refusal(op, "executor", f"what {op.name}{PHASE_1} returned", "None", code=NULL_POINTER)
+        raise refusal(op, "executor", f"what {op.name}{PHASE_1} returned", "None", code=contract.NULL_POINTER)
     if not isinstance(executor, acl.Executor):
         raise refusal(op, "executor", "an acl.Executor", type(executor).__name__)
     if executor.op is not op:
@@ -266,61 +252,63 @@ def _check_executor(op: Op, executor: Any) -> acl.Executor:
     if executor.destroyed:
         how = "one that ran before" if executor.used and not executor.repeatable else "a destroyed one"
         advice = "plan again, or acl.set_acl_op_executor_repeatable(executor) before the first run"
-        raise refusal(op, "executor", "one that has not run", how, advice, RUNTIME)
+        raise refusal(op, "executor", "one that has not run", how, advice, contract.RUNTIME)
     return executor
 
 
-def _check_stream(op: Op, stream: Any) -> None:
+def _check_stream(op: contract.Op, stream: Any) -> None:
     try:
         rt.check_stream(stream)
     except Refusal as error:
-        code = INVALID if error.code == state.INVALID_PARAM else RUNTIME
+        code = contract.INVALID if error.code == state.INVALID_PARAM else contract.RUNTIME
         raise Refusal(code, f"{op.name}: {error.text}") from None
 
 
-def _check_workspace(op: Op, workspace: Any, size: Any, needed: int) -> None:
+def _check_workspace(op: contract.Op, workspace: Any, size: Any, needed: int) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise refusal(op, "workspace_size", "an int", type(size).__name__)
     if not needed:
         return
     advice = f"phase 1 returned workspace_size={needed}"
     if workspace is None or (isinstance(workspace, int) and workspace == 0):
-        raise refusal(op, "workspace", f"{needed} bytes of device memory", "None", advice, RUNTIME)
+        raise refusal(op, "workspace", f"{needed} bytes of device memory", "None", advice, contract.RUNTIME)
     if size < needed:
-        raise refusal(op, "workspace_size", f"at least {needed}", str(size), advice, RUNTIME)
+        raise refusal(op, "workspace_size", f"at least {needed}", str(size), advice, contract.RUNTIME)
     if isinstance(workspace, torch.Tensor):
         available = workspace.numel() * workspace.element_size()
     elif isinstance(workspace, (int, np.integer)) and not isinstance(workspace, bool):
         try:
             memory, start = STATE.find(int(workspace))
         except Refusal as error:
-            raise refusal(op, "workspace", f"{size} bytes of device memory", error.text, advice, RUNTIME) from None
+            raise refusal(
+                op, "workspace", f"{size} bytes of device memory", error.text, advice, contract.RUNTIME
+            ) from None
         available = 0 if memory.host else memory.bytes.numel() - start
     else:
         raise refusal(op, "workspace", "an address or a torch tensor", type(workspace).__name__)
     if available < size:
-        raise refusal(op, "workspace", f"{size} bytes of device memory", f"{available}", advice, RUNTIME)
+        raise refusal(op, "workspace", f"{size} bytes of device memory", f"{available}", advice, contract.RUNTIME)
 
 
-def _check_content(op: Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
+def _check_content(op: contract.Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
     """Checks the rules that read tensor content, which may have been written after phase 1."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ContractWarning)  # Phase 1 issued them.
-        bind(op, args, strict=strict, check_content=check_content)
+        warnings.simplefilter("ignore", contract.ContractWarning)  # Phase 1 issued them.
+        contract.bind(op, args, strict=strict, check_content=check_content)
 
 
 # ---------------------------------------------------------------------------------------------------------- functions
 
 
 def _annotation(p: Any) -> Any:
-    if isinstance(p, Attr):
+    if isinstance(p, contract.Attr):
         return p.type
-    if isinstance(p, Tensors):
+    if isinstance(p, contract.Tensors):
         return acl.TensorList | None
-    return acl.IntArray | acl.Tensor | Sequence[int] | None if isinstance(p, Array) else acl.Tensor | None
+    return acl.IntArray | acl.Tensor | Sequence[int] | None if isinstance(p, contract.Array) else acl.Tensor | None
 
 
-def _phase_1(op: Op) -> Callable[..., Any]:
+def _phase_1(op: contract.Op) -> Callable[..., Any]:
     """Makes the function aclnnXxxGetWorkspaceSize of `op`, whose signature has the definition's parameters."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
@@ -350,7 +338,7 @@ Source: {op.page}.
     return function
 
 
-def _phase_2(op: Op) -> Callable[..., Any]:
+def _phase_2(op: contract.Op) -> Callable[..., Any]:
     """Makes the function aclnnXxx (phase 2), which runs a planned call."""
 
     def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:

@@ -33,7 +33,7 @@ SURFACE = [
     package("sequences lie end to end although some are shorter than their memory", "ops/indexer/lowered_call.py",
           'self.capacities or self.extents, "q")', 'self.extents, "q")', f"{CANN_INDEXER}::test_packed_rows"),
     package("an offset moves the -1 of a list", "ops/indexer/lowered_call.py",
-          "self.call.offsets() * (indices >= 0)", "self.call.offsets()", f"{CANN_INDEXER}::test_packed_rows"),
+          "self.offsets() * (indices >= 0)", "self.offsets()", f"{CANN_INDEXER}::test_packed_rows"),
     package("a key of several tokens is visible a token early", "ops/indexer/lower.py",
           'behind - n["q_len"] + 1', 'behind - n["q_len"] + 2', f"{CANN_INDEXER}::test_padded_rows"),
     package("a hidden key of a block scores", "npu/surface/block_scores.py",

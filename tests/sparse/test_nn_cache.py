@@ -185,17 +185,6 @@ def test_under_autocast(stage: dsa.Stage) -> None:
     assert out.dtype == alone._rows["k"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_stored(stage: dsa.Stage) -> None:
-    """Of a latent layer one row for all heads in every stage; the indexer's keys where they choose."""
-    stored = {"latent": {"k": (1, 16 + 6)}, "grouped": {"k": (2, 8), "v": (2, 8)}}
-    for form, rows in stored.items():
-        layer, cache = make(form, stage).eval(), dsa.Cache(2, 30)
-        run(layer, drawn(), cache)
-        want = rows | ({"index_k": (1, 12)} if stage == "sparse" else {})
-        assert {part: tuple(t.shape) for part, t in cache._rows.items()} == {n: (2, 30, *s) for n, s in want.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_compiled_layers(form: str) -> None:

@@ -167,20 +167,6 @@ def test_what_a_list_may_hold_without_effect() -> None:
     assert torch.equal(first, k[:, :1].expand(1, 1, 2, 8))  # one key seen: one entry read
 
 
-def test_shared_rows_get_both_gradients() -> None:
-    case = SparseCase(lists="repeated", count=6, dim_rope=4, dim_qk=8, dim_v=8)
-    args = operands(case)
-    apart, shared = {**args, "value": args["key"]}, {**args, "value": None}
-    two, one = golden(case, apart), golden(case, shared)
-    two["dkey"] += two.pop("dvalue")
-    close(two, one)
-    judge(case, apart)
-    judge(replace(case, shares_kv=True), shared)
-    for backend in backends(case):
-        outs = [compute(case, lowered(given), args["dy"], backend)["out"] for given in (shared, apart)]
-        same_bits(*outs, "out")
-
-
 def test_keys_that_no_row_selects_may_be_anything() -> None:
     case = SparseCase(lists="random", count=2, mode=0)
     args = cloned(operands(case))

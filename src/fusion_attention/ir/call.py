@@ -34,9 +34,11 @@ class Filled:
         buffers: tensors that a run writes; outputs: the destinations of the first buffers, often the same tensors.
         clears: buffers with rows that belong to no sequence.
         first: None, or a call that must run before this one and the operands that receive its results.
+        prepare: None, or a function that writes further buffers before a run, such as saved state in another format.
+        convert: None, or a function that computes results from the buffers after a run.
     """
 
-    __slots__ = ("buffers", "clears", "first", "operands", "outputs")
+    __slots__ = ("buffers", "clears", "convert", "first", "operands", "outputs", "prepare")
 
     def __init__(
         self,
@@ -45,16 +47,24 @@ class Filled:
         outputs: tuple[torch.Tensor, ...] = (),
         clears: tuple[torch.Tensor, ...] = (),
         first: tuple[Lowered, Mapping[str, torch.Tensor]] | None = None,
+        *,
+        prepare: Callable[[], None] | None = None,
+        convert: Callable[[], None] | None = None,
     ) -> None:
         self.operands, self.buffers, self.outputs, self.clears, self.first = operands, buffers, outputs, clears, first
+        self.prepare, self.convert = prepare, convert
 
     def begin(self) -> None:
-        """Prepares memory before the plan runs: clears rows of no sequence; subclasses also convert saved state."""
+        """Prepares memory before the plan runs: clears rows of no sequence, and calls prepare()."""
         for tensor in self.clears:
             tensor.zero_()
+        if self.prepare is not None:
+            self.prepare()
 
     def finish(self) -> None:
-        """Copies results from buffers to outputs after the plan has run."""
+        """Calls convert() after the plan has run, and copies results from buffers to outputs."""
+        if self.convert is not None:
+            self.convert()
         for output, tensor in zip(self.outputs, self.buffers, strict=False):
             if tensor is not output:
                 output.copy_(tensor)  # Back ends cannot write this output: its rows are not contiguous.

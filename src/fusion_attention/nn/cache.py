@@ -85,14 +85,8 @@ class Cache:
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
-        """Raises ValueError if rows do not match the stored ones in layer, names, shape, dtype or device.
-
-        Args:
-            name: the layer's name, for the error.
-            layer: the layer that calls.
-            x: hidden states of the new tokens, [B, S, dim].
-            new: rows to be stored by operand, [B, S, ...].
-        """
+        """Raises ValueError if rows to store (`new`, [B, S, ...] by operand) do not match x [B, S, dim], or the stored
+        ones in layer, names, shape, dtype or device; name: the layer's, for the error."""
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
         for operand, t in new.items():
@@ -180,11 +174,8 @@ def step(
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
-    """Returns the number of tokens of x [B, S, dim] that every sequence appends, int64 [B]; ValueError: invalid
-    lengths.
-
-    name: the layer's name, for the error.
-    """
+    """Returns the number of tokens of x [B, S, dim] that every sequence appends, int64 [B]; ValueError, with the
+    layer's name: invalid lengths."""
     batch, tokens = x.shape[:2]
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")

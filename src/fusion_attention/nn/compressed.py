@@ -250,16 +250,6 @@ class CompressedAttention(StagedAttention):
 
     def _computed(self, x: Tensor, rope: Rope, lengths: Any, step: CompressedStep) -> tuple[Tensor, Tensor]:
         """Returns forward()'s results for the tokens of a step; x, rope, lengths: as in forward()."""
-        self._check(x, rope, step)
-        cos, sin = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
-        query, q, k = self.project(x, (cos, sin))
-        mixed, loss = self._attended(x, query, q, step.keys(k, self.window), rope, lengths, step)
-        mixed = rotate_end(mixed, (cos, -sin)).flatten(-2).unflatten(-1, (self.groups, -1))
-        latent = torch.einsum("...gi,goi->...go", mixed, self.o_a_proj.weight.unflatten(0, (self.groups, -1)))
-        return self.o_b_proj(latent.flatten(-2)), loss
-
-    def _check(self, x: Tensor, rope: Rope, step: CompressedStep) -> None:
-        """Raises ValueError if x is not padded rows, or rope has too few positions for a step, or too many columns."""
         name = type(self).__name__
         if x.dim() != 3:
             raise ValueError(f"{name}: x: expected padded [B, S, dim], got {show(x)}")
@@ -269,6 +259,12 @@ class CompressedAttention(StagedAttention):
                 f"{name}: rope: expected the cosines and sines of positions 0 to {step.tokens - 1}, of at most "
                 f"{self.head_dim // 2} pairs, got {show(rope[0])}"
             )
+        cos, sin = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
+        query, q, k = self.project(x, (cos, sin))
+        mixed, loss = self._attended(x, query, q, step.keys(k, self.window), rope, lengths, step)
+        mixed = rotate_end(mixed, (cos, -sin)).flatten(-2).unflatten(-1, (self.groups, -1))
+        latent = torch.einsum("...gi,goi->...go", mixed, self.o_a_proj.weight.unflatten(0, (self.groups, -1)))
+        return self.o_b_proj(latent.flatten(-2)), loss
 
     def _attended(
         self, x: Tensor, query: Tensor, q: Tensor, k: Tensor, rope: Rope, lengths: Any, step: CompressedStep

@@ -91,14 +91,11 @@ class CompressedStep:
 
         new: keys of the call's tokens, [B, S, 1, D].
         """
-        all_rows = new
-        if self.cache is not None:
-            old = self.cache._keys
-            if old is not None:
-                self._check_rows("x", new, old)
-                all_rows = torch.cat((old, new), 1)
-            self.last = all_rows[:, max(0, all_rows.shape[1] - window + 1) :].clone()
-        return all_rows
+        if self.cache is None:
+            return new
+        rows = self._joined(self.cache._keys, new)
+        self.last = rows[:, max(0, rows.shape[1] - window + 1) :].clone()
+        return rows
 
     def pooled(self, name: str, kv: Tensor, gate: Tensor, **windows: Any) -> tuple[Tensor, int]:
         """Returns the pooled rows of the windows that the call completes, and the number of windows before them.
@@ -125,22 +122,20 @@ class CompressedStep:
                 f"{self.name}: cache: expected compressed keys of a {name} in it, got none (it was filled in another "
                 "stage: fill a new cache)"
             )
-        old = self.cache._entries.get(name)
-        if old is not None:
-            self._check_rows("x", new, old)
-        self.entries[name] = new if old is None else torch.cat((old, new), 1)
+        self.entries[name] = self._joined(self.cache._entries.get(name), new)
         return self.entries[name]
 
-    def _check_rows(self, param: str, new: Tensor, old: Tensor) -> None:
-        """Raises ValueError if rows of the call, `new`, have another batch, dtype or device than stored ones, `old`.
-
-        param: the argument's name, for the error.
-        """
+    def _joined(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """Returns stored rows (None: there are none) [B, tokens, ...], followed by rows of the call, `new`; ValueError:
+        they have another batch, dtype or device."""
+        if old is None:
+            return new
         if (len(new), new.dtype, new.device) != (len(old), old.dtype, old.device):
             raise ValueError(
-                f"{self.name}: {param}: expected rows of {len(old)} sequences in {old.dtype} on {old.device}, as its "
-                f"cache has, got {len(new)} in {new.dtype} on {new.device}"
+                f"{self.name}: x: expected rows of {len(old)} sequences in {old.dtype} on {old.device}, as its cache "
+                f"has, got {len(new)} in {new.dtype} on {new.device}"
             )
+        return torch.cat((old, new), 1)
 
     def commit(self) -> None:
         """Stores the call's rows in the cache, if there is one."""

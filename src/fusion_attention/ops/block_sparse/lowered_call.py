@@ -28,7 +28,16 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _Run(self.call, outputs[OUT], outputs.get(LSE))
+        call, lse = self.call, outputs.get(LSE)
+        buffers = buffer(outputs[OUT]), *statistics(call)
+
+        def convert() -> None:
+            if lse is not None:
+                _, max_, sum_ = buffers
+                lse.copy_(by_row(max_ + sum_.log(), call))
+
+        clears = () if call.covers("q") else buffers
+        return Filled((operands_of(call, *buffers),), buffers, (outputs[OUT],), clears, convert=convert)
 
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
@@ -49,22 +58,6 @@ class BlockBackward(DenseBackward):
         """(max, sum) for the kernels: softmax_lse and 1, or -inf and 0 in a row without visible keys."""
         lse = by_head(max_, self.call)
         return lse, lse > -torch.inf
-
-
-class _Run(Filled):
-    __slots__ = ("call", "lse")
-
-    def __init__(self, call: DenseCall, out: Tensor, lse: Tensor | None) -> None:
-        self.call, self.lse = call, lse
-        buffers = buffer(out), *statistics(call)
-        clears = () if call.covers("q") else buffers
-        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
-
-    def finish(self) -> None:
-        super().finish()
-        if self.lse is not None:
-            _, max_, sum_ = self.buffers
-            self.lse.copy_(by_row(max_ + sum_.log(), self.call))
 
 
 def by_row(statistic: Tensor, call: DenseCall) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,7 @@ from fusion_attention.ir.problem import Compressed, Extents
 from fusion_attention.ops.compressed.lowered_call import COUNTS, FlashMla, placed
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of, problem_of, tensors_of
-from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Sparse, page_table
-
-Call = TypeVar("Call", bound=Sparse)
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Call, Sparse, page_table
 
 
 def lower(bound: Bound) -> Sparse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -14,14 +14,7 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.shared.call import Results
-from fusion_attention.ops.sparse.lowered_call import (
-    RESULTS,
-    BackwardRun,
-    Sparse,
-    SparseBackward,
-    SparseForward,
-    statistics,
-)
+from fusion_attention.ops.sparse.lowered_call import RESULTS, Sparse, SparseBackward, statistics
 
 Tensor = torch.Tensor
 OUT, LSE, NORM, NORM_OF_KEYS = "attention_out", "softmax_lse", "cmp_softmax_l1_norm", "ori_softmax_l1_norm"
@@ -77,12 +70,14 @@ class FlashMla(Sparse):
         result = replace_statistics(super().results())
         return result if self.stats else {OUT: result[OUT]}
 
-    def complete(self) -> FlashMla:
-        """The same call, with softmax_lse among its results."""
-        return replace(self, stats=True)
-
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _Run(self, outputs)
+    def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
+        """Writes softmax_lse from statistics in the kernels' order, [.., N1], if it is among the outputs."""
+        if LSE in outputs:
+            lse = max_ + sum_.log()
+            lse.masked_fill_(lse == -torch.inf, 0)
+            if self.problem.has_sink:
+                self._clear_rows_without_keys(lse)
+            outputs[LSE].copy_(self.grouped(lse))
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
         """The gradient call, from the results of a call with softmax_lse and their gradients (upstream)."""
@@ -177,38 +172,7 @@ class FlashMlaBackward(SparseBackward):
         if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")
             gradients.setdefault("dkey_compressed", empty(compressed, compressed.shape, compressed.dtype))
-        return _GradientRun(self, gradients, outputs.get(self.norm))
-
-
-class _GradientRun(BackwardRun):
-    __slots__ = ("lse", "norm")
-
-    def __init__(self, of: FlashMlaBackward, gradients: Mapping[str, Tensor], norm: Tensor | None) -> None:
-        super().__init__(of.call, of.saved, of.dlse, gradients)
-        self.lse, self.norm = of.saved[2], norm
-
-    def finish(self) -> None:
-        super().finish()
-        if self.norm is not None and self.norm.numel():
-            assert isinstance(self.call, FlashMla)
-            write_probabilities(self.call.listed_rows(self.lse), self.norm)
-
-
-class _Run(SparseForward):
-    __slots__ = ("lse",)
-
-    def __init__(self, call: FlashMla, outputs: Mapping[str, Tensor]) -> None:
-        super().__init__(call, outputs)
-        self.lse = outputs.get(LSE)
-
-    def finish(self) -> None:
-        super().finish()
-        if self.lse is None:
-            return
-        _, top, total = self.buffers
-        lse = top + total.log()
-        lse.masked_fill_(lse == -torch.inf, 0)
-        assert isinstance(self.call, FlashMla)
-        if self.call.problem.has_sink:
-            self.call._clear_rows_without_keys(lse)
-        self.lse.copy_(self.call.grouped(lse))
+        filled, norm = super().fill(gradients), outputs.get(self.norm)
+        if norm is not None and norm.numel():
+            filled.convert = lambda: write_probabilities(self.call.listed_rows(self.saved[2]), norm)
+        return filled

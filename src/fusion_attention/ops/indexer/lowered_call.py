@@ -134,7 +134,21 @@ class Indexer(IndexCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _ForwardRun(self, outputs)
+        results = tuple(outputs[name] for name in RESULTS if name in outputs)
+        buffers = tuple(buffer(tensor) for tensor in results)
+        operands = self.operands(dict(zip(_LISTS, buffers, strict=False)))
+        is_covered = self.covers(self.given("query"))
+
+        def prepare() -> None:
+            for tensor, nothing in zip(() if is_covered else buffers, (-1, -torch.inf), strict=False):
+                tensor.fill_(nothing)  # Rows outside all sequences select no key.
+
+        def convert() -> None:
+            if self.offset is not None:
+                indices = buffers[0]
+                indices += self.offsets() * (indices >= 0)
+
+        return Filled((operands,), buffers, results, prepare=prepare, convert=convert)
 
 
 def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
@@ -147,28 +161,6 @@ def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
     dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
     return results | ({RESULTS[1]: empty(q, shape, dtype)} if n["return_values"] else {})
-
-
-class _ForwardRun(Filled):
-    __slots__ = ("call",)
-
-    def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
-        self.call = call
-        results = tuple(outputs[name] for name in RESULTS if name in outputs)
-        buffers = tuple(buffer(tensor) for tensor in results)
-        clears = () if call.covers(call.given("query")) else buffers
-        operands = call.operands(dict(zip(_LISTS, buffers, strict=False)))
-        super().__init__((operands,), buffers, results, clears)
-
-    def begin(self) -> None:
-        for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
-            tensor.fill_(nothing)  # Rows outside all sequences select no key.
-
-    def finish(self) -> None:
-        if self.call.offset is not None:
-            indices = self.buffers[0]
-            indices += self.call.offsets() * (indices >= 0)
-        super().finish()
 
 
 def fresh_gradients(n: Mapping[str, Any], trained: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Tensor]:

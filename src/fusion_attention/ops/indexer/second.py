@@ -25,23 +25,9 @@ from fusion_attention.ops.indexer.definitions import (
 )
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.indexer.lowered_call import RESULTS, fresh
-from fusion_attention.ops.shared import cu_seqlens
+from fusion_attention.ops.shared import cu_seqlens, rules
 from fusion_attention.ops.shared.params import one_of, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
-from fusion_attention.ops.shared.rules import (
-    PACKED,
-    group,
-    keys_lie,
-    limit,
-    meaning,
-    needed,
-    no_float32,
-    note,
-    of_lengths,
-    only_dim,
-    presence,
-    tabled,
-)
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
@@ -116,14 +102,14 @@ COMPRESSED = {"sparse_mode": 3, "ratio": 3, "residual": [0, 2]}
 LENGTHS = (
     *cu_seqlens.rules_of("q", "T1", "layout", PACKED_SAMPLE),
     *cu_seqlens.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
-    of_lengths(
+    rules.of_lengths(
         "cu_seqlens_q is None or cu_seqlens_k is None or len(cu_seqlens_q) == len(cu_seqlens_k)",
         "cu_seqlens_k: as many ends as cu_seqlens_q (both have a 0, then one end per sequence)",
-        only=PACKED,
+        only=rules.PACKED,
         given=PACKED_SAMPLE,
         invalid={"cu_seqlens_k": [0, 12]},
     ),
-    needed(
+    rules.needed(
         "seqused_k",
         "pages do not show where a sequence ends",
         text="the lengths of keys in pages",
@@ -132,9 +118,9 @@ LENGTHS = (
     ),
 )
 FORMS = (
-    keys_lie(PAGES),
-    tabled("block_table", PAGES, given=IN_PAGES, invalid={"block_table": None}),
-    meaning(
+    rules.keys_lie(PAGES),
+    rules.tabled("block_table", PAGES, given=IN_PAGES, invalid={"block_table": None}),
+    rules.meaning(
         "index_offset.dim() > 1 or len(index_offset) == len(q_len)",
         "index_offset: one number for every sequence (or one for every row: [B, S1, 1], packed [T1, 1])",
         given={"index_offset": "2"},
@@ -142,31 +128,31 @@ FORMS = (
     ),
 )
 RESIDUALS = (
-    presence(
+    rules.presence(
         "residual is not None or ratio <= 1 or sparse_mode != 3",
         "residual: one number per sequence if cmp_ratio is above 1 and mask_mode 3 (the tokens of each sequence % "
         "cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": None},
     ),
-    presence(
+    rules.presence(
         "residual is None or ratio > 1 and sparse_mode == 3",
         "residual: None if cmp_ratio is 1 or mask_mode 0 (visible keys do not depend on it)",
         invalid={"residual": [0, 0]},
     ),
-    of_lengths(
+    rules.of_lengths(
         "one_each(residual, B, cu_seqlens_q)",
         "residual: one number per sequence (the tokens of each sequence % cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": [0, 0, 0]},
     ),
-    of_lengths(
+    rules.of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
         "residual: numbers from 0 to cmp_ratio - 1 (cmp_ratio tokens or more are further keys)",
         given=COMPRESSED,
         invalid={"residual": [0, 3]},
     ),
-    note(
+    rules.note(
         "residual is None or tokens_fit(q_len, kv_len, ratio, residual)",
         "residual: as many tokens as rows (it is the tokens of a sequence % cmp_ratio, not its keys % "
         "cmp_ratio: keys of later tokens would be visible)",
@@ -175,11 +161,11 @@ RESIDUALS = (
     ),
 )
 LIMITS = (
-    no_float32("query"),
-    limit("N1 <= 64", "query (the chip takes no more heads)", invalid={"N1": 65}),
-    only_dim("D", 128, "query"),
-    limit("sparse_count <= 8192", "sparse_count (the chip takes no more)"),
-    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
+    rules.no_float32("query"),
+    rules.limit("N1 <= 64", "query (the chip takes no more heads)", invalid={"N1": 65}),
+    rules.only_dim("D", 128, "query"),
+    rules.limit("sparse_count <= 8192", "sparse_count (the chip takes no more)"),
+    rules.limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
 )
 
 
@@ -194,30 +180,29 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
     return not len(few) or f"{tokens[few[0]]} tokens and {q_len[few[0]]} rows of sequence {few[0]}"
 
 
-def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, rows and keys of sequences in memory (capacity),
-    and axes; axis Kv is None if the call does not return the selected scores."""
+def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
+    """Values derived from a call's arguments (`n`), by name: lengths, and rows and keys of sequences in memory
+    (capacity)."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
-    q_capacity = cu_seqlens.stored(n["cu_seqlens_q"], count, n["S1"])
-    k_capacity = cu_seqlens.stored(n["cu_seqlens_k"], count, n["S2"])
+    result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
+              for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip
     if n["block_table"] is not None:
-        k_capacity = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
-    q_len, kv_len = (
-        capacity if used is None else used
-        for capacity, used in ((q_capacity, n["seqused_q"]), (k_capacity, n["seqused_k"]))
-    )
-    result = {
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "q_capacity": q_capacity,
-        "k_capacity": k_capacity,
-        "K": n["sparse_count"],
-    }
-    result["Kv"] = n["sparse_count"] if n["return_values"] else None
+        result["k_capacity"] = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
+    for side, length in (("q", "q_len"), ("k", "kv_len")):
+        used = n[f"seqused_{side}"]
+        result[length] = result[f"{side}_capacity"] if used is None else used
+    return result | ({"B": count} if n["layout"] == "TND" else {})
+
+
+def derive(n: dict[str, Any]) -> dict[str, Any]:
+    """Values derived from a call's arguments (`n`), by name: those of sequences_of(), and axes; axis Kv is None if the
+    call does not return the selected scores."""
+    result, count = sequences_of(n), n["sparse_count"]
+    result |= {"K": count, "Kv": count if n["return_values"] else None}
     if n["layout"] == "TND":
-        result |= {"B": count, "S1": int(q_len.max(initial=0))}
+        result["S1"] = int(result["q_len"].max(initial=0))
     if n["layout_kv"] != "BSND":
-        result["S2"] = int(kv_len.max(initial=0))
+        result["S2"] = int(result["kv_len"].max(initial=0))
     return result
 
 
@@ -235,7 +220,14 @@ V2 = of_cann(
         *(RETURN_VALUES, *OUTPUTS),
     ),
     (
-        *(*LENGTHS, *FORMS, *RESIDUALS, *group(*TABLES, given=IN_PAGES), *group(*TABLE_LIMITS, given=IN_PAGES), HEADS),
+        *(
+            *LENGTHS,
+            *FORMS,
+            *RESIDUALS,
+            *rules.group(*TABLES, given=IN_PAGES),
+            *rules.group(*TABLE_LIMITS, given=IN_PAGES),
+            HEADS,
+        ),
         *(*SCORES[1:], replace(FORWARD[0], given={"return_values": 1}), FORWARD[1], *LIMITS),  # weights have one dtype
     ),
     formula=OF_TOKENS,

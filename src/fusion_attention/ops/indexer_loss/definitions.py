@@ -15,6 +15,7 @@ from fusion_attention.ops.indexer_loss.lowered_call import RESULTS, STATISTICS, 
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
+from fusion_attention.ops.sparse import rules
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.definitions import (
     DETERMINISTIC,
@@ -37,20 +38,6 @@ from fusion_attention.ops.sparse.definitions import (
     SINKS,
     SUM_IN,
     rows,
-)
-from fusion_attention.ops.sparse.rules import (
-    LENGTHS,
-    LISTS_OF_2048,
-    MOST_SEQUENCES,
-    NEEDS_KEY_LENGTHS,
-    SELECTION,
-    SHAPES,
-    SIZES,
-    SOME_ENTRIES,
-    first_block,
-    most_tokens,
-    scores,
-    some_heads,
 )
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -85,7 +72,7 @@ INDICES = Tensor(
     "The keys that every row selects, shared by all heads; -1 ends a list.",
     dtypes="int32 int64",
     shape=rows("1", "1", "K"),
-    make=first_block,
+    make=rules.first_block,
 )
 INDEX_STATISTICS = {"BSND": "B 1 S1", "TND": "1 T1"}
 MAX_INDEX = Tensor(
@@ -118,7 +105,7 @@ NO_OTHERS = "the chip takes no other head counts"
 MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip supports no other mode)")
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
-    MOST_SEQUENCES,
+    rules.MOST_SEQUENCES,
     limit(
         "all(q_len <= kv_len)",
         "query: no more rows than keys in a sequence (the chip takes no row without keys)",
@@ -142,7 +129,7 @@ LIMITS = (
     limit("N2 == 1", "key (the chip takes one key head)", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 4}),
     limit("N1 in (8, 16, 32, 64, 128)", f"query ({NO_OTHERS})", invalid={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
-    *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128))),
+    *(rules.LISTS_OF_2048, rules.most_tokens(key=(1, 512), key_index=(1, 128))),
     refused(
         "not float32(weights)",
         "weights: float16 or bfloat16 (the chip computes no float32 here)",
@@ -160,21 +147,24 @@ DENSE_LIMITS = (
     ),
     limit("N1 in (32, 64, 128)", f"query ({NO_OTHERS})", invalid={"N1": 16, "N2": 16}),
     only_dim("D", 128, "query"),
-    most_tokens(key=(32, 128), key_index=(1, 128)),
+    rules.most_tokens(key=(32, 128), key_index=(1, 128)),
 )
 LSE_LIMITS = (
     no_float32("query_index", weights="B S1 N1"),
     MODE_3,
     *(
         replace(rule, param="query_index") if rule.param == "query" else rule
-        for rule in (*ROWS_AND_KEYS, most_tokens(key_index=(1, 128)))
+        for rule in (*ROWS_AND_KEYS, rules.most_tokens(key_index=(1, 128)))
     ),
     limit("N1 in (8, 16, 32, 64)", f"query_index ({NO_OTHERS})", when="N1 >= 1", invalid={"N1": 4}),
     only_dim("D", 128, "query_index"),
 )
-HEADS, SCORES = some_heads("query_index", "Ni"), scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
-LSE_SCORES = some_heads("query_index", "N1"), *scores("query_index", "N1", "D")
-MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, HEADS, *SCORES, SAVED)
+HEADS, SCORES = (
+    rules.some_heads("query_index", "Ni"),
+    rules.scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D"),
+)
+LSE_SCORES = rules.some_heads("query_index", "N1"), *rules.scores("query_index", "N1", "D")
+MEANING = (*rules.LENGTHS, *rules.NEEDS_KEY_LENGTHS, *rules.SHAPES, HEADS, *SCORES, SAVED)
 
 # ------------------------------------------------------------------------------------------------- operator definitions
 
@@ -191,7 +181,7 @@ loss &= \sum_j p_j\,\big(\ln \max(p_j, 10^{-8}) - \ln \max(y_j, 10^{-8})\big), \
 dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
   \quad dq^{index}_h = \sum_j dS_{hj}\, k^{index}_j, \quad dk^{index}_j = \sum_h dS_{hj}\, q^{index}_h
 \end{aligned}"""
-SPARSE_SIZES = {**SIZES, "N1": 8, "G": 8, "Ni": 8, "Di": 128}
+SPARSE_SIZES = {**rules.SIZES, "N1": 8, "G": 8, "Ni": 8, "Di": 128}
 DENSE_SIZES = {**SPARSE_SIZES, "N1": 32, "N2": 32, "G": 1, "D": 128}
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,
@@ -214,7 +204,7 @@ V1 = of_cann(
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
     ),
-    (*MEANING, SOME_ENTRIES, *SELECTION, *LIMITS),
+    (*MEANING, rules.SOME_ENTRIES, *rules.SELECTION, *LIMITS),
     formula=FORMULA,
     tex=TEX,
     rulings=(6, 12, 14, 17, 18, 20, 23, 24, 27, 28),
@@ -255,7 +245,7 @@ LSE_V1 = V1.version(
     "aclnnDenseLightningIndexerSoftmaxLse",
     "The softmax statistics of an indexer's scores over all keys of a row.",
     params=(*(LSE_QUERY, LSE_KEY, spelled(LSE_WEIGHTS, "weight"), *INDEX_ENDS, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),),
-    rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
+    rules=(*rules.LENGTHS, *rules.NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
     formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        for the visible keys j of the row
 max = max_j I_j,  sum = sum_j exp(I_j - max)""",
     tex=r"""\begin{aligned}
@@ -266,7 +256,7 @@ I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad \text{for the 
     c=Declared("Optional", "Out", {"layout": "layoutOptional"}),
     results=STATISTICS,
     fresh=fresh_statistics,
-    sizes={**SIZES, "N1": 8, "D": 128},
+    sizes={**rules.SIZES, "N1": 8, "D": 128},
     samples={"TND": PACKED_SAMPLE},
 )
 NULLABLE = or_none(LAYOUT, *WINDOW)

@@ -1,7 +1,8 @@
 """Lowered calls of the indexer's losses and statistics: problem, views, and allocation of results."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,20 +74,13 @@ class Statistics(IndexCall):
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _StatisticsRun(self, outputs)
+        max_, sum_ = (outputs[name] for name in STATISTICS)
+        return self.filled(max_, sum_, lambda: max_.masked_fill_(max_ == -torch.inf, 0))  # CANN's: 0 and 0 without keys
 
-
-class _StatisticsRun(Filled):
-    __slots__ = ()
-
-    def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
-        buffers = tuple(outputs[name] for name in STATISTICS)
-        clears = () if call.covers(call.given("query_index")) else buffers
-        super().__init__((call.index(stats=_views(call, *buffers)),), buffers, clears=clears)
-
-    def finish(self) -> None:
-        max_, _ = self.buffers
-        max_.masked_fill_(max_ == -torch.inf, 0)  # CANN's statistics of a row without visible keys are 0 and 0.
+    def filled(self, max_: Tensor, sum_: Tensor, convert: Callable[[], Any]) -> Filled:
+        """The call with memory for its statistics, and a function that converts them after a run."""
+        clears = () if self.covers(self.given("query_index")) else (max_, sum_)
+        return Filled((self.index(stats=_views(self, max_, sum_)),), (max_, sum_), clears=clears, convert=convert)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +91,9 @@ class LogSum(Statistics):
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _LogSumRun(self, outputs)
-
-
-class _LogSumRun(_StatisticsRun):
-    __slots__ = ("lse",)
-
-    def __init__(self, call: LogSum, outputs: Mapping[str, Tensor]) -> None:
-        super().__init__(call, fresh_statistics({**call.tensors, "layout": call.layout}))
-        self.lse = outputs["softmax_lse"]
-
-    def finish(self) -> None:
-        max_, sum_ = self.buffers
-        self.lse.copy_(torch.where(sum_ == 0, -torch.inf, max_ + sum_.log()))
+        max_, sum_ = super().results().values()
+        lse = outputs["softmax_lse"]
+        return self.filled(max_, sum_, lambda: lse.copy_(torch.where(sum_ == 0, -torch.inf, max_ + sum_.log())))
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss
@@ -158,37 +142,27 @@ class _AnyLoss(IndexCall):
         raise NotImplementedError
 
     def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
-        """(the operands, the attention's statistics among them as max and sum in the kernels' order, not yet read)."""
+        """(the operands, the attention's statistics among them: max and sum in the kernels' order, not yet written)."""
         raise NotImplementedError
 
+    def read_statistics(self, *stats: Tensor) -> None:
+        """Writes the statistics that operands() returned; there are none if the target is passed by the caller."""
+
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _LossRun(self, outputs)
-
-
-class _LossRun(Filled):
-    __slots__ = ("call", "stats")
-
-    def __init__(self, call: _AnyLoss, outputs: Mapping[str, Tensor]) -> None:
-        result = tuple(outputs[name] for name in call.names)
+        result = tuple(outputs[name] for name in self.names)
         *gradients, loss = buffers = tuple(buffer(tensor) for tensor in result)
-        grads, clears = call.written(gradients)
-        first, lists = call.first(), call.tensors["sparse_indices"]
-        statistics = call.given_statistics() if first is None else tuple(first[1].values())
-        stats = None if statistics is None else _views(call, *statistics)
-        index = call.index([] if lists is None else [call.rows(narrow(lists))], stats)
-        if call.names != RESULTS:
-            index.values, clears = call.rows(loss), (*clears, loss)
+        grads, clears = self.written(gradients)
+        first, lists = self.first(), self.tensors["sparse_indices"]
+        statistics = self.given_statistics() if first is None else tuple(first[1].values())
+        stats = None if statistics is None else _views(self, *statistics)
+        index = self.index([] if lists is None else [self.rows(narrow(lists))], stats)
+        if self.names != RESULTS:
+            index.values, clears = self.rows(loss), (*clears, loss)
             loss = empty(loss, (1,), torch.float32)
-        operands, self.stats = call.operands(index, loss)
-        self.call = call
-        nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
-        super().__init__((operands, grads), (*buffers, *self.stats), result, (*clears, *nothing), first)
-
-    def begin(self) -> None:
-        super().begin()
-        if self.stats:
-            assert isinstance(self.call, Loss)
-            self.call.read_statistics(*self.stats)
+        nothing = () if len(self.extents) else (loss,)  # Then no back end runs.
+        operands, read = self.operands(index, loss)
+        prepare = partial(self.read_statistics, *read)
+        return Filled((operands, grads), (*buffers, *read), result, (*clears, *nothing), first, prepare=prepare)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,12 +188,12 @@ class Loss(_AnyLoss):
         )
         return operands, stats
 
-    def read_statistics(self, max_: Tensor, sum_: Tensor) -> None:
-        """Writes the attention's statistics, or its lse as maximum, to max_ and sum_ in the kernels' order."""
-        lse = self.tensors["lse"]
+    def read_statistics(self, *stats: Tensor) -> None:
+        """Writes the attention's statistics, or its lse as maximum, to max and sum in the kernels' order."""
+        (max_, sum_), lse = stats, self.tensors["lse"]
         if lse is None:
-            for name, stats in zip(STATISTICS, (max_, sum_), strict=True):
-                grouped(stats, self.problem.heads_kv, self.layout).copy_(self.given(name))
+            for name, statistic in zip(STATISTICS, stats, strict=True):
+                grouped(statistic, self.problem.heads_kv, self.layout).copy_(self.given(name))
         else:
             max_.copy_(lse if self.layout == "TND" else lse.mT)
             sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys

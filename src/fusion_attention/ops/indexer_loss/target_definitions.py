@@ -61,17 +61,13 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, axes, capacity (rows and keys in
-    memory), and q_start, the first row of each packed sequence."""
-    count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
-    result: dict[str, Any] = {}
-    for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):
-        capacity, used = cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
-        result |= {f"{side}_capacity": capacity, length: capacity if used is None else used}
-        if n["layout"] == "TND":
-            result[axis] = int(capacity.max(initial=0))
+    """Values derived from a call's arguments (`n`), by name: those of sequences_of(), axes, and q_start, the first row
+    of each packed sequence."""
+    result = second.sequences_of(n)
     result["q_start"] = np.cumsum(result["q_capacity"]) - result["q_capacity"]
-    return result | ({"B": count} if n["layout"] == "TND" else {})
+    if n["layout"] == "TND":
+        result |= {axis: int(result[f"{side}_capacity"].max(initial=0)) for side, axis in (("q", "S1"), ("k", "S2"))}
+    return result
 
 
 # -------------------------------------------------------------------------------------------------------------- rules

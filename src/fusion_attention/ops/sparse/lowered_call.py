@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from fusion_attention.ops.shared.layouts import covered, row_view
 from fusion_attention.ops.sparse.checks import PAGED
 
 Tensor = torch.Tensor
+Call = TypeVar("Call", bound="Sparse")
 # Inputs with a gradient, in the order of GRADIENTS; inputs without; and inputs of a second source of keys.
 DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
 GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
@@ -26,6 +27,16 @@ COMPRESSED = ("key_compressed", "value_compressed")
 GRADIENT_OF = dict(zip((*DIFFERENTIABLE, *COMPRESSED), (*GRADIENTS, *(f"d{n}" for n in COMPRESSED)), strict=True))
 STATISTICS = ("softmax_max", "softmax_sum")
 RESULTS = ("attention_out", *STATISTICS)
+# Gradients that have rows: their field of Grads, and the tokens that the rows belong to.
+_GRADS = {
+    "dquery": ("dq", "q"),
+    "dkey": ("dk", "kv"),
+    "dvalue": ("dv", "kv"),
+    "dquery_rope": ("dq_rope", "q"),
+    "dkey_rope": ("dk_rope", "kv"),
+    "dkey_compressed": ("dk_compressed", "compressed"),
+    "dvalue_compressed": ("dv_compressed", "compressed"),
+}
 _WRITTEN = ("out", "max", "sum")  # the operands that a run writes; statistics in the kernels' order
 
 
@@ -109,7 +120,7 @@ class Sparse(TensorCall):
         """Allocates the output, and its statistics [.., N1] in the kernels' order, by name of operand."""
         return dict(zip(_WRITTEN, (self.results()[RESULTS[0]], *statistics(self.given("query"))), strict=True))
 
-    def complete(self) -> Sparse:
+    def complete(self: Call) -> Call:
         """The same call, whose results also have the softmax's row maximum and sum."""
         return replace(self, stats=True)
 
@@ -131,7 +142,18 @@ class Sparse(TensorCall):
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return SparseForward(self, outputs)
+        written = buffer(outputs[RESULTS[0]]), *statistics(self.given("query"))
+        clears = () if self.covers(self.given("query")) else written
+        operands = self.operands(dict(zip(_WRITTEN, written, strict=True)))
+        convert = partial(self.convert, outputs, *written[1:])
+        return Filled((operands,), written, (outputs[RESULTS[0]],), clears, convert=convert)
+
+    def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
+        """Writes statistics in the kernels' order, [.., N1], to those among the outputs, in CANN's order."""
+        values = _returned(self.problem, self.layout, self.extents, max_, sum_)
+        for name, value in zip(STATISTICS, values, strict=True):
+            if name in outputs:
+                outputs[name].copy_(value)
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,27 +207,6 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(RESULTS, (out, *stats), strict=True))
 
 
-class SparseForward(Filled):
-    """A run of a forward call; the back end writes statistics in the kernels' order, and finish() converts them."""
-
-    __slots__ = ("call", "stats")
-
-    def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
-        out, *self.stats = (outputs.get(name) for name in RESULTS)
-        assert out is not None
-        self.call, written = call, (buffer(out), *statistics(call.given("query")))
-        clears = () if call.covers(call.given("query")) else written
-        super().__init__((call.operands(dict(zip(_WRITTEN, written, strict=True))),), written, (out,), clears)
-
-    def finish(self) -> None:
-        super().finish()
-        call = self.call
-        values = _returned(call.problem, call.layout, call.extents, *self.buffers[1:])
-        for target, value in zip(self.stats, values, strict=False):
-            if target is not None:
-                target.copy_(value)
-
-
 def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Tensor) -> Iterator[Tensor]:
     """Yields the statistics max_ and sum_, [.., N1], in CANN's order: 0 and 0 for rows without visible keys, also in a
     sequence without keys and with a sink."""
@@ -256,56 +257,35 @@ class SparseBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return BackwardRun(self.call, self.saved, self.dlse, outputs)
-
-
-class BackwardRun(Filled):
-    __slots__ = ("call", "saved", "stats")
-
-    def __init__(
-        self, call: Sparse, saved: tuple[Tensor, ...], dlse: Tensor | None, outputs: Mapping[str, Tensor]
-    ) -> None:
-        dout, out, *self.saved = saved
-        self.call, self.stats, heads = call, statistics(call.given("query")), call.problem.heads_q
-        g = {name: buffer(tensor) for name, tensor in outputs.items()}
-
-        def keys(name: str) -> Any:
-            return call.keys(g[name]) if name in g else None
-
-        def compressed(name: str) -> Any:
-            return call.compressed(g.get(name))
-
+        call, (dout, out, *saved), stats = self.call, self.saved, statistics(self.call.given("query"))
+        g, heads = {name: buffer(tensor) for name, tensor in outputs.items()}, call.problem.heads_q
+        view: dict[str, Any] = {
+            "q": lambda rows: call.rows(rows, heads), "kv": call.keys, "compressed": call.compressed
+        }  # fmt: skip
+        views: dict[str, Any] = dict.fromkeys(field for field, _ in _GRADS.values())
+        views |= {field: view[side](g[name]) for name, (field, side) in _GRADS.items() if name in g}
         grads = Grads(
             dout=call.rows(dout, heads),
-            dq=call.rows(g["dquery"], heads),
-            dk=keys("dkey"),
-            dv=keys("dvalue"),
-            dq_rope=call.rows(g["dquery_rope"], heads) if "dquery_rope" in g else None,
-            dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
-            dlse=None if dlse is None else self._ungrouped(dlse),
-            dk_compressed=compressed("dkey_compressed"),
-            dv_compressed=compressed("dvalue_compressed"),
+            dlse=None if self.dlse is None else self._ungrouped(self.dlse),
+            **views,
         )
-        sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
-        sides |= {f"d{name}": "compressed" for name in COMPRESSED}
-        of_rows = [(g[name], side) for name, side in sides.items() if name in g]
-        clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
+        clears = [g[name] for name, (_, side) in _GRADS.items() if name in g and not call.covers(g[name], side)]
         if "dsinks" in g and not len(call.extents):
             clears.append(g["dsinks"])  # No back end runs.
-        read = call.operands(dict(zip(_WRITTEN, (out, *self.stats), strict=True)))
-        operands, buffers = (read, grads), (*g.values(), *self.stats)
-        super().__init__(operands, buffers, tuple(outputs.values()), tuple(clears))
 
-    def _ungrouped(self, dlse: Tensor) -> Any:
+        def prepare() -> None:
+            for tensor, of_kernels in zip(saved, stats, strict=True):
+                call.grouped(of_kernels).copy_(tensor)
+            max_, sum_ = stats
+            max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys
+
+        read = call.operands(dict(zip(_WRITTEN, (out, *stats), strict=True)))
+        buffers = (*g.values(), *stats)
+        return Filled((read, grads), buffers, tuple(outputs.values()), tuple(clears), prepare=prepare)
+
+    def _ungrouped(self, dlse: Tensor) -> RowView:
         """View of a copy of dlse in the kernels' order."""
         given, _ = statistics(self.call.given("query"))
         self.call.grouped(given).copy_(dlse)
         return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)
-
-    def begin(self) -> None:
-        super().begin()
-        max_, sum_ = self.stats
-        for saved, stats in zip(self.saved, self.stats, strict=True):
-            self.call.grouped(stats).copy_(saved)
-        max_.masked_fill_(sum_ == 0, -torch.inf)  # a row without keys
