@@ -83,22 +83,14 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_what_is_chosen(case: IndexerCase) -> None:
-    """Distinct keys that the row sees, none of them worse than one left out, and their scores."""
+    """Distinct keys that the row sees, none of them worse than one left out, and their scores; none in other rows."""
     call = lowered_indexer(operands(case))
-    check_index(call, {backend: run(call, backend) for backend in backends(case)})
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_rows_of_no_sequence_choose_nothing(case: IndexerCase) -> None:
-    for backend in backends(case):
-        indices, values = chosen(lowered_indexer(operands(case)), backend)
-        if case.packed:
-            outside = [(indices[sum(case.q_len) :], values[sum(case.q_len) :])]
-        else:
-            outside = [(indices[b, n:], values[b, n:]) for b, n in enumerate(case.q_len)]
-        for own, scores in outside:
-            assert (own == -1).all()
-            assert (scores == -math.inf).all()
+    results = {backend: run(call, backend) for backend in backends(case)}
+    check_index(call, results)
+    for result in results.values():
+        for own, nothing in zip(result.values(), (-1, -math.inf), strict=True):
+            ends = [own[sum(case.q_len) :]] if case.packed else [own[b, n:] for b, n in enumerate(case.q_len)]
+            assert all((end == nothing).all() for end in ends)
 
 
 GRADIENTS = [case for case in (*CASES, *EXACT) if not case.page and max(case.kv_len) < 1000]

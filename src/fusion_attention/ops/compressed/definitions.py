@@ -38,6 +38,7 @@ from fusion_attention.ops.compressed.rules import (
     RETURNED,
     SAVED,
     SIDES,
+    Side,
     lengths_of,
 )
 from fusion_attention.ops.shared import cu_seqlens
@@ -120,21 +121,22 @@ LSE_OUT = output(
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 
-def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(used lengths, first rows if packed) of `count` sequences of a side ("q", ..); padded: rows of padded ones."""
-    ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
-    capacity = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
-    start = np.cumsum(capacity) - capacity if ends is None else np.asarray(ends[:-1], np.int64)
-    return (capacity if used is None else np.asarray(used, np.int64)), start
+def side_lengths(n: Mapping[str, Any], sides: tuple[Side, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(used lengths, first rows if packed) of the sequences of every side (queries, keys); n: the arguments."""
+    ends = n["cu_seqlens_q"]
+    count = max(len(ends) - 1, 0) if n["layout"] == "TND" and ends is not None else n["B"] or 0
+    results = []
+    for side, _, rows, *_ in sides:
+        ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
+        capacity = np.full(count, n[rows] or 0, np.int64) if ends is None else np.diff(ends)
+        start = np.cumsum(capacity) - capacity if ends is None else np.asarray(ends[:-1], np.int64)
+        results.append((capacity if used is None else np.asarray(used, np.int64), start))
+    return results
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Values derived from a call's arguments (`n`), by name: lengths, axes, and the band of ori_mask_mode."""
-    q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
-    count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
-    (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
-        side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES
-    )
+    (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = side_lengths(n, SIDES)
     left, right = (UNLIMITED if n[f"ori_win_{side}"] < 0 else n[f"ori_win_{side}"] for side in ("left", "right"))
     band = {0: Band.full(), 3: None, 4: Band.window(left, right)}.get(n["ori_mask_mode"])
     if all(n[axis] is None for axis in ("S3", "T3", "Pc")):  # lengths of an absent tensor count nothing
@@ -147,6 +149,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     residual = np.zeros_like(c_len) if given is None else np.asarray(given, np.int64)
     result["residual"] = residual
     result["tokens"] = c_len * (n["ratio"] or 1) + residual if len(residual) == len(c_len) else c_len
+    packed = n["layout"] == "TND"
     if packed:
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
     for axis, lengths, table in (("S2", kv_len, "block_table"), ("S3", c_len, "compressed_table")):

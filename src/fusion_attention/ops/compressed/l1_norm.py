@@ -68,22 +68,15 @@ def lower(bound: Bound) -> TorchCall:
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Values derived from a call's arguments (`n`): lengths, axes, tokens of sequences, columns of the result."""
-    q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
-    count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
-    (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
+    (q_len, q_start), (k_len, k_start) = forward.side_lengths(n, SIDES)
     given, ratio = n["cmp_residual_k"], n["ratio"]
     residual = np.zeros_like(k_len) if given is None or ratio == 1 else np.asarray(given, np.int64)
-    result: dict[str, Any] = {
-        "q_len": q_len,
-        "kv_len": k_len,
-        "q_start": q_start,
-        "kv_start": k_start,
-        "residual": residual,
-    }
+    result: dict[str, Any] = {"q_len": q_len, "kv_len": k_len, "residual": residual}
+    result |= {"q_start": q_start, "kv_start": k_start}
     result["tokens"] = k_len * ratio + residual if len(residual) == len(k_len) else k_len
     if n["sparse_indices"] is not None or n["key"] is not None:
         result["Kc"] = _columns(n)
-    if packed:
+    if n["layout"] == "TND":
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(k_len.max(initial=0))}
     return result
 
