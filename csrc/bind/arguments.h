@@ -10,10 +10,17 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
+#include <initializer_list>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -30,20 +37,11 @@ using fusion::Dtype;
 // A reference to an int64 array of `size` elements; a copy if its elements are not contiguous.
 class Longs {
 public:
-    Longs() = default;
-    Longs(nb::handle array, const char *name, std::size_t size) { hold(array, name, size); }
-    ~Longs() {
-        if (held_) PyBuffer_Release(&buffer_);
-    }
-    Longs(const Longs &) = delete;
-    Longs &operator=(const Longs &) = delete;
-
-    void hold(nb::handle array, const char *name, std::size_t size) {
+    Longs(nb::handle array, const char *name, std::size_t size) : Longs() {  // the destructor runs if this throws
         if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
             PyErr_Clear();
             refuse(std::string(name) + " is no array of int64");
         }
-        held_ = true;
         const char kind = buffer_.format && buffer_.format[0] ? buffer_.format[0] : '?';
         if (buffer_.ndim != 1 || buffer_.itemsize != 8 || (kind != 'l' && kind != 'q')) {
             refuse(std::string(name) + " is no one-dimensional array of int64");
@@ -61,12 +59,16 @@ public:
         }
         data_ = copy_.data();
     }
+    ~Longs() { PyBuffer_Release(&buffer_); }  // nothing for a buffer without an object
+    Longs(const Longs &) = delete;
+    Longs &operator=(const Longs &) = delete;
 
     const std::int64_t *data() const { return data_; }
 
 private:
+    Longs() = default;
+
     Py_buffer buffer_{};
-    bool held_ = false;
     const std::int64_t *data_ = nullptr;
     std::vector<std::int64_t> copy_;
 };
@@ -81,46 +83,80 @@ template <class T> T item(const nb::tuple &t, std::size_t i) { return nb::cast<T
 
 inline void *pointer(const nb::tuple &t) { return reinterpret_cast<void *>(item<std::uintptr_t>(t, 0)); }
 
-// (pointer, address, stride_head, stride_token, dim), or None if the problem has no such operand.
-struct RowsArgument {
-    Longs address, stride_head;
-    fusion::Rows rows;
-
-    RowsArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences) {
-        if (from.is_none() != (dim == 0)) refuse(std::string(name) + (dim ? " is missing" : " belongs to no operand"));
-        if (from.is_none()) return;
-        const auto t = nb::cast<nb::tuple>(from);
-        if (t.size() != 5) refuse(std::string(name) + " is no view");
-        if (item<std::int64_t>(t, 4) != dim) refuse(std::string(name) + " has rows of another length than the problem");
-        address.hold(t[1], name, sequences);
-        stride_head.hold(t[2], name, sequences);
-        rows = {pointer(t), address.data(), stride_head.data(), item<std::int64_t>(t, 3)};
+// Values of a tuple from Python, among them views, which are converted to the structs of data/. Keeps references to the
+// arrays of the views.
+class Views {
+public:
+    Views(nb::tuple values, std::size_t count, const char *otherwise, std::size_t sequences)
+        : values_(std::move(values)), sequences_(sequences) {
+        if (values_.size() != count) refuse(otherwise);
     }
+    Views(Views &&) = default;
+
+    bool lacks(std::size_t i) const { return values_[i].is_none(); }
+    template <class T> T get(std::size_t i) const { return item<T>(values_, i); }
+
+    // The address of memory; 0 if the problem has no such operand.
+    template <class T> T *address(std::size_t i, const std::string &name, bool expected) const {
+        auto *const found = reinterpret_cast<T *>(get<std::uintptr_t>(i));
+        require(expected, found != nullptr, name);
+        return found;
+    }
+
+    // The values of a view, whose number is one of `sizes`; none for None, if the problem has no such operand.
+    nb::tuple view(std::size_t i, const std::string &name, bool expected,
+                   std::initializer_list<std::size_t> sizes) const {
+        require(expected, !lacks(i), name);
+        if (!expected) return nb::tuple();
+        auto found = nb::cast<nb::tuple>(values_[i]);
+        if (std::find(sizes.begin(), sizes.end(), found.size()) == sizes.end()) refuse(name + " is no view");
+        return found;
+    }
+
+    const std::int64_t *longs(nb::handle array, const char *name, std::size_t size) {
+        return held_.emplace_back(array, name, size).data();
+    }
+    const std::int64_t *longs(nb::handle array, const char *name) { return longs(array, name, sequences_); }
+
+    // The first five values of a view: (pointer, address, stride_head, stride_token, dim).
+    fusion::Rows rows_of(const nb::tuple &t, const char *name, std::int64_t dim) {
+        if (item<std::int64_t>(t, 4) != dim) refuse(std::string(name) + " has rows of another length than the problem");
+        return {pointer(t), longs(t[1], name), longs(t[2], name), item<std::int64_t>(t, 3)};
+    }
+    fusion::Rows rows(std::size_t i, const char *name, std::int64_t dim) {  // dim 0: the problem has no such operand
+        const nb::tuple t = view(i, name, dim != 0, {5});
+        return t.empty() ? fusion::Rows{} : rows_of(t, name, dim);
+    }
+
+    // (pointer, address, stride_head, stride_row, stride_key, dtype); a seventh value is the first key with a bit.
+    fusion::Matrix matrix(std::size_t i, const char *name, bool expected) {
+        const nb::tuple t = view(i, name, expected, {6, 7});
+        if (t.empty()) return {};
+        fusion::Matrix found = {pointer(t), longs(t[1], name), longs(t[2], name), longs(t[3], name)};
+        if (t.size() == 7) found.first = longs(t[6], name);
+        found.stride_key = item<std::int64_t>(t, 4);
+        const int dtype = item<int>(t, 5);
+        if (found.stride_key != 0 && found.stride_key != 1) {
+            refuse(std::string(name) + " has keys that are not neighbours");
+        }
+        if (dtype < 0 || dtype > 2) refuse(std::string(name) + " has an unknown dtype");
+        found.dtype = static_cast<Dtype>(dtype);
+        return found;
+    }
+
+private:
+    static void require(bool expected, bool given, const std::string &name) {
+        if (expected != given) refuse(name + (expected ? " is missing" : " belongs to no operand"));
+    }
+
+    nb::tuple values_;
+    std::size_t sequences_;
+    std::deque<Longs> held_;
 };
 
-// (pointer, address, stride_head, stride_row, stride_key, dtype), or None; a seventh value is the first key with a bit.
-struct MatrixArgument {
-    Longs address, stride_head, stride_row, first;
-    fusion::Matrix matrix;
-
-    MatrixArgument(const nb::object &from, const char *name, bool expected, std::size_t sequences) {
-        if (from.is_none() == expected)
-            refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
-        if (from.is_none()) return;
-        const auto t = nb::cast<nb::tuple>(from);
-        if (t.size() != 6 && t.size() != 7) refuse(std::string(name) + " is no view");
-        address.hold(t[1], name, sequences);
-        stride_head.hold(t[2], name, sequences);
-        stride_row.hold(t[3], name, sequences);
-        if (t.size() == 7) first.hold(t[6], name, sequences);
-        const auto stride_key = item<std::int64_t>(t, 4);
-        const int dtype = item<int>(t, 5);
-        if (stride_key != 0 && stride_key != 1) refuse(std::string(name) + " has keys that are not neighbours");
-        if (dtype < 0 || dtype > 2) refuse(std::string(name) + " has an unknown dtype");
-        matrix = {pointer(t),        address.data(), stride_head.data(),
-                  stride_row.data(), stride_key,     static_cast<Dtype>(dtype),
-                  first.data()};
-    }
+template <class Operands> struct Arguments {
+    Views views;  // with the arrays to which operands point
+    Operands operands;
 };
 
 inline const fusion::Variant &variant_named(const nb::object &name) {
@@ -141,114 +177,110 @@ inline const fusion::Built &built_variant(const nb::object &name) {
     refuse("the variant does not run here");
 }
 
-inline int choice(nb::handle value, const char *name, int count) {
-    const int number = nb::cast<int>(value);
-    if (number < 0 || number >= count) refuse(std::string(name) + " is unknown");
-    return number;
+// The number of values of an enum, which Python passes as their numbers, and its name in errors.
+struct Choices {
+    int count;
+    const char *name;
+};
+constexpr Choices choices_of(fusion::Dtype) { return {3, "dtype"}; }
+constexpr Choices choices_of(fusion::Bias) { return {5, "bias"}; }
+constexpr Choices choices_of(fusion::Dropout) { return {3, "dropout"}; }
+constexpr Choices choices_of(fusion::Storage) { return {5, "storage"}; }
+constexpr Choices choices_of(fusion::Dequant) { return {3, "dequant"}; }
+constexpr Choices choices_of(fusion::Rounding) { return {3, "rounding"}; }
+
+template <class T> void read(nb::handle value, T &field) {
+    if constexpr (std::is_enum_v<T>) {
+        const int number = nb::cast<int>(value);
+        if (number < 0 || number >= choices_of(T{}).count) refuse(std::string(choices_of(T{}).name) + " is unknown");
+        field = static_cast<T>(number);
+    } else {
+        field = nb::cast<T>(value);
+    }
 }
 
-// Converts the fields of the Python Problem in order: dtype, bias and dropout as numbers, the threshold of generated
-// dropout, the softcap, has_blocked_tiles and wide_results.
-inline fusion::Problem problem_of(const nb::tuple &t) {
-    if (t.size() != 17) refuse("a problem has 17 fields");
+// Converts the values of a tuple, in order, to the fields.
+template <class... Fields> void read_fields(const nb::tuple &from, const char *otherwise, Fields &...fields) {
+    if (from.size() != sizeof...(fields)) refuse(otherwise);
+    std::size_t at = 0;
+    (read(from[at++], fields), ...);
+}
+
+inline void read_problem(const nb::tuple &from, fusion::Problem &p) {
+    read_fields(from, "a problem has 17 fields", p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, p.dtype, p.scale,
+                p.bias, p.bias_scaled, p.has_blocked, p.has_sink, p.dropout, p.keep_prob, p.keep_below, p.softcap,
+                p.has_blocked_tiles, p.wide_results);
+}
+
+inline fusion::Problem problem_of(const nb::tuple &from) {
     fusion::Problem p{};
-    p.heads_q = item<std::int64_t>(t, 0);
-    p.heads_kv = item<std::int64_t>(t, 1);
-    p.dim_qk = item<std::int64_t>(t, 2);
-    p.dim_v = item<std::int64_t>(t, 3);
-    p.dim_rope = item<std::int64_t>(t, 4);
-    p.dtype = static_cast<Dtype>(choice(t[5], "dtype", 3));
-    p.scale = item<double>(t, 6);
-    p.bias = static_cast<fusion::Bias>(choice(t[7], "bias", 5));
-    p.bias_scaled = item<bool>(t, 8);
-    p.has_blocked = item<bool>(t, 9);
-    p.has_sink = item<bool>(t, 10);
-    p.dropout = static_cast<fusion::Dropout>(choice(t[11], "dropout", 3));
-    p.keep_prob = item<double>(t, 12);
-    p.keep_below = item<std::int64_t>(t, 13);
-    p.softcap = item<double>(t, 14);
-    p.has_blocked_tiles = item<bool>(t, 15);
-    p.wide_results = item<bool>(t, 16);
+    read_problem(from, p);
     return p;
+}
+
+// Sets fields of all elements, each from the next array of the tuple, from array `first` on.
+template <class T>
+void read_arrays(const nb::tuple &arrays, std::size_t first, std::vector<T> &to,
+                 std::initializer_list<std::pair<const char *, std::int64_t T::*>> fields) {
+    for (const auto &[name, field] : fields) {
+        const Longs values(arrays[first++], name, to.size());
+        for (std::size_t i = 0; i < to.size(); ++i) to[i].*field = values.data()[i];
+    }
 }
 
 // Converts the arrays of sequences; chunks of longer sequences have three more arrays. heads: number of query heads, by
 // which dropout numbers its random streams.
 inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std::int64_t heads = 0) {
+    using fusion::Sequence;
     if (extents.size() != 6 && extents.size() != 8 && extents.size() != 9)
         refuse("extents are six arrays, eight with those of a second key source, or nine with a part's");
-    const std::size_t count = length_of(extents[0]);
-    const Longs q_len(extents[0], "q_len", count), kv_len(extents[1], "kv_len", count), lo(extents[2], "lo", count),
-        hi(extents[3], "hi", count), prefix(extents[4], "prefix", count), shift(extents[5], "shift", count);
-    std::vector<fusion::Sequence> sequences(count);
-    for (std::size_t b = 0; b < count; ++b) {
-        sequences[b] = {q_len.data()[b], kv_len.data()[b], lo.data()[b],
-                        hi.data()[b],    prefix.data()[b], shift.data()[b]};
-        sequences[b].stream = static_cast<std::int64_t>(b) * heads;
-    }
-    if (extents.size() == 6) return sequences;
+    std::vector<Sequence> sequences(length_of(extents[0]));
+    read_arrays(extents, 0, sequences,
+                {{"q_len", &Sequence::q_len},
+                 {"kv_len", &Sequence::kv_len},
+                 {"lo", &Sequence::lo},
+                 {"hi", &Sequence::hi},
+                 {"prefix", &Sequence::prefix},
+                 {"shift", &Sequence::shift}});
+    for (std::size_t b = 0; b < sequences.size(); ++b) sequences[b].stream = static_cast<std::int64_t>(b) * heads;
     if (extents.size() == 8) {
-        const Longs len(extents[6], "compressed_len", count), end(extents[7], "compressed_hi", count);
-        for (std::size_t b = 0; b < count; ++b) {
-            sequences[b].compressed_len = len.data()[b], sequences[b].compressed_hi = end.data()[b];
-        }
-        return sequences;
+        read_arrays(extents, 6, sequences,
+                    {{"compressed_len", &Sequence::compressed_len}, {"compressed_hi", &Sequence::compressed_hi}});
+    } else if (extents.size() == 9) {
+        read_arrays(
+            extents, 6, sequences,
+            {{"first_row", &Sequence::first_row}, {"first_key", &Sequence::first_key}, {"stream", &Sequence::stream}});
     }
-    const Longs first_row(extents[6], "first_row", count), first_key(extents[7], "first_key", count),
-        stream(extents[8], "stream", count);
-    for (std::size_t b = 0; b < count; ++b) {
-        fusion::Sequence &seq = sequences[b];
-        seq.first_row = first_row.data()[b], seq.first_key = first_key.data()[b], seq.stream = stream.data()[b];
+    for (const Sequence &seq : sequences) {
         if (seq.first_key % 8)
             refuse("first_key: a draw of dropout serves eight keys, and this is no multiple of them");
     }
     return sequences;
 }
 
-// Operands of forward and backward, in the order of the Python tuple; keeps references to the arrays of the views.
-struct OperandsArgument {
-    RowsArgument q, k, v, out, max, sum, q_rope, k_rope;
-    MatrixArgument bias, blocked, drop_bits, blocked_tiles;
-    fusion::Operands operands;
+inline bool has_matrix(const fusion::Problem &p) {  // of the bias
+    return p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table;
+}
+inline bool has_slopes(const fusion::Problem &p) { return p.bias > fusion::Bias::table; }
 
-    OperandsArgument(const nb::tuple &t, const fusion::Problem &p, std::size_t n)
-        : q(at(t, 0), "q", p.dim_qk, n), k(at(t, 1), "k", p.dim_qk, n), v(at(t, 2), "v", p.dim_v, n),
-          out(at(t, 3), "out", p.dim_v, n), max(at(t, 4), "max", 1, n), sum(at(t, 5), "sum", 1, n),
-          q_rope(at(t, 6), "q_rope", p.dim_rope, n), k_rope(at(t, 7), "k_rope", p.dim_rope, n),
-          bias(at(t, 8), "bias", p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table, n),
-          blocked(at(t, 10), "blocked", p.has_blocked, n),
-          drop_bits(at(t, 11), "drop_bits", p.dropout == fusion::Dropout::bits, n),
-          blocked_tiles(at(t, 15), "blocked_tiles", p.has_blocked_tiles, n) {
-        const auto slopes = item<std::uintptr_t>(t, 9), sink = item<std::uintptr_t>(t, 14);
-        const bool sloped = p.bias == fusion::Bias::slopes || p.bias == fusion::Bias::slopes_sqrt;
-        if (sloped != (slopes != 0)) refuse(sloped ? "slopes are missing" : "slopes belong to no operand");
-        if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
-        operands = {q.rows,
-                    k.rows,
-                    v.rows,
-                    out.rows,
-                    max.rows,
-                    sum.rows,
-                    q_rope.rows,
-                    k_rope.rows,
-                    bias.matrix,
-                    blocked.matrix,
-                    drop_bits.matrix,
-                    reinterpret_cast<const float *>(slopes),
-                    reinterpret_cast<const float *>(sink),
-                    item<std::uint64_t>(t, 12),
-                    item<std::uint32_t>(t, 13)};
-        operands.blocked_tiles = blocked_tiles.matrix;
-        operands.blocked_bits = reinterpret_cast<const std::uint8_t *>(item<std::uintptr_t>(t, 16));
-        operands.blocked_count = item<std::int64_t>(t, 17);
-    }
-
-private:
-    static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 18) refuse("operands are 18 values");
-        return nb::borrow(t[i]);
-    }
-};
+// Operands of forward and backward.
+inline Arguments<fusion::Operands> operands_of(const nb::tuple &values, const fusion::Problem &p, std::size_t n) {
+    Views from(values, 18, "operands are 18 values", n);
+    fusion::Operands o;
+    o.q = from.rows(0, "q", p.dim_qk), o.k = from.rows(1, "k", p.dim_qk), o.v = from.rows(2, "v", p.dim_v);
+    o.out = from.rows(3, "out", p.dim_v), o.max = from.rows(4, "max", 1), o.sum = from.rows(5, "sum", 1);
+    o.q_rope = from.rows(6, "q_rope", p.dim_rope), o.k_rope = from.rows(7, "k_rope", p.dim_rope);
+    o.bias = from.matrix(8, "bias", has_matrix(p));
+    o.slopes = from.address<const float>(9, "slopes", has_slopes(p));
+    o.blocked = from.matrix(10, "blocked", p.has_blocked);
+    o.drop_bits = from.matrix(11, "drop_bits", p.dropout == fusion::Dropout::bits);
+    o.seed = from.get<std::uint64_t>(12), o.offset = from.get<std::uint32_t>(13);
+    o.sink = from.address<const float>(14, "sink", p.has_sink);
+    o.blocked_tiles = from.matrix(15, "blocked_tiles", p.has_blocked_tiles);
+    o.blocked_bits = reinterpret_cast<const std::uint8_t *>(from.get<std::uintptr_t>(16));
+    o.blocked_count = from.get<std::int64_t>(17);
+    return {std::move(from), o};
+}
 
 // A new reference, or null with Python's error set. The stable ABI has no PyObject_CallMethodNoArgs.
 inline PyObject *called(PyObject *of, PyObject *method) { return PyObject_VectorcallMethod(method, &of, 1, nullptr); }
@@ -319,6 +351,48 @@ inline void require_threads(int threads) {
         "fusion_attention: this process is a child of fork(), which has none of its parent's threads: attention is "
         "computed on one thread. Start processes by \"spawn\" where that is too slow.";
     if (PyErr_WarnEx(PyExc_RuntimeWarning, text, 1) < 0) throw nb::python_error();
+}
+
+// A plan with the memory layout of its operands; a call passes only their addresses. Form has the types Plan and
+// Operands and three functions: arguments(plan, tuple); each(operands, visit), for Places; and compute(plan, operands,
+// threads), which releases the GIL and returns the number of empty rows.
+template <class Form> class Prepared {
+public:
+    Prepared(nb::object plan, const nb::tuple &operands, const nb::tuple &names)
+        : plan_(std::move(plan)), given_(Form::arguments(planned(), operands)), places_(given_.operands, names, each) {}
+
+    // Runs the call on tensors in the order of the names; None for statistics that are not read.
+    std::int64_t run(int threads, const nb::args &tensors) const {
+        require_threads(threads);
+        typename Form::Operands operands = given_.operands;
+        places_.set(operands, tensors, each);
+        return Form::compute(planned(), operands, threads);
+    }
+
+    static std::unique_ptr<Prepared> prepare(nb::object plan, const nb::tuple &operands, const nb::tuple &names) {
+        return std::make_unique<Prepared>(std::move(plan), operands, names);
+    }
+
+    static void bind(nb::module_ &m, const char *name) {
+        nb::class_<Prepared>(m, name, "A plan with the views of its operands.")
+            .def("run", &Prepared::run, "threads"_a, "tensors"_a);
+    }
+
+private:
+    static constexpr auto each = [](typename Form::Operands &o, auto visit) { Form::each(o, visit); };
+
+    const typename Form::Plan &planned() const { return nb::cast<const typename Form::Plan &>(plan_); }
+
+    nb::object plan_;
+    Arguments<typename Form::Operands> given_;
+    Places places_;
+};
+
+// Runs a plan once, on operands that are given as a tuple of views.
+template <class Form>
+std::int64_t run_once(const typename Form::Plan &plan, int threads, const nb::tuple &operands) {
+    require_threads(threads);
+    return Form::compute(plan, Form::arguments(plan, operands).operands, threads);
 }
 
 }  // namespace

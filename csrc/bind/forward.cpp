@@ -4,64 +4,40 @@
 #include "bind/arguments.h"
 #include "plan/forward.h"
 
-#include <nanobind/stl/unique_ptr.h>
-
-#include <memory>
-
 namespace {
 
 void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
                const nb::object &variant) {
+    using fusion::Tile;
     if (tiles.size() != 5) refuse("tiles are five arrays");
     const fusion::Problem p = problem_of(problem);
     std::vector<fusion::Sequence> sequences = sequences_of(extents, p.heads_q);
-    const std::size_t tile_count = length_of(tiles[0]);
-    const Longs seq(tiles[0], "seq", tile_count), row0(tiles[1], "row0", tile_count),
-        row1(tiles[2], "row1", tile_count), begin(tiles[3], "begin", tile_count), end(tiles[4], "end", tile_count);
-    std::vector<fusion::Tile> list(tile_count);
-    for (std::size_t i = 0; i < tile_count; ++i) {
-        list[i] = {seq.data()[i], row0.data()[i], row1.data()[i], begin.data()[i], end.data()[i]};
-    }
+    std::vector<Tile> list(length_of(tiles[0]));
+    read_arrays(tiles, 0, list,
+                {{"seq", &Tile::seq},
+                 {"row0", &Tile::row0},
+                 {"row1", &Tile::row1},
+                 {"begin", &Tile::begin},
+                 {"end", &Tile::end}});
     new (self) fusion::ForwardPlan(variant_named(variant), p, std::move(sequences), std::move(list));
 }
 
-std::int64_t run(const fusion::ForwardPlan &self, int threads, const nb::tuple &operands) {
-    require_threads(threads);
-    const OperandsArgument given(operands, self.problem(), self.sequences());
-    const nb::gil_scoped_release released;
-    return self.run(given.operands, threads);
-}
+struct Forward {
+    using Plan = fusion::ForwardPlan;
+    using Operands = fusion::Operands;
 
-constexpr auto each_row = [](fusion::Operands &o, auto visit) {
-    each_place(o, visit);
-    visit("k", o.k.base), visit("v", o.v.base), visit("k_rope", o.k_rope.base);
+    static Arguments<Operands> arguments(const Plan &plan, const nb::tuple &values) {
+        return operands_of(values, plan.problem(), plan.sequences());
+    }
+    template <class Visit> static void each(Operands &o, Visit visit) {
+        each_place(o, visit);
+        visit("k", o.k.base), visit("v", o.v.base), visit("k_rope", o.k_rope.base);
+    }
+    static std::int64_t compute(const Plan &plan, const Operands &operands, int threads) {
+        const nb::gil_scoped_release released;
+        return plan.run(operands, threads);
+    }
 };
-
-// A plan with the memory layout of its operands; a call passes only their addresses.
-struct PreparedForward {
-    nb::object plan;
-    OperandsArgument given;
-    Places places;
-
-    PreparedForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands, const nb::tuple &names)
-        : plan(std::move(plan_)), given(operands, of.problem(), of.sequences()),
-          places(given.operands, names, each_row) {}
-};
-
-std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
-    const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
-    return std::make_unique<PreparedForward>(std::move(self), plan, operands, names);
-}
-
-// Runs a prepared call on tensors in the order of the names; None for statistics that are not read.
-std::int64_t run_prepared(const PreparedForward &self, int threads, const nb::args &tensors) {
-    require_threads(threads);
-    const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);
-    fusion::Operands operands = self.given.operands;
-    self.places.set(operands, tensors, each_row);
-    const nb::gil_scoped_release released;
-    return plan.run(operands, threads);
-}
 
 }  // namespace
 
@@ -71,8 +47,7 @@ void bind_forward(nb::module_ &m) {
         .def("__init__", &construct, "problem"_a, "extents"_a, "tiles"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::ForwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
-        .def("run", &run, "threads"_a, "operands"_a)
-        .def("prepare", &prepare, "operands"_a, "names"_a);
-    nb::class_<PreparedForward>(m, "PreparedForward", "A plan with the views of its operands.")
-        .def("run", &run_prepared, "threads"_a, "tensors"_a);
+        .def("run", &run_once<Forward>, "threads"_a, "operands"_a)
+        .def("prepare", &Prepared<Forward>::prepare, "operands"_a, "names"_a);
+    Prepared<Forward>::bind(m, "PreparedForward");
 }

@@ -10,41 +10,37 @@ namespace {
 
 enum class Kind : char { attribute = 'a', tensor = 't', tensors = 's', integers = 'i' };
 
-// Owns a new reference, or null with Python's error set.
-class Own {
-public:
-    explicit Own(PyObject *object) : object_(object) {
-        if (!object) throw nb::python_error();
-    }
-    ~Own() { Py_DECREF(object_); }
-    Own(const Own &) = delete;
-    Own &operator=(const Own &) = delete;
-    PyObject *get() const { return object_; }
+// Owns a new reference, or throws Python's error for null.
+nb::object owned(PyObject *object) {
+    if (!object) throw nb::python_error();
+    return nb::steal(object);
+}
 
-private:
-    PyObject *object_;
-};
+PyObject *word(const char *text) { return PyUnicode_InternFromString(text); }
 
 // Names of the properties of torch's tensors as Python strings; created once and never released, like the module.
 struct Words {
-    PyObject *shape, *stride, *dtype, *device, *is_cpu, *is_neg, *is_zero, *itemsize, *offset, *storage, *nbytes,
-        *requires_grad, *data_ptr;
+    PyObject *shape = word("shape"), *stride = word("stride"), *dtype = word("dtype"), *device = word("device"),
+             *is_cpu = word("is_cpu"), *is_neg = word("is_neg"), *is_zero = word("_is_zerotensor"),
+             *itemsize = word("itemsize"), *offset = word("storage_offset"), *storage = word("untyped_storage"),
+             *nbytes = word("nbytes"), *requires_grad = word("requires_grad"), *data_ptr = word("data_ptr");
 
     static const Words &all() {
         static const Words *const words = new Words;
         return *words;
     }
-
-private:
-    Words()
-        : shape(word("shape")), stride(word("stride")), dtype(word("dtype")), device(word("device")),
-          is_cpu(word("is_cpu")), is_neg(word("is_neg")), is_zero(word("_is_zerotensor")), itemsize(word("itemsize")),
-          offset(word("storage_offset")), storage(word("untyped_storage")), nbytes(word("nbytes")),
-          requires_grad(word("requires_grad")), data_ptr(word("data_ptr")) {}
-    static PyObject *word(const char *text) { return PyUnicode_InternFromString(text); }
 };
 
-PyObject *asked(PyObject *of, PyObject *property) { return PyObject_GetAttr(of, property); }
+nb::object asked(PyObject *of, PyObject *property) { return owned(PyObject_GetAttr(of, property)); }
+nb::object answer(PyObject *of, PyObject *method) { return owned(called(of, method)); }
+
+bool is_true(const nb::object &value) { return value.ptr() == Py_True; }
+
+// True if a tensor's elements are not those of its memory.
+bool is_changed(PyObject *tensor) {
+    const bool negated = is_true(answer(tensor, Words::all().is_neg));
+    return is_true(answer(tensor, Words::all().is_zero)) || negated;
+}
 
 // Size and items (borrowed) of a list or tuple. The stable ABI has only functions, which take 0.2 us more per call.
 #if defined(Py_LIMITED_API)
@@ -189,30 +185,28 @@ private:
             key.add('y');
             key.other(type);
         }
-        const Own dtype(asked(tensor, w.dtype)), cpu(asked(tensor, w.is_cpu)), negated(called(tensor, w.is_neg)),
-            zero(called(tensor, w.is_zero));
-        key.add('d', dtype.get());  // torch has one permanent object per dtype
-        if (negated.get() == Py_True || zero.get() == Py_True) key.add('z');
-        if (cpu.get() != Py_True) {
+        key.add('d', asked(tensor, w.dtype).ptr());  // torch has one permanent object per dtype
+        const bool on_cpu = is_true(asked(tensor, w.is_cpu));
+        if (is_changed(tensor)) key.add('z');
+        if (!on_cpu) {
             key.add('x');
-            key.other(Own(asked(tensor, w.device)).get());
+            key.other(asked(tensor, w.device));
         }
-        if (watched && Own(asked(tensor, w.requires_grad)).get() == Py_True) key.add('g');
+        if (watched && is_true(asked(tensor, w.requires_grad))) key.add('g');
         const std::int64_t reach = add_shape(tensor, key);
         r.held = r.held && (reach == 0 || holds(tensor, reach));
     }
 
     // Writes sizes and strides; returns the number of elements from the first to the end of the last.
     static std::int64_t add_shape(PyObject *tensor, Key &key) {
-        const Own shape(asked(tensor, Words::all().shape)), stride(called(tensor, Words::all().stride));
-        if (PyTuple_Size(stride.get()) != PyTuple_Size(shape.get())) throw nb::python_error();
-        const Py_ssize_t count = PyTuple_Size(shape.get());
+        const nb::object shape = asked(tensor, Words::all().shape), stride = answer(tensor, Words::all().stride);
+        if (PyTuple_Size(stride.ptr()) != PyTuple_Size(shape.ptr())) throw nb::python_error();
+        const Py_ssize_t count = PyTuple_Size(shape.ptr());
         if (count < 0) throw nb::python_error();
         key.add('n', count);
         std::int64_t reach = 1;
         for (Py_ssize_t i = 0; i < count; ++i) {
-            const std::int64_t size = whole(one_of(shape.get(), i));
-            const std::int64_t step = whole(one_of(stride.get(), i));
+            const std::int64_t size = whole(one_of(shape.ptr(), i)), step = whole(one_of(stride.ptr(), i));
             key.add('n', size);
             key.add('n', step);
             reach = size == 0 || reach == 0 ? 0 : reach + (size - 1) * step;
@@ -223,9 +217,9 @@ private:
     // True if the storage of a tensor, which may have been resized, has `reach` elements.
     static bool holds(PyObject *tensor, std::int64_t reach) {
         const Words &w = Words::all();
-        const Own item(asked(tensor, w.itemsize)), offset(called(tensor, w.offset)), storage(called(tensor, w.storage));
-        const Own bytes(called(storage.get(), w.nbytes));
-        return whole(bytes.get()) >= (whole(offset.get()) + reach) * whole(item.get());
+        const std::int64_t item = whole(asked(tensor, w.itemsize).ptr()),
+                           offset = whole(answer(tensor, w.offset).ptr());
+        return whole(answer(answer(tensor, w.storage).ptr(), w.nbytes).ptr()) >= (offset + reach) * item;
     }
 
     // Adds a list or tensor of integers as bytes; other forms are left to Python, which also reports errors in them.
@@ -254,18 +248,16 @@ private:
     // Appends the elements of a vector in host memory to bytes; false for other tensors.
     bool elements(PyObject *tensor, std::string &bytes) const {
         const Words &w = Words::all();
-        const Own dtype(asked(tensor, w.dtype)), cpu(asked(tensor, w.is_cpu)), shape(asked(tensor, w.shape)),
-            stride(called(tensor, w.stride)), negated(called(tensor, w.is_neg)), zero(called(tensor, w.is_zero));
-        const bool wide = dtype.get() == one_of(integers_.ptr(), 0);
-        if ((!wide && dtype.get() != one_of(integers_.ptr(), 1)) || cpu.get() != Py_True || negated.get() == Py_True ||
-            zero.get() == Py_True || PyTuple_Size(shape.get()) != 1) {
+        const nb::object dtype = asked(tensor, w.dtype), shape = asked(tensor, w.shape),
+                         stride = answer(tensor, w.stride);
+        const bool wide = dtype.ptr() == one_of(integers_.ptr(), 0);
+        if ((!wide && dtype.ptr() != one_of(integers_.ptr(), 1)) || !is_true(asked(tensor, w.is_cpu)) ||
+            is_changed(tensor) || PyTuple_Size(shape.ptr()) != 1) {
             return false;
         }
-        const std::int64_t count = whole(one_of(shape.get(), 0));
-        const std::int64_t step = whole(PyTuple_GetItem(stride.get(), 0));
+        const std::int64_t count = whole(one_of(shape.ptr(), 0)), step = whole(PyTuple_GetItem(stride.ptr(), 0));
         if (count < 1 || !holds(tensor, (count - 1) * step + 1)) return false;
-        const Own place(called(tensor, w.data_ptr));
-        const auto *const first = static_cast<const char *>(PyLong_AsVoidPtr(place.get()));
+        const auto *const first = static_cast<const char *>(PyLong_AsVoidPtr(answer(tensor, w.data_ptr).ptr()));
         if (!first) return false;
         for (std::int64_t i = 0; i < count; ++i) {
             const std::int64_t number = wide ? at<std::int64_t>(first, i * step) : at<std::int32_t>(first, i * step);
