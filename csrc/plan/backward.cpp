@@ -91,8 +91,8 @@ struct BackwardPlan::Turn {
 BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences)
     : variant_(variant), kernels_(variant.gradient_kernels(problem.dtype)), problem_(problem) {
     units_.sequences = std::move(sequences);
-    check();
-    units_.group = problem_.heads_q / problem_.heads_kv;
+    require.problem(problem_, units_.sequences);
+    units_.group = group_of(problem_);
     units_.tile_keys = kernels_.tile_keys;
     units_.key_bytes = kernels_.key_bytes(problem_);
     tile_bytes_ = kernels_.row_bytes(problem_, gradient_rows);
@@ -106,14 +106,6 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
 }
 
 BackwardPlan::~BackwardPlan() { delete kept_.load(); }
-
-void BackwardPlan::check() const {
-    const Problem &p = problem_;
-    require.heads(p);
-    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
-    require(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
-    for (const Sequence &seq : units_.sequences) require.lengths(seq);
-}
 
 void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < units_.sequences.size(); ++b) {
@@ -153,10 +145,6 @@ double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const 
     }
     const std::int64_t tile = std::min(gradient_rows, seq.q_len) * std::min(kernels_.tile_keys, seq.kv_len) * step;
     return units_.group * (static_cast<double>(met) * tile + row_work * seq.q_len) + row_work * seq.kv_len;
-}
-
-double BackwardPlan::all_work() const {
-    return work_ * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
 }
 
 int BackwardPlan::team(int threads) const {

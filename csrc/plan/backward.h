@@ -14,6 +14,7 @@
 
 #include "data/variant.h"
 #include "plan/backward_schedule.h"
+#include "plan/schedule.h"
 
 #include <atomic>
 #include <memory>
@@ -61,11 +62,10 @@ private:
         std::int64_t places;  // slots for tiles of rows of each head
     };
 
-    void check() const;
     void cut_units();
     std::int64_t places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const;
     double work_of(const Sequence &seq, std::int64_t row_tiles) const;
-    double all_work() const;
+    double all_work() const { return work_ * pair_work(problem_); }
     int team(int threads) const;
     std::unique_ptr<const BackwardSchedule> take_schedule(int size, const BiasOrder &order) const;
     RowTile row_tile(std::size_t unit, std::int64_t index, Memory memory) const;

@@ -37,8 +37,7 @@ struct DecodePlan::State {
 DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std::vector<Sequence> sequences)
     : variant_(variant), problem_(problem), sequences_(std::move(sequences)) {
     const DecodeProblem &p = problem_;
-    require.heads(p);
-    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
+    require.problem(p, sequences_);
     require(p.dropout == Dropout::none, "dropout is none of its features");
     require(!p.has_blocked_tiles, "blocked tiles are none of its features");
     require(p.common_keys >= 0, "the number of common keys is negative");
@@ -60,7 +59,7 @@ void DecodePlan::update(const std::int64_t *kv_len, const std::int64_t *lo, cons
 }
 
 void DecodePlan::cut_runs() {
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
+    const std::int64_t group = group_of(problem_);
     blocks_.clear();
     runs_.clear();
     partial_floats_ = common_blocks_ = 0;
@@ -84,7 +83,7 @@ void DecodePlan::cut_common() {
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
         for (std::int64_t t = 0; t < sequences_[b].q_len; ++t) tokens_.push_back({static_cast<std::int64_t>(b), t});
     }
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, keys = problem_.common_keys;
+    const std::int64_t group = group_of(problem_), keys = problem_.common_keys;
     const std::int64_t rows = static_cast<std::int64_t>(tokens_.size()) * group;
     for (std::int64_t row = 0; row < rows; row += decode_rows) {
         const std::int64_t stop = std::min(row + decode_rows, rows);
@@ -104,7 +103,7 @@ void DecodePlan::cut_common() {
 
 void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row) {
     const Sequence &seq = sequences_[b];
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, own = problem_.common_keys;
+    const std::int64_t group = group_of(problem_), own = problem_.common_keys;
     const std::int64_t first = row0 / group, last = (row1 - 1) / group, keys = std::max(seq.kv_len, own);
     const bool sees = seq.hi > seq.lo || seq.prefix > 0;
     const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, own, keys);
@@ -139,10 +138,6 @@ void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, st
 // Floats of the partial result of a head of a block.
 std::int64_t DecodePlan::floats_of(const Block &block) const {
     return static_cast<std::int64_t>(row_floats_) * (block.row1 - block.row0);
-}
-
-double DecodePlan::all_work() const {
-    return static_cast<double>(pairs_) * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
 }
 
 int DecodePlan::team(int threads) const {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "data/variant.h"
+#include "plan/schedule.h"
 
 #include <atomic>
 #include <vector>
@@ -62,7 +63,7 @@ private:
     void cut_common();
     void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row);
     void add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own);
-    double all_work() const;  // of a run
+    double all_work() const { return static_cast<double>(pairs_) * pair_work(problem_); }  // of a run
     int team(int threads) const;
     std::int64_t split_leaves(int team) const;
     std::int64_t floats_of(const Block &block) const;

@@ -52,11 +52,7 @@ ForwardPlan::ForwardPlan(const Variant &variant, const Problem &problem, std::ve
 }
 
 void ForwardPlan::check() const {
-    const Problem &p = problem_;
-    require.heads(p);
-    require.dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
-    require(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
-    for (const Sequence &seq : sequences_) require.lengths(seq);
+    require.problem(problem_, sequences_);
     const Tile *before = nullptr;
     for (const Tile &t : tiles_) {
         require(t.seq >= 0 && t.seq < static_cast<std::int64_t>(sequences_.size()), "a tile's sequence does not exist");
@@ -110,7 +106,7 @@ ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
         piece.longest = wider;
         return true;
     };
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv;
+    const std::int64_t group = group_of(problem_);
     for (; piece.end < tiles_.size() && tiles_[piece.end].seq == piece.unit.seq && grow(tiles_[piece.end]);
          ++piece.end) {
         const Tile &tile = tiles_[piece.end];
@@ -146,7 +142,7 @@ void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
 void ForwardPlan::list_items() {
     std::size_t count = 0;
     for (const PlannedUnit &u : units_) {
-        count += (u.end - u.first) * (problem_.heads_q / problem_.heads_kv) + runs_of(u);
+        count += (u.end - u.first) * (group_of(problem_)) + runs_of(u);
         refuse_endless(static_cast<std::int64_t>(count));
     }
     items_.reserve(count);
@@ -175,7 +171,7 @@ std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
 // Adds the items of a wave: the tiles of units [first, end), long ones first, and before each tile the panels that it
 // is the first to need.
 void ForwardPlan::add_items(std::size_t first, std::size_t end) {
-    const std::int64_t run_keys = run_panels * kernels_.panel, group = problem_.heads_q / problem_.heads_kv;
+    const std::int64_t run_keys = run_panels * kernels_.panel, group = group_of(problem_);
     const auto keys = [&](const Item &item) { return tiles_[item.at].end - tiles_[item.at].begin; };
     std::vector<Item> order;
     for (std::size_t u = first; u < end; ++u) {
@@ -266,10 +262,6 @@ bool ForwardPlan::plenty(const PlannedUnit &u, const Shared &shared) const {
     return (u.work + then) * static_cast<double>(shared.team) <= work_ - units_[next].before;
 }
 
-double ForwardPlan::all_work() const {
-    return work_ * static_cast<double>(problem_.dim_qk + problem_.dim_rope + problem_.dim_v);
-}
-
 std::size_t ForwardPlan::team(int threads) const {
     const int worth = team_by_work(threads, all_work(), work_per_thread);
     return team_size(worth, static_cast<std::int64_t>(alone(worth) ? units_.size() : items_.size()));
@@ -350,7 +342,7 @@ std::size_t ForwardPlan::take(Shared &shared, Bundle &own) const {
 // one, and the first keys of the next unit during the tiles after the last panel of the current unit is packed.
 std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const {
     const Job &job = shared.job;
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = kernels_.panel;
+    const std::int64_t group = group_of(problem_), panel = kernels_.panel;
     const Operands &o = *job.operands;
     const auto panels_to = [&](const Unit &unit, const Tile &tile) {
         return tile.begin < tile.end ? ceil_div(tile.end - unit.key_begin, panel) : 0;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "data/variant.h"
+#include "plan/schedule.h"
 
 #include <atomic>
 #include <utility>
@@ -77,7 +78,7 @@ private:
     std::size_t runs_of(const PlannedUnit &u) const;
     void add_items(std::size_t first, std::size_t end);
     bool alone(int threads) const;
-    double all_work() const;
+    double all_work() const { return work_ * pair_work(problem_); }
     std::size_t team(int threads) const;
     std::size_t slots() const;
     std::size_t segment(std::size_t team) const;

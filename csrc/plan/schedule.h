@@ -39,7 +39,19 @@ struct Require {
     void dims(bool hold) const { (*this)(hold, "a head dim is not positive"); }
 
     void lengths(const Sequence &seq) const { (*this)(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative"); }
+
+    void problem(const Problem &p, const std::vector<Sequence> &sequences) const {
+        heads(p);
+        dims(p.dim_qk > 0 && p.dim_v > 0 && p.dim_rope >= 0);
+        (*this)(p.keep_below >= 0 && p.keep_below <= 65536, "the threshold of dropout is outside 0 ... 65536");
+        for (const Sequence &seq : sequences) lengths(seq);
+    }
 };
+
+// Multiply-adds of a (row, key) pair.
+constexpr double pair_work(const Problem &p) { return static_cast<double>(p.dim_qk + p.dim_rope + p.dim_v); }
+
+constexpr std::int64_t group_of(const Problem &p) { return p.heads_q / p.heads_kv; }
 
 // Throws for work lists that would not fit into memory, before they are made.
 inline void refuse_endless(std::int64_t items) {

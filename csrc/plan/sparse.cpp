@@ -62,37 +62,36 @@ struct SparsePlan::State {
     std::atomic<std::int64_t> taken = 0,
                               finished = 0;  // numbers of items begun, and of the first that may be unfinished
 
-    static bool wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
-        const View &view = *static_cast<View *>(self);
-        return view.state->wait_for(*view.team, view.first_item, item, first, last);
-    }
-    static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
-        Progress &own = static_cast<View *>(self)->state->progress[item];
-        own.last.store(last, std::memory_order_relaxed);
-        own.next.store(next > last ? never : next, std::memory_order_release);
-    }
-
     struct View {  // the state of the queue for one thread
         State *state;
         const Team *team;
         std::int64_t first_item;
     };
 
-    bool wait_for(const Team &team, std::int64_t unit_first, std::int64_t item, std::int64_t first, std::int64_t last) {
+    // Waits until earlier items of the unit no longer add to keys [first, last].
+    static bool wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
+        const View &view = *static_cast<View *>(self);
+        std::atomic<std::int64_t> &finished = view.state->finished;
+        const Progress *const progress = view.state->progress;
         std::int64_t from = finished.load(std::memory_order_acquire);
         while (from < item && progress[from].next.load(std::memory_order_acquire) == never) ++from;
         std::int64_t known = finished.load(std::memory_order_relaxed);
         while (known < from && !finished.compare_exchange_weak(known, from, std::memory_order_acq_rel)) {
         }
-        for (std::int64_t other = std::max(from, unit_first); other < item; ++other) {
+        for (std::int64_t other = std::max(from, view.first_item); other < item; ++other) {
             const Progress &its = progress[other];
             const auto passed = [&] {
                 return its.next.load(std::memory_order_acquire) > last ||
                        its.last.load(std::memory_order_relaxed) < first;
             };
-            if (!team.wait_until(passed)) return false;
+            if (!view.team->wait_until(passed)) return false;
         }
-        return !team.cancelled();
+        return !view.team->cancelled();
+    }
+    static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
+        Progress &own = static_cast<View *>(self)->state->progress[item];
+        own.last.store(last, std::memory_order_relaxed);
+        own.next.store(next > last ? never : next, std::memory_order_release);
     }
 };
 
@@ -250,6 +249,20 @@ void SparsePlan::run(const SparseOperands &operands, const SparseOperands &atten
                  loss);
 }
 
+// Calls body(unit, its sums, first key, end) for all keys of a wave; called by every thread of a team.
+template <class Body>
+void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &state, Body body) const {
+    const auto units = static_cast<std::int64_t>(wave.end - wave.first);
+    const std::int64_t blocks = ceil_div(longest_, keys_per_item);
+    const auto share = [&](std::int64_t i) {
+        const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
+        const std::int64_t first = i % blocks * keys_per_item, keys = keys_of(sequences_[unit.seq]);
+        const std::int64_t end = std::min(first + keys_per_item, keys);
+        if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
+    };
+    team.share(units * blocks, share, 4);
+}
+
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
@@ -266,17 +279,23 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     for (const Wave &wave : waves_) {
         if (!in_turns()) batches.emplace_back(work_of(wave, at), at.pace);
     }
+    const std::int64_t columns = kernels_.sum_columns(problem_);
     double total = 0.0;
     for (const Wave &wave : waves_) {
         state.taken = state.finished = 0;
         for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
         run_team(at.team, never_alone, [&](const Team &team) {
             char *const own = scratch + at.scratch * team.thread;
-            clear_sums(team, wave, state);
+            share_keys(team, wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
+                std::memset(sums + first * columns, 0,
+                            static_cast<std::size_t>((end - first) * columns) * sizeof(float));
+            });
             if (in_turns()) descend_tiles(team, wave, state, own);
             else descend_lists(team, wave, state, batches[&wave - waves_.data()], at, own);
             team.barrier();
-            store_keys(team, wave, state);
+            share_keys(team, wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
+                kernels_.store_keys(job, unit.seq, unit.head_kv, {sums}, first, end);
+            });
         });
         for (std::int64_t i = 0; attention_ && i < wave.items; ++i) total += state.losses[i];
         for (std::int64_t i = 0; problem_.has_sink && i < wave.items; ++i) {
@@ -302,32 +321,6 @@ void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, 
 }
 
 // The following functions are called by every thread of a team.
-
-template <class Body>
-void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &state, Body body) const {
-    const auto units = static_cast<std::int64_t>(wave.end - wave.first);
-    const std::int64_t blocks = ceil_div(longest_, keys_per_item);
-    const auto share = [&](std::int64_t i) {
-        const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
-        const std::int64_t first = i % blocks * keys_per_item, keys = keys_of(sequences_[unit.seq]);
-        const std::int64_t end = std::min(first + keys_per_item, keys);
-        if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
-    };
-    team.share(units * blocks, share, 4);
-}
-
-void SparsePlan::clear_sums(const Team &team, const Wave &wave, const State &state) const {
-    const std::int64_t columns = kernels_.sum_columns(problem_);
-    share_keys(team, wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
-        std::memset(sums + first * columns, 0, static_cast<std::size_t>((end - first) * columns) * sizeof(float));
-    });
-}
-
-void SparsePlan::store_keys(const Team &team, const Wave &wave, const State &state) const {
-    share_keys(team, wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
-        kernels_.store_keys(state.job, unit.seq, unit.head_kv, {sums}, first, end);
-    });
-}
 
 // Computes the items of a loss without selection.
 void SparsePlan::descend_tiles(const Team &team, const Wave &wave, State &state, char *scratch) const {

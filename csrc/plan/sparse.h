@@ -71,11 +71,9 @@ private:
     void attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const;
     bool in_turns() const { return attention_ && !problem_.select_count; }
     std::vector<Batches::Unit> work_of(const Wave &wave, const Layout &at) const;
-    void clear_sums(const Team &team, const Wave &wave, const State &state) const;
     void descend_tiles(const Team &team, const Wave &wave, State &state, char *scratch) const;
     void descend_lists(const Team &team, const Wave &wave, State &state, Batches &batches, const Layout &at,
                        char *scratch) const;
-    void store_keys(const Team &team, const Wave &wave, const State &state) const;
     template <class Body> void share_keys(const Team &team, const Wave &wave, const State &state, Body body) const;
 
     const SparseKernels &kernels_;
