@@ -36,7 +36,6 @@ static inline void forward(const Head *head, const float *q, const float *k, con
         if (max) max[i] = most;
         if (sum) sum[i] = total;
     }
-    free(p);
 }
 
 /* Adds the gradients of one head to dq, dk and dv: several query heads may share a key head. */
@@ -67,9 +66,7 @@ static inline Buffer causal_mask(void) {
     enum { SIDE = 2048 };
     unsigned char *mask = allocated((size_t)SIDE * SIDE);
     for (int i = 0; i < SIDE; i++) memset(mask + (size_t)i * SIDE + i + 1, 1, (size_t)(SIDE - i - 1));
-    const Buffer made = buffer(mask, ACL_UINT8, SIZES(SIDE, SIDE));
-    free(mask);
-    return made;
+    return buffer(mask, ACL_UINT8, SIZES(SIDE, SIDE));
 }
 
 #endif

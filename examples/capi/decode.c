@@ -25,8 +25,7 @@ int main(void) {
     const Buffer V = rounded(v, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS * DIM));
     const Buffer BLOCKS = buffer(TABLE, ACL_INT32, SIZES(ITEMS, 3));
     const Buffer OUT = buffer(NULL, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS * DIM));
-    const aclTensor *key_list[] = {K.tensor}, *value_list[] = {V.tensor};
-    aclTensorList *keys = aclCreateTensorList(key_list, 1), *values = aclCreateTensorList(value_list, 1);
+    aclTensorList *keys = list_of(K), *values = list_of(V);
     float *key_rows = floats(3 * PAGE * KEY_HEADS * DIM), *value_rows = floats(3 * PAGE * KEY_HEADS * DIM);
     double *out = doubles(ITEMS * width);
 
@@ -58,17 +57,7 @@ int main(void) {
         }
         wrong += differs("out", OUT, out);
         CHECK(aclDestroyIntArray(tokens));
-        release(Q);
-        free(q);
     }
-
-    CHECK(aclDestroyTensorList(keys)); /* also destroys its tensors */
-    CHECK(aclDestroyTensorList(values));
-    CHECK(aclrtFree(K.address));
-    CHECK(aclrtFree(V.address));
-    release(BLOCKS);
-    release(OUT);
-    free(k), free(v), free(key_rows), free(value_rows), free(out);
     end(stream);
     return wrong != 0;
 }

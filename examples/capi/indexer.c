@@ -55,10 +55,6 @@ int main(void) {
     }
     printf("%-14s %d of %d rows missed a better key\n", "indices", wrong, ROWS);
     wrong += differs("values", VALUES, wanted);
-
-    const Buffer all[] = {Q, K, W, INDICES, VALUES};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
-    free(q), free(k), free(w), free(wanted);
     end(stream);
     return wrong != 0;
 }

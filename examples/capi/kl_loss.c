@@ -91,11 +91,6 @@ int main(void) {
         row_formula(i, lists + (size_t)i * LIST, counts[i], target + i * KEYS, qi, ki, w, &to);
     const int wrong = differs_by("loss", LOSS, &to.loss, to.terms) + differs("dq index", DQ, to.dq) +
                       differs("dk index", DK, to.dk) + differs("dweights", DW, to.dw);
-
-    const Buffer all[] = {Q, K, QR, KR, QI, KI, W, LISTS, MAX, SUM, DQ, DK, DW, LOSS};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
-    void *host[] = {q, k, q_rope, k_rope, qi, ki, w, lists, target, max, sum, to.dq, to.dk, to.dw};
-    for (size_t i = 0; i < sizeof host / sizeof *host; i++) free(host[i]);
     end(stream);
     return wrong != 0;
 }

@@ -22,13 +22,33 @@ static inline void check(int code, const char *call) {
     exit(1);
 }
 
+/* A tensor and its device memory; a list that has the tensor destroys it. */
+typedef struct {
+    aclTensor *tensor;
+    aclTensorList *list;
+    void *address;
+    aclDataType type;
+    size_t count;
+} Buffer;
+
+/* What end() releases: all buffers, and all memory of the host. */
+typedef union Block {
+    union Block *next;
+    double aligned;
+} Block;
+static Block *blocks;
+static Buffer buffers[64];
+static size_t buffer_count;
+
 static inline void *allocated(size_t size) {
-    void *memory = calloc(size ? size : 1, 1);
-    if (!memory) {
+    Block *made = calloc(1, sizeof *made + size);
+    if (!made) {
         fprintf(stderr, "no memory\n");
         exit(1);
     }
-    return memory;
+    made->next = blocks;
+    blocks = made;
+    return made + 1;
 }
 
 static inline float *floats(size_t count) { return allocated(count * sizeof(float)); }
@@ -44,6 +64,15 @@ static inline aclrtStream begin(void) {
 }
 
 static inline void end(aclrtStream stream) {
+    for (size_t i = 0; i < buffer_count; i++) {
+        const Buffer old = buffers[i];
+        CHECK(old.list ? aclDestroyTensorList(old.list) : aclDestroyTensor(old.tensor));
+        CHECK(aclrtFree(old.address));
+    }
+    for (Block *old = blocks, *next; old; old = next) {
+        next = old->next;
+        free(old);
+    }
     CHECK(aclrtDestroyStream(stream));
     CHECK(aclrtResetDevice(0));
     CHECK(aclFinalize());
@@ -63,16 +92,8 @@ static inline float from_bf16(uint16_t half) {
     return value;
 }
 
-/* A tensor and its device memory. */
-typedef struct {
-    aclTensor *tensor;
-    void *address;
-    aclDataType type;
-    size_t count;
-} Buffer;
-
 static inline Buffer buffer(const void *host, aclDataType type, int dims, const int64_t *sizes) {
-    Buffer made = {NULL, NULL, type, 1};
+    Buffer made = {NULL, NULL, NULL, type, 1};
     for (int i = 0; i < dims; i++) made.count *= (size_t)sizes[i];
     const size_t bytes = made.count * aclDataTypeSize(type);
     CHECK(aclrtMalloc(&made.address, bytes ? bytes : 1, ACL_MEM_MALLOC_HUGE_FIRST));
@@ -80,8 +101,17 @@ static inline Buffer buffer(const void *host, aclDataType type, int dims, const 
     else CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN, so that unwritten elements differ */
     made.tensor =
         aclCreateTensor(sizes, (uint64_t)dims, type, NULL, 0, ACL_FORMAT_ND, sizes, (uint64_t)dims, made.address);
-    if (!made.tensor) check(1, "aclCreateTensor");
-    return made;
+    if (!made.tensor || buffer_count == sizeof buffers / sizeof *buffers) check(1, "aclCreateTensor");
+    return buffers[buffer_count++] = made;
+}
+
+/* Returns a list of one tensor. */
+static inline aclTensorList *list_of(Buffer of) {
+    const aclTensor *tensors[] = {of.tensor};
+    aclTensorList *list = aclCreateTensorList(tensors, 1);
+    for (size_t i = 0; i < buffer_count; i++)
+        if (buffers[i].tensor == of.tensor) buffers[i].list = list;
+    return list;
 }
 
 #define SIZES(...) \
@@ -97,9 +127,7 @@ static inline Buffer rounded(float *values, aclDataType type, int dims, const in
         halves[i] = type == ACL_BF16 ? to_bf16(values[i]) : aclFloatToFloat16(values[i]);
         values[i] = type == ACL_BF16 ? from_bf16(halves[i]) : aclFloat16ToFloat(halves[i]);
     }
-    const Buffer made = buffer(halves, type, dims, sizes);
-    free(halves);
-    return made;
+    return buffer(halves, type, dims, sizes);
 }
 
 /* Returns the current elements of a tensor as floats. */
@@ -117,13 +145,7 @@ static inline float *contents(Buffer from) {
             values[i] = from.type == ACL_BF16 ? from_bf16(half) : aclFloat16ToFloat(half);
         }
     }
-    free(raw);
     return values;
-}
-
-static inline void release(Buffer old) {
-    CHECK(aclDestroyTensor(old.tensor));
-    CHECK(aclrtFree(old.address));
 }
 
 /* Returns numbers in [-1, 1), the same in every run. */
@@ -156,7 +178,6 @@ static inline int differs_by(const char *name, Buffer got, const double *wanted,
         error += (values[i] - wanted[i]) * (values[i] - wanted[i]);
         total += wanted[i] * wanted[i];
     }
-    free(values);
     const double share = sqrt(error) / (size > 0 ? size : sqrt(total));
     const int far = !(share <= 4 * unit); /* also for NaN */
     printf("%-14s %zu numbers, %.1e from the formula%s\n", name, got.count, share, far ? ": WRONG" : "");
