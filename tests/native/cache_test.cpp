@@ -13,7 +13,7 @@ struct Case {
     const char *name;
     Long heads_q, heads_kv, dim_qk, dim_v, common, page, piece, window;  // window: keys that a row sees at most, or 0
     bool masks, scales;
-    std::vector<std::pair<Long, Long>> lengths;  // rows and keys of each sequence
+    Lengths lengths;
 };
 
 const Case cases[] = {
@@ -78,54 +78,37 @@ public:
         o.keys = keys_.cache, o.values = values_.cache;
         o.common_keys = cache_of(common_[0], call_.problem.dtype);
         o.common_values = cache_of(common_[1], call_.problem.dtype);
-        judge_.begin(variant.name, "decode: ", true);
         const fusion::DecodePlan plan(variant, problem, call_.sequences);
-        check([&](int threads) { plan.run(o, threads); });
-        judge_.begin(variant.name, "forward: ", true);
+        check(variant, "decode: ", [&](int threads) { plan.run(o, threads); });
         const fusion::ForwardPlan dense(variant, call_.problem, call_.sequences, tiles_of(call_));
-        check([&](int threads) { dense.run(problem, o, threads); });
+        check(variant, "forward: ", [&](int threads) { dense.run(problem, o, threads); });
     }
 
 private:
-    template <class Run> void check(Run run) {
-        Elements before;
-        for (int threads : {3, 8, 1}) {
-            call_.out.poison(), call_.max.poison(), call_.sum.poison();
-            run(threads);
-            if (threads != 3) judge_.require_same("out", before, call_.out.elements);
-            before = call_.out.elements;
-        }
-        judge_.compare("out", call_.out, want_.at("out"), largest_, true);
-        judge_.compare("max", call_.max, want_.at("max"), largest_, false, true);
-        judge_.compare("sum", call_.sum, want_.at("sum"), largest_, false);
+    template <class Run> void check(const fusion::Variant &variant, const char *stage, Run run) {
+        judge_.begin(variant.name, stage, true);
+        run_teams(judge_, call_, run);
+        compare_outputs(judge_, call_, want_, largest_);
     }
 
     // The call as loops know it: all keys in rows, queries times their scales, bits of every key.
     Call made(Dtype dtype) {
-        Call c;
-        const double scale = 1 / std::sqrt(static_cast<double>(from_.dim_qk));
-        c.problem = {from_.heads_q, from_.heads_kv, from_.dim_qk, from_.dim_v,   0,   dtype, scale, Bias::none,
-                     false,         from_.masks,    false,        Dropout::none, 1.0, 0};
-        std::vector<Long> rows, keys;
+        Call c =
+            call_of(plain_problem(from_.heads_q, from_.heads_kv, from_.dim_qk, from_.dim_v, 0, dtype), from_.lengths);
+        c.problem.has_blocked = from_.masks;
         for (const auto &[count, length] : from_.lengths) {
-            const Long lo = from_.window ? length - count + 1 - from_.window : -(Long{1} << 40);
+            const Long lo = from_.window ? length - count + 1 - from_.window : -everything;
             c.sequences.push_back({count, length, lo, length - count + 1, 0, 0});
-            rows.push_back(count), keys.push_back(length);
         }
-        c.q = RowMemory(dtype, from_.heads_q, from_.dim_qk, rows);
-        c.k = RowMemory(dtype, from_.heads_kv, from_.dim_qk, keys);
-        c.v = RowMemory(dtype, from_.heads_kv, from_.dim_v, keys);
         c.q.fill(random_, 2.0), c.k.fill(random_, 2.0), c.v.fill(random_, 2.0);
-        take_common(c, c.k, 0, dtype), take_common(c, c.v, 1, dtype);
-        query_ = c.q, scale_ = RowMemory(Dtype::float32, from_.heads_q, 1, rows);
+        take_common(c.k, 0, dtype), take_common(c.v, 1, dtype);
+        query_ = c.q, scale_ = c.max;
         scale_.each([&](Long b, Long h, Long t, Long) {
             const double times =
                 from_.scales ? std::ldexp(random_() % 2 ? 1.0 : -1.0, static_cast<int>(random_() % 3)) : 1;
             scale_.set(b, h, t, 0, times);
             for (Long d = 0; d < from_.dim_qk; ++d) query_.set(b, h, t, d, c.q.get(b, h, t, d) / times);
         });
-        c.out = RowMemory(dtype, from_.heads_q, from_.dim_v, rows);
-        c.max = c.sum = RowMemory(Dtype::float32, from_.heads_q, 1, rows);
         c.blocked_at = MatrixMemory(1, from_.heads_q, c.sequences, false, true);
         c.blocked.assign(c.blocked_at.count, 1);
         for (Long i = 1; i < c.blocked_at.count; ++i) c.blocked[i] = random_() % 3 == 0;
@@ -143,18 +126,13 @@ private:
     }
 
     // Every sequence begins with the first one's keys, which also lie by themselves.
-    void take_common(const Call &c, RowMemory &m, int which, Dtype dtype) {
+    void take_common(RowMemory &m, int which, Dtype dtype) {
         common_[which] = RowMemory(dtype, m.heads, m.dim, {from_.common});
-        for (std::size_t b = 0; b < c.sequences.size(); ++b) {
-            for (Long t = 0; t < from_.common; ++t) {
-                for (Long h = 0; h < m.heads; ++h) {
-                    for (Long d = 0; d < m.dim; ++d) {
-                        m.set(static_cast<Long>(b), h, t, d, m.get(0, h, t, d));
-                        common_[which].set(0, h, t, d, m.get(0, h, t, d));
-                    }
-                }
-            }
-        }
+        m.each([&](Long b, Long h, Long t, Long d) {
+            if (t >= from_.common) return;
+            m.set(b, h, t, d, m.get(0, h, t, d));
+            common_[which].set(0, h, t, d, m.get(0, h, t, d));
+        });
     }
 
     const Case &from_;
@@ -173,7 +151,7 @@ private:
 
 void test_caches(Report &report) {
     for (const Case &one : cases) {
-        for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+        for (Dtype dtype : dtypes) {
             CacheTest test(report, one, dtype);
             for (const fusion::Built &built : fusion::built_variants()) {
                 if (report.tests(built)) test.run(*built.variant);

@@ -16,12 +16,10 @@
 namespace check {
 namespace {
 
-constexpr Long everything = Long{1} << 40;
-
 struct Case {
     const char *name;
     Long heads_q = 1, heads_kv = 1, dim_qk = 8, dim_v = 8, dim_rope = 0;
-    std::vector<std::pair<Long, Long>> lengths;          // rows and keys of each sequence
+    Lengths lengths;
     Long lo = -everything, hi = everything, prefix = 0;  // row i sees keys i + lo <= j < max(prefix, i + hi)
     Bias bias = Bias::none;
     bool bias_scaled = false, own_rows = true;  // the bias has rows of its own
@@ -79,13 +77,6 @@ const Case cases[] = {
 };
 // clang-format on
 
-std::vector<Long> lengths_of(const Case &from, bool keys) {
-    std::vector<Long> out;
-    out.reserve(from.lengths.size());
-    for (const auto &[q_len, kv_len] : from.lengths) out.push_back(keys ? kv_len : q_len);
-    return out;
-}
-
 // One table for all sequences: tiles blocked as a whole or not at all, with bits, and with a number that has none.
 void draw_tiles(Call &c, std::mt19937 &random) {
     Long rows = 0, keys = 0;
@@ -105,55 +96,29 @@ void draw_tiles(Call &c, std::mt19937 &random) {
 }
 
 void hide_keys(Call &c) {
-    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
-        const fusion::Sequence &s = c.sequences[b];
-        for (Long h = 0; h < c.problem.heads_q; ++h) {
-            for (Long i = 0; i < s.q_len; ++i) {
-                for (Long j = 0; j < s.kv_len; ++j) {
-                    if (j % 5 == 2 || (i % 3 == 0 && j % 2)) c.bias.set(c.bias_at.at(b, h, i, j), -INFINITY);
-                }
-            }
+    each_row(c, [&](Long b, Long h, Long i) {
+        for (Long j = 0; j < c.sequences[b].kv_len; ++j) {
+            if (j % 5 == 2 || (i % 3 == 0 && j % 2)) c.bias.set(c.bias_at.at(b, h, i, j), -INFINITY);
         }
-        for (Long j = 2; j < s.kv_len; j += 5) {
-            for (Long h = 0; h < c.problem.heads_kv; ++h) c.v.set(b, h, j, j % c.problem.dim_v, j % 2 ? NAN : INFINITY);
-        }
-    }
+    });
+    c.v.each([&](Long b, Long h, Long j, Long d) {
+        if (j % 5 == 2 && d == j % c.problem.dim_v) c.v.set(b, h, j, d, j % 2 ? NAN : INFINITY);
+    });
 }
 
 Call make(const Case &from, Dtype dtype) {
-    Call c;
-    c.problem = {from.heads_q,
-                 from.heads_kv,
-                 from.dim_qk,
-                 from.dim_v,
-                 from.dim_rope,
-                 dtype,
-                 1 / std::sqrt(static_cast<double>(from.dim_qk + from.dim_rope)),
-                 from.bias,
-                 from.bias_scaled,
-                 from.blocked,
-                 from.sink,
-                 from.dropout,
-                 from.dropout == Dropout::none ? 1.0 : 0.7,
-                 45875};
-    c.problem.softcap = from.softcap;
+    fusion::Problem p = plain_problem(from.heads_q, from.heads_kv, from.dim_qk, from.dim_v, from.dim_rope, dtype);
+    p.bias = from.bias, p.bias_scaled = from.bias_scaled, p.has_blocked = from.blocked, p.has_sink = from.sink;
+    p.dropout = from.dropout, p.keep_prob = from.dropout == Dropout::none ? 1.0 : 0.7, p.keep_below = 45875;
+    p.softcap = from.softcap, p.has_blocked_tiles = from.tiled;
+    Call c = call_of(p, from.lengths);
     for (const auto &[q_len, kv_len] : from.lengths) {
-        const auto stream = static_cast<Long>(c.sequences.size()) * c.problem.heads_q;
+        const auto stream = static_cast<Long>(c.sequences.size()) * p.heads_q;
         c.sequences.push_back({q_len, kv_len, from.lo, from.hi, from.prefix, 2, 0, 0, stream});
     }
     std::mt19937 random(17);
-    const std::vector<Long> rows = lengths_of(from, false), keys = lengths_of(from, true);
-    c.q = RowMemory(dtype, from.heads_q, from.dim_qk, rows);
-    c.k = RowMemory(dtype, from.heads_kv, from.dim_qk, keys);
-    c.v = RowMemory(dtype, from.heads_kv, from.dim_v, keys);
-    c.q_rope = RowMemory(dtype, from.heads_q, from.dim_rope, rows);
-    c.k_rope = RowMemory(dtype, from.heads_kv, from.dim_rope, keys);
-    c.dout = RowMemory(dtype, from.heads_q, from.dim_v, rows);
     for (RowMemory *m : {&c.q, &c.k}) m->fill(random, 2.0 * from.size);
     for (RowMemory *m : {&c.v, &c.q_rope, &c.k_rope, &c.dout}) m->fill(random, 2.0);
-    c.out = RowMemory(dtype, from.heads_q, from.dim_v, rows);
-    c.max = RowMemory(Dtype::float32, from.heads_q, 1, rows);
-    c.sum = RowMemory(Dtype::float32, from.heads_q, 1, rows);
     c.bias_at = MatrixMemory(1, from.heads_q, c.sequences, true, from.own_rows);
     c.bias = Elements(dtype, c.bias_at.count);
     for (Long i = 1; i < c.bias_at.count; ++i) c.bias.set(i, static_cast<double>(random()) * 0x1p-31 - 1.0);
@@ -165,19 +130,12 @@ Call make(const Case &from, Dtype dtype) {
     const Long slopes = static_cast<Long>(from.lengths.size()) * from.heads_q;
     for (Long i = 1; i <= slopes; ++i) c.slopes.push_back(0.02f * static_cast<float>(i));
     for (Long h = 0; h < from.heads_q; ++h) c.sink.push_back(0.5f - 0.4f * static_cast<float>(h));
-    c.problem.has_blocked_tiles = from.tiled;
     if (from.tiled) draw_tiles(c, random);
     if (from.masked) hide_keys(c);
     return c;
 }
 
-void run_forward(Call &c, const fusion::Variant &variant, int threads) {
-    c.out.poison(), c.max.poison(), c.sum.poison();
-    fusion::ForwardPlan(variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), threads);
-}
-
 void run_decode(Call &c, const fusion::Variant &variant, int threads) {
-    c.out.poison(), c.max.poison(), c.sum.poison();
     const fusion::DecodeProblem problem{c.problem, static_cast<fusion::Storage>(c.problem.dtype),
                                         fusion::Rounding::none, false};
     fusion::DecodeOperands o{operands_of(c), {}, {}, {}, {}, {}, {}, {}};
@@ -225,13 +183,11 @@ public:
 
 private:
     void test_forward(const fusion::Variant &variant) {
-        run_forward(call_, variant, 1);
-        const Elements alone = call_.out.elements;
-        for (int threads : {3, 8}) {
-            run_forward(call_, variant, threads);
-            judge_.require_same("out", alone, call_.out.elements);
-        }
-        compare_outputs();
+        run_teams(judge_, call_, [&](int threads) {
+            fusion::ForwardPlan(variant, call_.problem, call_.sequences, tiles_of(call_))
+                .run(operands_of(call_), threads);
+        });
+        compare_outputs(judge_, call_, want_, largest_);
     }
 
     void test_gradients(const fusion::Variant &variant) {
@@ -251,21 +207,13 @@ private:
     }
 
     void test_decode(const fusion::Variant &variant) {
-        fusion::lease_poison = 0;
-        run_decode(call_, variant, 1);
-        fusion::lease_poison = 0xff;
-        const Elements alone = call_.out.elements;  // whatever memory held before: NaN would only take the slow way
-        for (int threads : {3, 8}) {
+        run_teams(judge_, call_, [&](int threads) {
+            fusion::lease_poison =
+                threads == 1 ? 0 : 0xff;  // the same from any memory: NaN would only take the slow way
             run_decode(call_, variant, threads);
-            judge_.require_same("out", alone, call_.out.elements);
-        }
-        compare_outputs();
-    }
-
-    void compare_outputs() {
-        judge_.compare("out", call_.out, want_.at("out"), largest_, true);
-        judge_.compare("max", call_.max, want_.at("max"), largest_, false, true);
-        judge_.compare("sum", call_.sum, want_.at("sum"), largest_, false);
+        });
+        fusion::lease_poison = 0xff;
+        compare_outputs(judge_, call_, want_, largest_);
     }
 
     double largest_ = 0;
@@ -286,7 +234,7 @@ template <class Part> bool is_first(const std::vector<fusion::Built> &all, std::
 void test_dense(Report &report) {
     const std::vector<fusion::Built> &all = fusion::built_variants();
     for (const Case &one : cases) {
-        for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+        for (Dtype dtype : dtypes) {
             DenseTest test(report, one, dtype);
             for (std::size_t i = 0; i < all.size(); ++i) {
                 if (!report.tests(all[i])) continue;

@@ -16,6 +16,57 @@ void test_tiles(Report &report);             // tiles_test.cpp
 // Those to test, without those that share this part with a weaker one.
 std::vector<fusion::Built> with_own_sparse_part(const Report &report);
 
+constexpr Long everything = Long{1} << 40;
+constexpr Dtype dtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
+
+using Lengths = std::vector<std::pair<Long, Long>>;  // rows and keys of each sequence
+
+struct Counts {  // the same, separately
+    std::vector<Long> queries, keys;
+
+    explicit Counts(const Lengths &lengths) {
+        for (const auto &[q_len, kv_len] : lengths) queries.push_back(q_len), keys.push_back(kv_len);
+    }
+};
+
+inline fusion::Problem plain_problem(Long heads_q, Long heads_kv, Long dim_qk, Long dim_v, Long dim_rope, Dtype dtype) {
+    const double scale = 1 / std::sqrt(static_cast<double>(dim_qk + dim_rope));
+    return {heads_q,    heads_kv, dim_qk, dim_v, dim_rope,      dtype, scale,
+            Bias::none, false,    false,  false, Dropout::none, 1.0,   0};
+}
+
+// A call with memory for its rows, whose numbers are not set; sequences are missing.
+inline Call call_of(const fusion::Problem &p, const Lengths &lengths) {
+    const Counts n(lengths);
+    Call c;
+    c.problem = p;
+    c.q = RowMemory(p.dtype, p.heads_q, p.dim_qk, n.queries);
+    c.q_rope = RowMemory(p.dtype, p.heads_q, p.dim_rope, n.queries);
+    c.k = RowMemory(p.dtype, p.heads_kv, p.dim_qk, n.keys);
+    c.k_rope = RowMemory(p.dtype, p.heads_kv, p.dim_rope, n.keys);
+    c.v = RowMemory(p.dtype, p.heads_kv, p.dim_v, n.keys);
+    c.dout = c.out = RowMemory(p.dtype, p.heads_q, p.dim_v, n.queries);
+    c.max = c.sum = RowMemory(Dtype::float32, p.heads_q, 1, n.queries);
+    return c;
+}
+
+// Computes a call by run(threads), with the same bits for any number of threads.
+template <class Run> void run_teams(Judge &judge, Call &c, Run run) {
+    Elements before;
+    for (int threads : {3, 8, 1}) {
+        c.out.poison(), c.max.poison(), c.sum.poison();
+        run(threads);
+        if (threads != 3) judge.require_same("out", before, c.out.elements);
+        before = c.out.elements;
+    }
+}
+
+inline void compare_outputs(Judge &judge, const Call &c, const Results &want, double largest) {
+    judge.compare("out", c.out, want.at("out"), largest, true);
+    judge.compare("max", c.max, want.at("max"), largest, false, true);
+    judge.compare("sum", c.sum, want.at("sum"), largest, false);
+}
+
 inline fusion::Operands operands_of(Call &c) {
     fusion::Operands o;
     o.q = c.q.view(), o.k = c.k.view(), o.v = c.v.view(), o.q_rope = c.q_rope.view(), o.k_rope = c.k_rope.view();

@@ -34,15 +34,14 @@ inline IndexScore index_score(const Index &x, Long b, Long row, Long key) {
 // The keys of a row, each as often as its list names it.
 inline std::vector<Long> index_keys(const Call &c, Long b, Long row) {
     std::vector<Long> out;
+    const auto meet = [&](Long key) {
+        if (seen(c, b, 0, row, key)) out.push_back(key);
+    };
     if (!c.lists.empty()) {
-        for (Long key : c.lists[c.list_at(b, 0, row)]) {
-            if (seen(c, b, 0, row, key)) out.push_back(key);
-        }
+        for (Long key : c.lists[c.list_at(b, 0, row)]) meet(key);
         return out;
     }
-    for (Long key = 0; key < c.sequences[b].kv_len; ++key) {
-        if (seen(c, b, 0, row, key)) out.push_back(key);
-    }
+    for (Long key = 0; key < c.sequences[b].kv_len; ++key) meet(key);
     return out;
 }
 
@@ -97,22 +96,20 @@ inline Results index_loss(const Call &c, const Index &x, double &largest) {
     constexpr double least = 1e-8;
     Results r = empty_gradients(x);
     r["loss"] = Sums(1);
-    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
-        for (Long i = 0; i < c.sequences[b].q_len; ++i) {
-            const std::vector<Long> keys = index_keys(c, static_cast<Long>(b), i);
-            const Softmax own = index_softmax(x, keys, static_cast<Long>(b), i, largest);
-            for (Long key : keys) {
-                const Dot score = index_score(x, static_cast<Long>(b), i, key).total;
-                const double y = std::exp(score.value - own.peak) / own.sum;
-                const double p = target_of(c, static_cast<Long>(b), i, key, largest);
-                const double log_p = std::log(std::max(p, least)), log_y = std::log(std::max(y, least));
-                const double factor = c.lists.empty() ? p : std::max(p, least);
-                // The logarithms err by as much as probabilities do, relatively.
-                r["loss"].add(0, factor * (log_p - log_y), factor * (1 + std::fabs(log_p) + std::fabs(log_y)));
-                add_index_gradient(x, static_cast<Long>(b), i, key, y - p, y + p, r);
-            }
+    x.max.each([&](Long b, Long, Long i, Long) {
+        const std::vector<Long> keys = index_keys(c, b, i);
+        const Softmax own = index_softmax(x, keys, b, i, largest);
+        for (Long key : keys) {
+            const Dot score = index_score(x, b, i, key).total;
+            const double y = std::exp(score.value - own.peak) / own.sum;
+            const double p = target_of(c, b, i, key, largest);
+            const double log_p = std::log(std::max(p, least)), log_y = std::log(std::max(y, least));
+            const double factor = c.lists.empty() ? p : std::max(p, least);
+            // The logarithms err by as much as probabilities do, relatively.
+            r["loss"].add(0, factor * (log_p - log_y), factor * (1 + std::fabs(log_p) + std::fabs(log_y)));
+            add_index_gradient(x, b, i, key, y - p, y + p, r);
         }
-    }
+    });
     return r;
 }
 

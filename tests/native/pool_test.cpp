@@ -118,7 +118,7 @@ struct PoolTest {
 
 void test_pooling(Report &report) {
     for (const Case &one : cases) {
-        for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+        for (Dtype dtype : dtypes) {
             PoolTest test(one, dtype);
             Judge judge(report, one.name, dtype, 2 * one.problem.ratio);
             const fusion::PoolVariant *last = nullptr;

@@ -57,18 +57,11 @@ struct Bound {
 
 // A causal head of 2048 rows, 128 wide.
 Call long_head() {
-    constexpr Long length = 2048, dim = 128, far = Long{1} << 40;
-    Call c;
-    c.problem = {1, 1, dim, dim, 0, Dtype::bfloat16, 0.088, Bias::none, false, false, false, Dropout::none, 1.0, 65536};
-    c.sequences.push_back({length, length, -far, 1, 0, 0});
+    constexpr Long length = 2048, dim = 128;
+    Call c = call_of(plain_problem(1, 1, dim, dim, 0, Dtype::bfloat16), {{length, length}});
+    c.sequences.push_back({length, length, -everything, 1, 0, 0});
     std::mt19937 random(29);
-    const std::vector<Long> lengths = {length};
-    for (RowMemory *m : {&c.q, &c.k, &c.v, &c.dout, &c.out}) {
-        *m = RowMemory(Dtype::bfloat16, 1, dim, lengths);
-        m->fill(random, 2.0);
-    }
-    for (RowMemory *m : {&c.q_rope, &c.k_rope}) *m = RowMemory(Dtype::bfloat16, 1, 0, lengths);
-    for (RowMemory *m : {&c.max, &c.sum}) *m = RowMemory(Dtype::float32, 1, 1, lengths);
+    for (RowMemory *m : {&c.q, &c.k, &c.v, &c.dout, &c.out}) m->fill(random, 2.0);
     return c;
 }
 
@@ -139,18 +132,12 @@ void count_sparse(Report &report, const fusion::SparseVariant &variant) {
 // One token of MLA: heads share keys of 512 + 64 dims, of which the first 512 are values too.
 void count_decode(Report &report, const fusion::Variant &variant, const char *name, Long heads) {
     constexpr Long dim = 512, rope = 64, keys = 4096;
-    const std::vector<Long> rows = {1}, all = {keys};
+    Call c = call_of(plain_problem(heads, 1, dim, dim, rope, Dtype::bfloat16), {{1, keys}});
     std::mt19937 random(37);
-    RowMemory q(Dtype::bfloat16, heads, dim, rows), q_rope(Dtype::bfloat16, heads, rope, rows), out = q;
-    RowMemory k(Dtype::bfloat16, 1, dim, all), k_rope(Dtype::bfloat16, 1, rope, all);
-    RowMemory max(Dtype::float32, heads, 1, rows), sum = max;
-    for (RowMemory *m : {&q, &q_rope, &k, &k_rope}) m->fill(random, 1.0);
-    fusion::DecodeOperands o{};
-    o.q = q.view(), o.q_rope = q_rope.view(), o.out = out.view(), o.max = max.view(), o.sum = sum.view();
-    o.keys = o.values = cache_of(k, Dtype::bfloat16), o.key_ropes = cache_of(k_rope, Dtype::bfloat16);
-    const fusion::Problem p = {heads, 1,     dim,           dim, rope, Dtype::bfloat16, 0.04, Bias::none, false,
-                               false, false, Dropout::none, 1.0, 0};
-    const fusion::DecodeProblem problem{p, fusion::Storage::bfloat16, fusion::Rounding::none, true};
+    for (RowMemory *m : {&c.q, &c.q_rope, &c.k, &c.k_rope}) m->fill(random, 1.0);
+    fusion::DecodeOperands o{operands_of(c), {}, {}, {}, {}, {}, {}, {}};
+    o.keys = o.values = cache_of(c.k, Dtype::bfloat16), o.key_ropes = cache_of(c.k_rope, Dtype::bfloat16);
+    const fusion::DecodeProblem problem{c.problem, fusion::Storage::bfloat16, fusion::Rounding::none, true};
     const std::vector<fusion::Sequence> sequences = {{1, keys, -keys, keys, 0, 0}};
     count(report, {name, 1.15, 1.3}, static_cast<double>(heads * keys * (dim + rope + dim)),
           [&] { fusion::DecodePlan(variant, problem, sequences).run(o, 1); });

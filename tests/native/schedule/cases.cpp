@@ -119,11 +119,11 @@ Run forward(const Dense &d) {
 
 // The gradient of a bias that repeats along some axes of [batch, heads, rows, keys].
 struct Shared {
-    bool heads, rows, keys;  // have elements of their own
+    bool heads = false, rows = false, keys = false;  // have elements of their own
     Bias bias = Bias::matrix;
 };
 
-Run backward(const Dense &d, const Shared &shared) {
+Run backward(const Dense &d, const Shared &shared = {.bias = Bias::none}) {
     std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
     for (std::size_t b = 0; d.keys && b < sequences.size(); ++b) sequences[b].kv_len = d.keys[b];
     Problem problem = problem_of(d);
@@ -142,22 +142,8 @@ Run backward(const Dense &d, const Shared &shared) {
         Order order;
         g.dout = g.dq = g.dk = g.dv = places->rows();
         g.dq.base = &order;
-        g.dbias = {&g, places->zeros.data(), stride_head->data(), stride_row->data(), shared.keys, Dtype::float32};
-        plan->run(o, g, threads);
-    };
-}
-
-Run backward(const Dense &d) {
-    const std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
-    const auto plan = std::make_shared<BackwardPlan>(variant(), problem_of(d), sequences);
-    const auto places = std::make_shared<Places>(sequences.size());
-    return [=](int threads) {
-        Operands o;
-        o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
-        Gradients g;
-        Order order;
-        g.dout = g.dq = g.dk = g.dv = places->rows();
-        g.dq.base = &order;
+        if (shared.bias != Bias::none)
+            g.dbias = {&g, places->zeros.data(), stride_head->data(), stride_row->data(), shared.keys, Dtype::float32};
         plan->run(o, g, threads);
     };
 }

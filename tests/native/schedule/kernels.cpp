@@ -324,30 +324,6 @@ void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t, const fl
     advance(choosing * static_cast<double>(job.sequences[seq].kv_len));
 }
 
-SparseKernels sparse_kernels() {
-    SparseKernels k = {};
-    k.panel = panel;
-    k.scratch_bytes = sparse_scratch;
-    k.attend = sparse_attend;
-    k.gradient_bytes = sparse_scratch;
-    k.contribution_bytes = contribution_bytes;
-    k.sum_columns = sum_columns;
-    k.gradient = sparse_gradient;
-    k.add_keys = add_keys;
-    k.store_keys = store_key_sums;
-    k.loss_bytes = loss_bytes;
-    k.tile_loss = tile_loss;
-    k.list_loss = list_loss;
-    k.index_packed_bytes = index_packed_bytes;
-    k.index_pack = index_pack;
-    k.index_scratch_bytes = index_scratch_bytes;
-    k.index_stats = index_rows;
-    k.index_rows = index_rows;
-    k.index_scores = index_scores;
-    k.index_choose = index_choose;
-    return k;
-}
-
 }  // namespace
 
 void Order::add(std::int64_t place, std::int64_t turn) {
@@ -374,7 +350,12 @@ const Variant &variant() {
 }
 
 const SparseVariant &sparse_variant() {
-    static const SparseVariant made = {sparse_kernels(), sparse_kernels()};
+    static constexpr SparseKernels kernels = {
+        panel,       sparse_scratch,  sparse_attend,      sparse_scratch, contribution_bytes,
+        sum_columns, sparse_gradient, list_loss,          add_keys,       store_key_sums,
+        loss_bytes,  tile_loss,       index_packed_bytes, index_pack,     index_scratch_bytes,
+        index_rows,  index_rows,      index_scores,       index_choose};
+    static const SparseVariant made = {kernels, kernels};
     return made;
 }
 
