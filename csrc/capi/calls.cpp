@@ -46,21 +46,20 @@ std::string in_brackets(const CallSite &site) {
     return " (" + site.name + ", call " + std::to_string(site.number) + (at.empty() ? "" : ", " + at) + ")";
 }
 
-Call::Call(const char *name, const void *caller) noexcept
-    : name(name), caller(caller), number(checked() ? next_call() : 0) {}
+Call::Call(const Caller &caller) noexcept
+    : name(caller.name), caller(caller.address), number(checked() ? next_call() : 0) {}
 
 int Call::fail(int code, const std::string &text) const noexcept {
     const std::string whole = std::string(name) + ": " + text;
     note(whole);
-    if (number != 0) report(*this, whole + " (" + std::to_string(code) + ")");
+    if (number != 0) capi::report(*this, whole + " (" + std::to_string(code) + ")");
     return code;
 }
 
-void Call::defect(const std::string &text) const noexcept {
-    if (number == 0) return;
+void Call::report(const std::string &text) const noexcept {
     const std::string whole = std::string(name) + ": " + text;
     note(whole);
-    report(*this, whole);
+    capi::report(*this, whole);
 }
 
 void note(const std::string &text) noexcept {

@@ -7,13 +7,13 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 // Marks functions that the three libraries export for each other.
 #define FUSION_SHARED __attribute__((visibility("default")))
 // Marks functions that programs call.
 #define FUSION_C extern "C" __attribute__((visibility("default")))
-#define FUSION_CALLER __builtin_return_address(0)
 
 namespace fusion::capi {
 
@@ -45,10 +45,25 @@ enum Code : int {
     nn_inner_null = 561103,
 };
 
+// The parts of a text, one after another: texts and integers.
+template <class... Parts>
+std::string joined(const Parts &...parts) {
+    std::string text;
+    const auto add = [&](const auto &part) {
+        using Part = std::decay_t<decltype(part)>;
+        if constexpr (std::is_enum_v<Part>) text += std::to_string(static_cast<long long>(part));
+        else if constexpr (std::is_integral_v<Part>) text += std::to_string(part);
+        else text += part;
+    };
+    (add(parts), ...);
+    return text;
+}
+
 // A call that fails: its code and its text. Thrown and caught within one function of the interface.
 class Refusal : public std::runtime_error {
 public:
-    Refusal(int code, const std::string &text) : std::runtime_error(text), code(code) {}
+    template <class... Parts>
+    explicit Refusal(int code, const Parts &...parts) : std::runtime_error(joined(parts...)), code(code) {}
     int code;
 };
 
@@ -62,9 +77,19 @@ struct CallSite {
 // " (aclrtMalloc, call 3, program+0x1a2b in main)"; "" where calls were not counted.
 FUSION_SHARED std::string in_brackets(const CallSite &site);
 
+// The C function that a program calls, and the place of this call. As a default argument, of the function in which it
+// is compiled.
+struct Caller {
+    const char *name;
+    const void *address;
+
+    Caller(const char *name = __builtin_FUNCTION(), const void *address = __builtin_return_address(0))
+        : name(name), address(address) {}
+};
+
 // One call by a program: name, number and place. Only the checked mode counts calls, from 1.
 struct FUSION_SHARED Call {
-    Call(const char *name, const void *caller) noexcept;
+    explicit Call(const Caller &caller) noexcept;
 
     const char *name;
     const void *caller;
@@ -75,7 +100,13 @@ struct FUSION_SHARED Call {
     // Reports a failure: "name: text" becomes this thread's recent message; the checked mode also prints it to stderr.
     int fail(int code, const std::string &text) const noexcept;
     // Reports an error of the program that the chip would not detect: as fail(), but only in the checked mode.
-    void defect(const std::string &text) const noexcept;
+    template <class... Parts>
+    void defect(const Parts &...parts) const noexcept {
+        if (number != 0) report(joined(parts...));
+    }
+
+private:
+    void report(const std::string &text) const noexcept;
 };
 
 // True in the checked mode; expensive checks test it first.
@@ -83,12 +114,13 @@ FUSION_SHARED bool checked() noexcept;
 // Stores a text as this thread's recent message.
 FUSION_SHARED void note(const std::string &text) noexcept;
 
-// Runs the body of a C function and converts exceptions to codes.
-template <class Body>
-int coded(const char *name, const void *caller, Body body, int no_memory = rt_memory_allocation) noexcept {
-    const Call call(name, caller);
+// Runs the body of a C function, body(call) or body(), and converts exceptions to codes.
+template <int no_memory = rt_memory_allocation, class Body>
+int coded(Body body, Caller caller = {}) noexcept {
+    const Call call(caller);
     try {
-        body(call);
+        if constexpr (std::is_invocable_v<Body, const Call &>) body(call);
+        else body();
         return success;
     } catch (const Refusal &refusal) {
         return call.fail(refusal.code, refusal.what());
@@ -97,14 +129,6 @@ int coded(const char *name, const void *caller, Body body, int no_memory = rt_me
     } catch (const std::exception &error) {
         return call.fail(no_memory == rt_memory_allocation ? int{rt_internal} : int{nn_inner}, error.what());
     }
-}
-
-// Does the same for a function that returns a new handle, or null.
-template <class Body>
-void *made(const char *name, const void *caller, Body body) noexcept {
-    void *handle = nullptr;
-    coded(name, caller, [&](const Call &call) { handle = body(call); }, nn_runtime);
-    return handle;
 }
 
 }  // namespace fusion::capi

@@ -16,26 +16,22 @@ constexpr std::size_t largest = 10 << 20;  // bytes; CANN has the same limit
 std::string contents(const std::string &path) {
     struct statx about{};  // stat() is another function in every few versions of glibc
     // A pipe or a terminal would wait for ever.
-    if (statx(AT_FDCWD, path.c_str(), 0, STATX_TYPE | STATX_SIZE, &about) != 0 || !S_ISREG(about.stx_mode)) {
-        throw Refusal(invalid_file, "configPath: expected a file, got '" + path + "'");
-    }
-    if (about.stx_size > largest) {
-        throw Refusal(invalid_file_size, "configPath: expected at most 10 MiB, got '" + path + "'");
-    }
+    if (statx(AT_FDCWD, path.c_str(), 0, STATX_TYPE | STATX_SIZE, &about) != 0 || !S_ISREG(about.stx_mode))
+        throw Refusal(invalid_file, "configPath: expected a file, got '", path, "'");
+    if (about.stx_size > largest)
+        throw Refusal(invalid_file_size, "configPath: expected at most 10 MiB, got '", path, "'");
     std::string text(static_cast<std::size_t>(about.stx_size), ' ');
     std::FILE *file = std::fopen(path.c_str(), "rb");
     const std::size_t read = file == nullptr ? 0 : std::fread(text.data(), 1, text.size(), file);
     if (file != nullptr) std::fclose(file);
-    if (file == nullptr || read != text.size()) {
-        throw Refusal(invalid_file, "configPath: '" + path + "' cannot be read");
-    }
+    if (file == nullptr || read != text.size()) throw Refusal(invalid_file, "configPath: '", path, "' cannot be read");
     return text;
 }
 
 // Applies one setting from the file or the environment, which `from` names.
 void apply(Configuration &found, const std::string &name, const std::string &value, const std::string &from) {
     const auto refuse = [&](int code, const std::string &expected) {
-        throw Refusal(code, from + ": expected " + expected + ", got '" + value + "'");
+        throw Refusal(code, from, ": expected ", expected, ", got '", value, "'");
     };
     if (name == "device") {
         const bool digits = value.size() > 5 && value.find_first_not_of("0123456789", 5) == std::string::npos;
@@ -61,9 +57,8 @@ void apply(Configuration &found, const std::string &name, const std::string &val
 void apply_member(Configuration &found, const Json::Member &member, const std::string &where) {
     const Json &value = member.value;
     const bool flag = value.type == Json::Type::boolean;
-    if (!flag && value.type != Json::Type::string) {
-        throw Refusal(invalid_file_attribute, where + member.name + ": expected a text or true");
-    }
+    if (!flag && value.type != Json::Type::string)
+        throw Refusal(invalid_file_attribute, where, member.name, ": expected a text or true");
     const std::string text = flag ? (value.boolean ? "true" : "false") : value.text;
     apply(found, member.name, text, where + member.name);
 }
@@ -75,15 +70,14 @@ void apply_file(Configuration &found, const std::string &path) {
     } catch (const Refusal &) {
         throw;
     } catch (const std::runtime_error &error) {
-        throw Refusal(parse_file, "configPath: '" + path + "': " + error.what());
+        throw Refusal(parse_file, "configPath: '", path, "': ", error.what());
     }
     const std::string shown = "configPath: '" + path + "'";
-    if (file.type != Json::Type::object) throw Refusal(parse_file, shown + ": expected {...}");
+    if (file.type != Json::Type::object) throw Refusal(parse_file, shown, ": expected {...}");
     const Json *ours = file.at(section);  // other sections are for the chip
     if (ours == nullptr) return;
-    if (ours->type != Json::Type::object) {
-        throw Refusal(invalid_file_attribute, shown + ": " + section + ": expected {...}");
-    }
+    if (ours->type != Json::Type::object)
+        throw Refusal(invalid_file_attribute, shown, ": ", section, ": expected {...}");
     for (const Json::Member &member : ours->members) apply_member(found, member, shown + ": " + section + ".");
 }
 

@@ -30,15 +30,14 @@ struct End {
         need_address(at, param);
         if (memory == nullptr) {
             const auto begin = reinterpret_cast<std::uintptr_t>(at);
-            if (begin > last_address || count > last_address - begin) {
-                throw Refusal(rt_invalid_param, "count: " + bytes(count) + " do not fit behind " + param);
-            }
+            if (begin > last_address || count > last_address - begin)
+                throw Refusal(rt_invalid_param, "count: ", bytes(count), " do not fit behind ", param);
             return;
         }
         first = static_cast<std::size_t>(address - memory->address);
         const std::string text = std::string(param) + ": " + bytes(count) + " asked of " + described(at);
         if (count > memory->granted - first) throw Refusal(rt_invalid_param, text);
-        if (first + count > memory->asked) call.defect(text + ", within the pages that the chip gives");
+        if (first + count > memory->asked) call.defect(text, ", within the pages that the chip gives");
     }
 
     bool on_device() const { return memory != nullptr && !memory->host; }
@@ -51,8 +50,8 @@ void need_kind(int kind, const End &source, const End &target) {
     const bool at_source = ((kind ^ given) & 2) != 0;
     const End &end = at_source ? source : target;
     const char *expected = (kind & (at_source ? 2 : 1)) != 0 ? "device" : "host";
-    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected + " memory, as " +
-                                        kinds[kind] + " says, got " + described(end.address));
+    throw Refusal(rt_invalid_param, at_source ? "src" : "dst", ": expected ", expected, " memory, as ", kinds[kind],
+                  " says, got ", described(end.address));
 }
 
 // Compares the bytes of a copy with the tensor at that address. The most common error is twice or half as many bytes,
@@ -65,14 +64,14 @@ void compare_with_traces(const char *param, const End &end, std::size_t count, c
     if (last.end - last.begin == count || last.end == last.begin || count == 0) return;
     const std::size_t size = last.end - last.begin;
     if (count % size != 0 && size % count != 0) return;
-    call.defect(std::string(param) + ": " + bytes(count) + " where a tensor of " + dtype_name(last.dtype) + " has " +
-                bytes(size) + ": the host's type is not the tensor's");
+    call.defect(param, ": ", bytes(count), " where a tensor of ", dtype_name(last.dtype), " has ", bytes(size),
+                ": the host's type is not the tensor's");
 }
 
 void trace_copy(const End &source, const End &target, std::size_t count, const Call &call) {
     if (source.memory != nullptr && source.memory == target.memory &&
         std::max(source.first, target.first) < std::min(source.first, target.first) + count) {
-        call.defect("src and dst overlap in " + described(target.memory->address));
+        call.defect("src and dst overlap in ", described(target.memory->address));
     }
     if (target.on_device() && !source.on_device()) {
         compare_with_traces("src", target, count, call);
@@ -84,12 +83,11 @@ void trace_copy(const End &source, const End &target, std::size_t count, const C
 
 void check_capacity(const char *capacity_name, std::size_t capacity, std::size_t count) {
     if (count <= capacity) return;
-    throw Refusal(rt_invalid_param, "count: expected 0 to " + std::string(capacity_name) + "=" +
-                                        std::to_string(capacity) + ", got " + std::to_string(count));
+    throw Refusal(rt_invalid_param, "count: expected 0 to ", capacity_name, "=", capacity, ", got ", count);
 }
 
 int kind_of(int kind) {
-    if (kind < 0 || kind > 7) throw Refusal(invalid_param, "kind: expected 0 to 7, got " + std::to_string(kind));
+    if (kind < 0 || kind > 7) throw Refusal(invalid_param, "kind: expected 0 to 7, got ", kind);
     return kind <= by_addresses ? kind : newer[kind - by_addresses - 1];
 }
 
@@ -101,13 +99,11 @@ void move(const End &source, const End &target, std::size_t count) {
         return;
     }
     const int kind = (source.on_device() ? 2 : 0) + (target.on_device() ? 1 : 0);
-    if (functions->copy(target.address, source.address, count, kind) != 0) {
+    if (functions->copy(target.address, source.address, count, kind) != 0)
         throw Refusal(rt_internal, functions->error());
-    }
 }
 
 void copy(const Call &call, void *dst, std::size_t capacity, const void *src, std::size_t count, int kind) {
-    need_init();
     kind = kind_of(kind);
     check_capacity("destMax", capacity, count);
     const End target("dst", dst, count, call), source("src", src, count, call);
@@ -124,17 +120,15 @@ struct Plane {
 };
 
 void copy_plane(const Call &call, const Plane &of, int kind) {
-    need_init();
     kind = kind_of(kind);
-    if (of.width > of.dst_pitch || of.width > of.src_pitch) {
-        throw Refusal(rt_invalid_param, "width: expected 0 to both pitches, got " + std::to_string(of.width));
-    }
+    if (of.width > of.dst_pitch || of.width > of.src_pitch)
+        throw Refusal(rt_invalid_param, "width: expected 0 to both pitches, got ", of.width);
     std::size_t target_size = 0, source_size = 0;
     const std::size_t rows = of.height == 0 ? 0 : of.height - 1;
     if (__builtin_mul_overflow(rows, of.dst_pitch, &target_size) ||
         __builtin_mul_overflow(rows, of.src_pitch, &source_size) || target_size > SIZE_MAX - of.width ||
         source_size > SIZE_MAX - of.width) {
-        throw Refusal(rt_invalid_param, "height: " + std::to_string(of.height) + " rows fit in no memory");
+        throw Refusal(rt_invalid_param, "height: ", of.height, " rows fit in no memory");
     }
     const std::size_t width = of.height == 0 ? 0 : of.width;
     End target("dst", of.dst, target_size + width, call), source("src", of.src, source_size + width, call);
@@ -147,13 +141,12 @@ void copy_plane(const Call &call, const Plane &of, int kind) {
 }
 
 void set(const Call &call, void *address, std::size_t capacity, int value, std::size_t count) {
-    need_init();
     check_capacity("maxCount", capacity, count);
     const End end("devPtr", address, count, call);
     // A write to a wrong address is refused.
     if (end.memory == nullptr) {
-        throw Refusal(rt_invalid_param,
-                      "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " + described(address));
+        throw Refusal(rt_invalid_param, "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got ",
+                      described(address));
     }
     const DeviceFunctions *functions = device_functions();
     if (functions == nullptr || !end.on_device()) {
@@ -166,11 +159,6 @@ void set(const Call &call, void *address, std::size_t capacity, int value, std::
     end.memory->remember({end.first, end.first + count, -1, call.site()});
 }
 
-void need_stream(const void *stream) {
-    std::string why;
-    if (const int code = check_stream(stream, why)) throw Refusal(code, why);
-}
-
 void give(const Call &call, void **pointer, const char *param, std::size_t size, std::size_t grain, bool host) {
     need_init();
     need_address(pointer, param);
@@ -179,9 +167,8 @@ void give(const Call &call, void **pointer, const char *param, std::size_t size,
 }
 
 std::size_t grain_of(int policy) {
-    if (policy < 0 || policy > 0x7fff) {
-        throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got " + std::to_string(policy));
-    }
+    if (policy < 0 || policy > 0x7fff)
+        throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got ", policy);
     // Every third of the first six policies requests no huge pages; further bits state the memory's purpose.
     const int kind = policy & 0xff;
     return kind == 2 || kind == 5 ? small_page : huge_page;
@@ -189,48 +176,33 @@ std::size_t grain_of(int policy) {
 
 }  // namespace
 
-FUSION_C int aclrtMalloc(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
-    return coded("aclrtMalloc", FUSION_CALLER,
-                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
-}
-
-FUSION_C int aclrtMallocAlign32(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
-    return coded("aclrtMallocAlign32", FUSION_CALLER,
-                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
-}
-
-FUSION_C int aclrtMallocCached(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
-    return coded("aclrtMallocCached", FUSION_CALLER,
-                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
-}
+#define FUSION_MALLOC(NAME)                                                                                   \
+    FUSION_C int NAME(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {                         \
+        return coded([&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); }); \
+    }
+FUSION_MALLOC(aclrtMalloc)
+FUSION_MALLOC(aclrtMallocAlign32)
+FUSION_MALLOC(aclrtMallocCached)
 
 FUSION_C int aclrtMallocHost(void **hostPtr, std::size_t size) {
-    return coded("aclrtMallocHost", FUSION_CALLER,
-                 [&](const Call &call) { give(call, hostPtr, "hostPtr", size, small_page, true); });
+    return coded([&](const Call &call) { give(call, hostPtr, "hostPtr", size, small_page, true); });
 }
 
 FUSION_C int aclrtFree(void *devPtr) {
-    return coded("aclrtFree", FUSION_CALLER, [&](const Call &call) {
-        need_init();
-        release(devPtr, false, "aclrtMalloc()", call);
-    });
+    return initialized([&](const Call &call) { release(devPtr, false, "aclrtMalloc()", call); });
 }
 
 FUSION_C int aclrtFreeHost(void *hostPtr) {
-    return coded("aclrtFreeHost", FUSION_CALLER, [&](const Call &call) {
-        need_init();
-        release(hostPtr, true, "aclrtMallocHost()", call);
-    });
+    return initialized([&](const Call &call) { release(hostPtr, true, "aclrtMallocHost()", call); });
 }
 
 FUSION_C int aclrtMemcpy(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind) {
-    return coded("aclrtMemcpy", FUSION_CALLER, [&](const Call &call) { copy(call, dst, destMax, src, count, kind); });
+    return initialized([&](const Call &call) { copy(call, dst, destMax, src, count, kind); });
 }
 
 FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind,
                               void *stream) {
-    return coded("aclrtMemcpyAsync", FUSION_CALLER, [&](const Call &call) {
-        need_init();
+    return initialized([&](const Call &call) {
         need_stream(stream);
         copy(call, dst, destMax, src, count, kind);
     });
@@ -238,26 +210,23 @@ FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, s
 
 FUSION_C int aclrtMemcpy2d(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
                            std::size_t height, aclrtMemcpyKind kind) {
-    return coded("aclrtMemcpy2d", FUSION_CALLER,
-                 [&](const Call &call) { copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind); });
+    return initialized([&](const Call &call) { copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind); });
 }
 
 FUSION_C int aclrtMemcpy2dAsync(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
                                 std::size_t height, aclrtMemcpyKind kind, void *stream) {
-    return coded("aclrtMemcpy2dAsync", FUSION_CALLER, [&](const Call &call) {
-        need_init();
+    return initialized([&](const Call &call) {
         need_stream(stream);
         copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind);
     });
 }
 
 FUSION_C int aclrtMemset(void *devPtr, std::size_t maxCount, std::int32_t value, std::size_t count) {
-    return coded("aclrtMemset", FUSION_CALLER, [&](const Call &call) { set(call, devPtr, maxCount, value, count); });
+    return initialized([&](const Call &call) { set(call, devPtr, maxCount, value, count); });
 }
 
 FUSION_C int aclrtMemsetAsync(void *devPtr, std::size_t maxCount, std::int32_t value, std::size_t count, void *stream) {
-    return coded("aclrtMemsetAsync", FUSION_CALLER, [&](const Call &call) {
-        need_init();
+    return initialized([&](const Call &call) {
         need_stream(stream);
         set(call, devPtr, maxCount, value, count);
     });
@@ -265,27 +234,18 @@ FUSION_C int aclrtMemsetAsync(void *devPtr, std::size_t maxCount, std::int32_t v
 
 // There is no cache between the program and this memory.
 FUSION_C int aclrtMemFlush(void *devPtr, std::size_t size) {
-    return coded("aclrtMemFlush", FUSION_CALLER, [&](const Call &call) {
-        need_init();
-        const End checked("devPtr", devPtr, size, call);
-    });
+    return initialized([&](const Call &call) { const End checked("devPtr", devPtr, size, call); });
 }
 
 FUSION_C int aclrtMemInvalidate(void *devPtr, std::size_t size) {
-    return coded("aclrtMemInvalidate", FUSION_CALLER, [&](const Call &call) {
-        need_init();
-        const End checked("devPtr", devPtr, size, call);
-    });
+    return initialized([&](const Call &call) { const End checked("devPtr", devPtr, size, call); });
 }
 
 FUSION_C int aclrtGetMemInfo(aclrtMemAttr attr, std::size_t *free, std::size_t *total) {
-    return coded("aclrtGetMemInfo", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         need_address(free, "free");
         need_address(total, "total");
-        if (attr < 0 || attr > 15) {
-            throw Refusal(invalid_param, "attr: expected an aclrtMemAttr, got " + std::to_string(attr));
-        }
+        if (attr < 0 || attr > 15) throw Refusal(invalid_param, "attr: expected an aclrtMemAttr, got ", attr);
         need_context();
         const std::size_t all = total_bytes();
         *free = all - std::min(all, held_bytes());

@@ -1,6 +1,9 @@
 // Memory that torch allocates: a table of functions for libascendcl, each of which calls Python's DeviceMemory.
 #include <cstdio>
 #include <initializer_list>
+#include <optional>
+#include <string_view>
+#include <vector>
 
 #include "capi/memory.h"
 #include "capi/python.h"
@@ -12,60 +15,45 @@ namespace {
 PyObject *device_memory = nullptr;
 thread_local std::string last_error;
 
-// Calls a method with numbers as arguments and result; on failure returns false and sets last_error.
-bool ask(const char *method, std::initializer_list<unsigned long long> numbers, unsigned long long &answer) noexcept {
+// Calls a method with numbers as arguments and result; on failure returns nothing and sets last_error.
+std::optional<unsigned long long> ask(const char *method, std::initializer_list<unsigned long long> numbers) noexcept {
     try {
         const Python &py = python();
         const Locked locked(py);
         const Reference function(py, py.PyObject_GetAttrString(device_memory, method));
-        const Reference arguments(py, py.PyTuple_New(static_cast<std::ptrdiff_t>(numbers.size())));
-        std::ptrdiff_t at = 0;
-        for (const unsigned long long number : numbers)
-            py.PyTuple_SetItem(arguments.get(), at++, py.PyLong_FromUnsignedLongLong(number));
-        const Reference found(py, py.PyObject_CallObject(function.get(), arguments.get()));
-        if (found.get()) {
-            answer = py.PyLong_AsUnsignedLongLong(found.get());
-            return true;
-        }
+        std::vector<PyObject *> arguments;
+        for (const unsigned long long number : numbers) arguments.push_back(py.PyLong_FromUnsignedLongLong(number));
+        const Reference found(py, called(py, function.get(), arguments));
+        if (found.get()) return py.PyLong_AsUnsignedLongLong(found.get());
         last_error = exception_text(py);
     } catch (const std::exception &error) {
         last_error = error.what();
     }
-    return false;
+    return std::nullopt;
 }
 
 unsigned long long number(const void *address) { return reinterpret_cast<std::uintptr_t>(address); }
 
 void *allocate(std::size_t size) {
-    unsigned long long address = 0;
-    return ask("allocate", {size}, address) ? reinterpret_cast<void *>(address) : nullptr;  // NOLINT(*-no-int-to-ptr)
+    return reinterpret_cast<void *>(ask("allocate", {size}).value_or(0));  // NOLINT(*-no-int-to-ptr)
 }
 
-int release(void *address) {
-    unsigned long long done = 0;
-    return !ask("release", {number(address)}, done);
-}
+int release(void *address) { return !ask("release", {number(address)}); }
 
 int copy(void *target, const void *source, std::size_t count, int kind) {
-    unsigned long long done = 0;
-    return !ask("copy", {number(target), number(source), count, static_cast<unsigned long long>(kind)}, done);
+    return !ask("copy", {number(target), number(source), count, static_cast<unsigned long long>(kind)});
 }
 
 int set(void *address, int value, std::size_t count) {
-    unsigned long long done = 0;
-    return !ask("set", {number(address), static_cast<unsigned char>(value), count}, done);
+    return !ask("set", {number(address), static_cast<unsigned char>(value), count});
 }
 
-int synchronize() {
-    unsigned long long done = 0;
-    return !ask("synchronize", {}, done);
-}
+int synchronize() { return !ask("synchronize", {}); }
 
 int total(std::size_t *bytes) {
-    unsigned long long found = 0;
-    const bool answered = ask("total", {}, found);
-    *bytes = found;
-    return !answered;
+    const auto found = ask("total", {});
+    *bytes = found.value_or(0);
+    return !found;
 }
 
 const char *error() { return last_error.c_str(); }
@@ -78,11 +66,8 @@ FUSION_C bool fusion_attention_device_functions(const char *device, DeviceFuncti
     try {
         const Python &py = python();
         const Locked locked(py);
-        const Reference arguments(py, py.PyTuple_New(1));
-        py.PyTuple_SetItem(
-            arguments.get(), 0,
-            py.PyUnicode_DecodeUTF8(device, static_cast<std::ptrdiff_t>(std::string(device).size()), "replace"));
-        PyObject *const made = py.PyObject_CallObject(entry().memory, arguments.get());
+        const auto size_of_name = static_cast<std::ptrdiff_t>(std::string_view(device).size());
+        PyObject *const made = called(py, entry().memory, {py.PyUnicode_DecodeUTF8(device, size_of_name, "replace")});
         if (made) {
             device_memory = made;  // The previous one remains, because its memory may still be freed.
             *functions = {allocate, release, copy, set, synchronize, total, error};

@@ -17,23 +17,12 @@ namespace {
 
 constexpr std::size_t text_limit = 256;  // of a string argument; longer than every valid word
 
-// Reserved addresses that read as zeros, for tensors whose memory the program sets after phase 1.
-class Placeholder {
-public:
-    explicit Placeholder(std::size_t size) : size_(size) {
-        address_ = mmap(nullptr, size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (address_ == MAP_FAILED) throw std::bad_alloc();
-    }
-    ~Placeholder() { munmap(address_, size_); }
-    Placeholder(const Placeholder &) = delete;
-    Placeholder &operator=(const Placeholder &) = delete;
-
-    char *address() const { return static_cast<char *>(address_); }
-
-private:
-    void *address_;
-    std::size_t size_;
-};
+// Reserves addresses that read as zeros, for a tensor whose memory the program sets after phase 1.
+std::shared_ptr<char> placeholder(std::size_t size) {
+    void *const address = mmap(nullptr, size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) throw std::bad_alloc();
+    return {static_cast<char *>(address), [size](char *at) { munmap(at, size); }};
+}
 
 // A tensor of a call; keeps its memory allocated during the call.
 struct Held {
@@ -65,7 +54,7 @@ struct Planned : Executor {
     const Operator *op = nullptr;
     PyObject *job = nullptr;  // what entry.plan() returned
     std::vector<Place> places;
-    std::vector<std::unique_ptr<Placeholder>> placeholders;
+    std::vector<std::shared_ptr<char>> placeholders;
     std::mutex running;  // of one run at a time
 };
 
@@ -82,13 +71,12 @@ Held hold(Handle handle, const std::string &param, int gone) {
     Held found{tensor, nullptr, span.end, span.begin};
     if (span.end == 0 || tensor->data == nullptr) return found;
     found.memory = tensor->held();
-    if (!found.memory) throw Refusal(gone, param + ": expected device memory, got " + described(tensor->data));
-    if (found.memory->host) throw Refusal(nn_invalid, param + ": expected device memory, got memory of the host");
+    if (!found.memory) throw Refusal(gone, param, ": expected device memory, got ", described(tensor->data));
+    if (found.memory->host) throw Refusal(nn_invalid, param, ": expected device memory, got memory of the host");
     const auto before = static_cast<std::size_t>(static_cast<char *>(tensor->data) - found.memory->address);
     if (before > found.memory->granted || span.end > found.memory->granted - before)
-        throw Refusal(nn_invalid, param + ": expected memory that holds it, got " + std::to_string(span.end) +
-                                      " bytes at byte " + std::to_string(before) + " of " +
-                                      std::to_string(found.memory->granted));
+        throw Refusal(nn_invalid, param, ": expected memory that holds it, got ", span.end, " bytes at byte ", before,
+                      " of ", found.memory->granted);
     return found;
 }
 
@@ -96,7 +84,7 @@ Held hold(Handle handle, const std::string &param, int gone) {
 std::vector<Handle> tensors_of(const Value &value, const std::string &param) {
     if (value.handle == nullptr) return {};
     if (value.kind == Value::Kind::tensor) return {value.handle};
-    if (value.kind == Value::Kind::tensor_list) return need<TensorList>(value.handle, param.c_str())->tensors;
+    if (value.kind == Value::Kind::tensor_list) return need<TensorList>(value.handle, param.c_str())->values;
     return {};
 }
 
@@ -138,12 +126,9 @@ public:
 
     // Plans the call in Python, under its lock.
     void plan(const Python &py, std::uint64_t &workspace_size) {
-        const Reference arguments(py, py.PyTuple_New(4));
-        py.PyTuple_SetItem(arguments.get(), 0, text_of(py, op_.name));
-        py.PyTuple_SetItem(arguments.get(), 1, packed(py));
-        py.PyTuple_SetItem(arguments.get(), 2, text_of(py, settings_.device));
-        py.PyTuple_SetItem(arguments.get(), 3, text_of(py, settings_.backend));
-        const Reference answer(py, py.PyObject_CallObject(entry().plan, arguments.get()));
+        const Reference answer(py, called(py, entry().plan,
+                                          {text_of(py, op_.name), packed(py), text_of(py, settings_.device),
+                                           text_of(py, settings_.backend)}));
         refuse(py, answer.get());
         workspace_size = planned_->workspace = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer.get(), 1));
         planned_->job = py.PyTuple_GetItem(answer.get(), 2);
@@ -178,10 +163,9 @@ private:
     }
 
     PyObject *packed(const Python &py) {
-        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(values_.size()));
-        for (std::size_t i = 0; i < values_.size(); ++i)
-            py.PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), object_of(py, i));
-        return all;
+        std::vector<PyObject *> objects(values_.size());
+        for (std::size_t i = 0; i < objects.size(); ++i) objects[i] = object_of(py, i);
+        return tuple_of(py, objects);
     }
 
     PyObject *object_of(const Python &py, std::size_t i) {
@@ -214,8 +198,8 @@ private:
 
     PyObject *tensor_of(const Python &py, const Held &held) {
         if (!held.lacks_address()) return exchanged(py, *held.tensor, held.first(), settings_.device);
-        planned_->placeholders.push_back(std::make_unique<Placeholder>(held.end));
-        return exchanged(py, *held.tensor, held.first(planned_->placeholders.back()->address()), settings_.device);
+        planned_->placeholders.push_back(placeholder(held.end));
+        return exchanged(py, *held.tensor, held.first(planned_->placeholders.back().get()), settings_.device);
     }
 
     const Operator &op_;
@@ -234,9 +218,9 @@ std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
     const std::string expected = std::string("executor: expected one of ") + op.name + "GetWorkspaceSize, got ";
     if (!found) {
         const bool has_ended = ended(handle, Kind::executor);
-        throw Refusal(!handle ? nn_null : has_ended ? nn_runtime : nn_invalid, expected + wrong(handle));
+        throw Refusal(!handle ? nn_null : has_ended ? nn_runtime : nn_invalid, expected, wrong(handle));
     }
-    if (found->op != &op) throw Refusal(nn_invalid, expected + "one of " + found->operation + "GetWorkspaceSize");
+    if (found->op != &op) throw Refusal(nn_invalid, expected, "one of ", found->operation, "GetWorkspaceSize");
     return found;
 }
 
@@ -246,20 +230,18 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
     const std::uint64_t needed = planned.workspace;
     if (needed == 0) return nullptr;
     const std::string advice = " (phase 1 said " + std::to_string(needed) + ")";
-    if (workspace == nullptr) throw Refusal(nn_runtime, "workspace: expected device memory, got null" + advice);
-    if (size < needed)
-        throw Refusal(nn_runtime,
-                      "workspaceSize: expected at least " + std::to_string(needed) + ", got " + std::to_string(size));
+    if (workspace == nullptr) throw Refusal(nn_runtime, "workspace: expected device memory, got null", advice);
+    if (size < needed) throw Refusal(nn_runtime, "workspaceSize: expected at least ", needed, ", got ", size);
     auto memory = allocation_of(workspace);
     if (!memory || memory->host)
-        throw Refusal(nn_runtime, "workspace: expected device memory, got " + described(workspace) + advice);
+        throw Refusal(nn_runtime, "workspace: expected device memory, got ", described(workspace), advice);
     const auto first = static_cast<std::size_t>(static_cast<char *>(workspace) - memory->address);
     const std::size_t capacity = memory->granted - first;
     if (capacity < size)
-        throw Refusal(nn_runtime, "workspace: expected " + std::to_string(size) + " bytes of device memory, got " +
-                                      std::to_string(capacity) + " up to the end of " + described(workspace));
+        throw Refusal(nn_runtime, "workspace: expected ", size, " bytes of device memory, got ", capacity,
+                      " up to the end of ", described(workspace));
     if (first + needed > memory->asked)
-        call.defect("workspace: expected " + std::to_string(needed) + " bytes, got " + described(workspace) +
+        call.defect("workspace: expected ", needed, " bytes, got ", described(workspace),
                     ", within the pages that the chip gives");
     return memory;
 }
@@ -271,18 +253,15 @@ public:
         for (const Place &place : planned.places) {
             held_.push_back(hold(place.handle, name(place), nn_runtime));
             if (held_.back().lacks_address())
-                throw Refusal(nn_runtime,
-                              name(place) + ": expected an address before phase 2, got null (aclSetTensorAddr)");
+                throw Refusal(nn_runtime, name(place),
+                              ": expected an address before phase 2, got null (aclSetTensorAddr)");
         }
     }
 
     // Passes changed addresses to Python and runs, under its lock.
     void operator()(const Python &py, const Settings &settings) {
-        const Reference arguments(py, py.PyTuple_New(2));
         py.Py_IncRef(planned_.job);
-        py.PyTuple_SetItem(arguments.get(), 0, planned_.job);
-        py.PyTuple_SetItem(arguments.get(), 1, moves(py, settings));
-        const Reference answer(py, py.PyObject_CallObject(entry().run, arguments.get()));
+        const Reference answer(py, called(py, entry().run, {planned_.job, moves(py, settings)}));
         if (answer.get() != py.none) Request::refuse(py, answer.get());
     }
 
@@ -293,21 +272,17 @@ private:
     }
 
     PyObject *moves(const Python &py, const Settings &settings) {
-        std::vector<std::size_t> moved;
-        for (std::size_t i = 0; i < held_.size(); ++i)
-            if (planned_.places[i].version != held_[i].tensor->version) moved.push_back(i);
-        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(moved.size()));
-        for (std::size_t at = 0; at < moved.size(); ++at) {
-            Place &place = planned_.places[moved[at]];
-            const Held &held = held_[moved[at]];
-            PyObject *const move = py.PyTuple_New(3);
-            py.PyTuple_SetItem(move, 0, py.PyLong_FromLongLong(static_cast<long long>(place.position)));
-            py.PyTuple_SetItem(move, 1, py.PyLong_FromLongLong(static_cast<long long>(place.member)));
-            py.PyTuple_SetItem(move, 2, exchanged(py, *held.tensor, held.first(), settings.device));
-            py.PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(at), move);
-            place.version = held.tensor->version;
+        std::vector<PyObject *> found;
+        for (std::size_t i = 0; i < held_.size(); ++i) {
+            Place &place = planned_.places[i];
+            if (planned_.places[i].version != held_[i].tensor->version) {
+                found.push_back(tuple_of(py, {py.PyLong_FromLongLong(static_cast<long long>(place.position)),
+                                              py.PyLong_FromLongLong(static_cast<long long>(place.member)),
+                                              exchanged(py, *held_[i].tensor, held_[i].first(), settings.device)}));
+                place.version = held_[i].tensor->version;
+            }
         }
-        return all;
+        return tuple_of(py, found);
     }
 
     const Operator &op_;
@@ -337,8 +312,7 @@ aclnnStatus plan(const Operator &op, std::span<const Value> values, std::uint64_
     const std::string name = std::string(op.name) + "GetWorkspaceSize";
     if (workspace_size) *workspace_size = 0;
     if (executor) *executor = nullptr;
-    return coded(
-        name.c_str(), caller,
+    return coded<nn_runtime>(
         [&](const Call &call) {
             const auto now = initialized();
             if (!workspace_size) throw Refusal(nn_null, "workspaceSize: expected where to write it, got null");
@@ -352,13 +326,12 @@ aclnnStatus plan(const Operator &op, std::span<const Value> values, std::uint64_
             const void *const handle = add(Kind::executor, request.planned(), call);
             *executor = static_cast<aclOpExecutor *>(const_cast<void *>(handle));
         },
-        nn_runtime);
+        {name.c_str(), caller});
 }
 
 aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_size, aclOpExecutor *executor,
                 aclrtStream stream, const void *caller) noexcept {
-    return coded(
-        op.name, caller,
+    return coded<nn_runtime>(
         [&](const Call &call) {
             const auto now = initialized();
             const auto planned = planned_of(op, executor);
@@ -382,7 +355,7 @@ aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_siz
             }
             if (!planned->repeatable) remove(executor, Kind::executor);
         },
-        nn_runtime);
+        {op.name, caller});
 }
 
 }  // namespace fusion::capi

@@ -94,7 +94,7 @@ Span span_of(const Tensor &tensor, const char *param) {
     }
     const Wide size = type.bits / 8;
     if (!fits || (last + 1) * size >= limit)
-        throw Refusal(nn_invalid, std::string(param) + ": expected a window of memory, got sizes that none has");
+        throw Refusal(nn_invalid, param, ": expected a window of memory, got sizes that none has");
     return {static_cast<std::size_t>(tensor.offset) * static_cast<std::size_t>(size),
             static_cast<std::size_t>((last + 1) * size)};
 }
@@ -104,12 +104,9 @@ PyObject *exchanged(const Python &py, const Tensor &tensor, void *data, const st
     PyObject *const capsule = type.bits ? capsule_of(py, tensor, type, data, device) : nullptr;
     if (type.bits && !capsule) throw std::bad_alloc();
     if (type.plain && tensor.format == format_nd) return capsule;
-    PyObject *const unusual = py.PyTuple_New(3);
     if (!capsule) py.Py_IncRef(py.none);
-    py.PyTuple_SetItem(unusual, 0, capsule ? capsule : py.none);
-    py.PyTuple_SetItem(unusual, 1, py.PyLong_FromLongLong(tensor.dtype));
-    py.PyTuple_SetItem(unusual, 2, py.PyLong_FromLongLong(tensor.format));
-    return unusual;
+    return tuple_of(
+        py, {capsule ? capsule : py.none, py.PyLong_FromLongLong(tensor.dtype), py.PyLong_FromLongLong(tensor.format)});
 }
 
 }  // namespace fusion::capi

@@ -1,6 +1,6 @@
 // The C functions for executors (libnnopbase): creation, destruction, and addresses of their tensors.
 #include "aclnn/acl_meta.h"
-#include "capi/executors.h"
+#include "capi/handles.h"
 
 namespace fusion::capi {
 namespace {
@@ -19,13 +19,8 @@ Handle slot(const Executor &of, std::size_t index, Side side, const char *param)
     std::vector<Handle> slots;
     if (side != Side::outputs) slots = of.inputs;
     if (side != Side::inputs) slots.insert(slots.end(), of.outputs.begin(), of.outputs.end());
-    if (index >= slots.size()) {
-        throw Refusal(nn_invalid, std::string(param) + ": expected 0 to " + std::to_string(slots.size() - 1) +
-                                      ", got " + std::to_string(index));
-    }
-    if (slots[index] == nullptr) {
-        throw Refusal(nn_invalid, std::string(param) + ": " + std::to_string(index) + " was null in phase 1");
-    }
+    if (index >= slots.size()) throw Refusal(nn_invalid, param, ": expected 0 to ", slots.size() - 1, ", got ", index);
+    if (slots[index] == nullptr) throw Refusal(nn_invalid, param, ": ", index, " was null in phase 1");
     return slots[index];
 }
 
@@ -33,61 +28,50 @@ template <class T>
 void need_slot(Handle executor, std::size_t index, Handle given, Side side, const char *index_name, const char *param) {
     const auto of = live(executor);
     need<T>(given, param, nn_inner_null);
-    if (!of->repeatable) {
-        throw Refusal(nn_runtime, "executor: " + of->operation + ": make it repeatable before addresses change");
-    }
-    if (slot(*of, index, side, index_name) != given) {
-        throw Refusal(nn_invalid, std::string(param) + ": expected the one that phase 1 was given at " + index_name +
-                                      " " + std::to_string(index));
-    }
+    if (!of->repeatable)
+        throw Refusal(nn_runtime, "executor: ", of->operation, ": make it repeatable before addresses change");
+    if (slot(*of, index, side, index_name) != given)
+        throw Refusal(nn_invalid, param, ": expected the one that phase 1 was given at ", index_name, " ", index);
 }
 
-struct Target {
-    Handle executor;
-    std::size_t index;
-    void *address;
-    Side side;
-};
-
-int set_tensor(const char *name, const void *caller, const Target &to, Handle tensor) {
-    return coded(
-        name, caller,
+// Sets the address of a tensor, or of member `relative` of a list.
+int set_tensor(Handle executor, std::size_t index, Handle tensor, void *address, Side side, Caller caller = {}) {
+    return coded<nn_runtime>(
         [&](const Call &call) {
-            need_slot<Tensor>(to.executor, to.index, tensor, to.side, "index", "tensor");
-            move(tensor, to.address, call);
+            need_slot<Tensor>(executor, index, tensor, side, "index", "tensor");
+            move(tensor, address, call);
         },
-        nn_runtime);
+        caller);
 }
 
-int set_member(const char *name, const void *caller, const Target &to, std::size_t relative, Handle tensors) {
-    return coded(
-        name, caller,
+int set_member(Handle executor, std::size_t index, std::size_t relative, Handle tensors, void *address, Side side,
+               Caller caller = {}) {
+    return coded<nn_runtime>(
         [&](const Call &call) {
-            need_slot<TensorList>(to.executor, to.index, tensors, to.side, "irIndex", "tensors");
+            need_slot<TensorList>(executor, index, tensors, side, "irIndex", "tensors");
             const auto list = need<TensorList>(tensors, "tensors");
-            if (relative >= list->tensors.size()) {
-                throw Refusal(nn_invalid, "relativeIndex: expected less than " + std::to_string(list->tensors.size()) +
-                                              ", got " + std::to_string(relative));
+            if (relative >= list->values.size()) {
+                throw Refusal(nn_invalid, "relativeIndex: expected less than ", list->values.size(), ", got ",
+                              relative);
             }
-            move(list->tensors[relative], to.address, call, "tensors");
+            move(list->values[relative], address, call, "tensors");
         },
-        nn_runtime);
+        caller);
 }
 
 }  // namespace
 
 FUSION_C aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
-    return coded("aclSetAclOpExecutorRepeatable", FUSION_CALLER, [&](const Call &) {
+    return coded([&] {
         const auto found = live(executor);
-        if (found->used) {
-            throw Refusal(nn_runtime, "executor: " + found->operation + ": used before it was made repeatable");
-        }
+        if (found->used)
+            throw Refusal(nn_runtime, "executor: ", found->operation, ": used before it was made repeatable");
         found->repeatable = true;
     });
 }
 
 FUSION_C aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
-    return coded("aclDestroyAclOpExecutor", FUSION_CALLER, [&](const Call &) {
+    return coded([&] {
         live(executor);
         remove(executor, Kind::executor);
     });
@@ -96,12 +80,12 @@ FUSION_C aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
 // CANN defines each of these functions with two spellings.
 #define FUSION_SET_TENSOR(NAME, SIDE)                                                                            \
     FUSION_C aclnnStatus NAME(aclOpExecutor *executor, const std::size_t index, aclTensor *tensor, void *addr) { \
-        return set_tensor(#NAME, FUSION_CALLER, {executor, index, addr, SIDE}, tensor);                          \
+        return set_tensor(executor, index, tensor, addr, SIDE);                                                  \
     }
 #define FUSION_SET_MEMBER(NAME, SIDE)                                                                        \
     FUSION_C aclnnStatus NAME(aclOpExecutor *executor, std::size_t irIndex, const std::size_t relativeIndex, \
                               aclTensorList *tensors, void *addr) {                                          \
-        return set_member(#NAME, FUSION_CALLER, {executor, irIndex, addr, SIDE}, relativeIndex, tensors);    \
+        return set_member(executor, irIndex, relativeIndex, tensors, addr, SIDE);                            \
     }
 
 FUSION_SET_TENSOR(aclSetInputTensorAddr, Side::inputs)

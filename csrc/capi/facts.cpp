@@ -11,7 +11,7 @@ namespace fusion::capi {
 FUSION_C const char *aclrtGetSocName() { return "Ascend910B"; }
 
 FUSION_C int aclrtGetVersion(std::int32_t *majorVersion, std::int32_t *minorVersion, std::int32_t *patchVersion) {
-    return coded("aclrtGetVersion", FUSION_CALLER, [&](const Call &) {
+    return coded([&] {
         need_address(majorVersion, "majorVersion");
         need_address(minorVersion, "minorVersion");
         need_address(patchVersion, "patchVersion");

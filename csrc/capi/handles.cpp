@@ -3,6 +3,7 @@
 #include <iterator>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "capi/runtime.h"
 
@@ -13,9 +14,6 @@ namespace {
 constexpr std::uintptr_t tag = handle_tag << 48;
 constexpr int kind_at = 44, count_at = 8;
 constexpr std::uintptr_t counts = (std::uintptr_t{1} << (kind_at - count_at)) - 1;
-constexpr const char *names[] = {"aclTensor",    "aclTensorList", "aclScalar",    "aclScalarList",
-                                 "aclIntArray",  "aclFloatArray", "aclBoolArray", "aclOpExecutor",
-                                 "aclrtContext", "aclrtStream",   "aclrtEvent"};
 
 struct Registry {
     std::mutex mutex;
@@ -39,6 +37,16 @@ bool is_of(Handle handle, Kind kind) {
     return is_tagged(number(handle)) && (number(handle) >> kind_at & 15) == static_cast<std::uintptr_t>(kind);
 }
 
+// Returns use(registry, position) of a live handle of that kind, under the registry's lock; null for other handles.
+template <class Use>
+std::shared_ptr<Object> with_live(Handle handle, Kind kind, Use use) {
+    if (!is_of(handle, kind)) return nullptr;
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.objects.find(number(handle));
+    return found == all.objects.end() ? nullptr : use(all, found);
+}
+
 }  // namespace
 
 Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) noexcept {
@@ -54,33 +62,23 @@ Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) n
 }
 
 std::shared_ptr<Object> look_up(Handle handle, Kind kind) noexcept {
-    if (!is_of(handle, kind)) return nullptr;
-    Registry &all = registry();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.objects.find(number(handle));
-    return found == all.objects.end() ? nullptr : found->second;
+    return with_live(handle, kind, [](Registry &, auto found) { return found->second; });
 }
 
 bool replace(Handle handle, Kind kind, std::shared_ptr<Object> object) noexcept {
-    if (!is_of(handle, kind)) return false;
-    Registry &all = registry();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.objects.find(number(handle));
-    if (found == all.objects.end()) return false;
-    object->made = found->second->made;
-    found->second.swap(object);
-    return true;
+    const auto replaced = with_live(handle, kind, [&](Registry &, auto found) {
+        object->made = found->second->made;
+        return std::exchange(found->second, object);
+    });
+    return replaced != nullptr;
 }
 
 std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept {
-    if (!is_of(handle, kind)) return nullptr;
-    Registry &all = registry();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.objects.find(number(handle));
-    if (found == all.objects.end()) return nullptr;
-    std::shared_ptr<Object> object = std::move(found->second);
-    all.objects.erase(found);
-    return object;
+    return with_live(handle, kind, [](Registry &all, auto found) {
+        std::shared_ptr<Object> object = std::move(found->second);
+        all.objects.erase(found);
+        return object;
+    });
 }
 
 bool ended(Handle handle, Kind kind) noexcept {
@@ -95,7 +93,7 @@ std::string wrong(Handle handle) noexcept {
     if (handle == nullptr) return "null";
     if (is_tagged(number(handle))) {
         const auto kind = static_cast<Kind>(number(handle) >> kind_at & 15);
-        std::string name = std::string("an ") + names[static_cast<std::size_t>(kind)];
+        std::string name = std::string("an ") + name_of(kind);
         if (look_up(handle, kind) != nullptr) return name;
         const char *how = kind == Kind::executor ? " that has run, or was destroyed" : " that was destroyed";
         if (ended(handle, kind)) return name + how;

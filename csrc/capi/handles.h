@@ -31,6 +31,12 @@ enum class Kind : std::uint8_t {
     event,
 };
 
+// CANN's names of the kinds.
+inline constexpr const char *names[] = {"aclTensor",    "aclTensorList", "aclScalar",    "aclScalarList",
+                                        "aclIntArray",  "aclFloatArray", "aclBoolArray", "aclOpExecutor",
+                                        "aclrtContext", "aclrtStream",   "aclrtEvent"};
+constexpr const char *name_of(Kind kind) { return names[static_cast<std::size_t>(kind)]; }
+
 struct Object {
     virtual ~Object() = default;
     CallSite made;
@@ -46,7 +52,7 @@ inline void need_address(const void *place, const char *param, int null_code = i
     const bool handle = reinterpret_cast<std::uintptr_t>(place) >> 48 == handle_tag;
     if (place != nullptr && !handle) return;
     const int code = handle && null_code == nn_null ? int{nn_invalid} : null_code;
-    throw Refusal(code, std::string(param) + ": expected an address, got " + (handle ? "a handle" : "null"));
+    throw Refusal(code, param, ": expected an address, got ", (handle ? "a handle" : "null"));
 }
 
 // Returns a new handle of an object; made_by: the call that requested it.
@@ -74,14 +80,13 @@ template <class T>
 std::shared_ptr<const T> need(Handle handle, const char *param, int null_code = nn_null,
                               int invalid_code = nn_invalid) {
     if (auto object = find<T>(handle)) return object;
-    throw Refusal(handle == nullptr ? null_code : invalid_code,
-                  std::string(param) + ": expected an " + T::name + ", got " + wrong(handle));
+    throw Refusal(handle == nullptr ? null_code : invalid_code, param, ": expected an ", name_of(T::kind), ", got ",
+                  wrong(handle));
 }
 
 // aclTensor: a strided view. data may be null: programs set the address before phase 2 (aclSetInputTensorAddr ...).
 struct Tensor : Object {
     static constexpr Kind kind = Kind::tensor;
-    static constexpr const char *name = "aclTensor";
 
     std::vector<std::int64_t> dims, strides, storage_dims;
     std::int64_t offset = 0;  // elements from data to the first one
@@ -97,42 +102,31 @@ struct Tensor : Object {
     }
 };
 
-struct TensorList : Object {
-    static constexpr Kind kind = Kind::tensor_list;
-    static constexpr const char *name = "aclTensorList";
-    std::vector<Handle> tensors;  // destroyed with the list, but a program may have destroyed one
-};
-
 struct Scalar : Object {
     static constexpr Kind kind = Kind::scalar;
-    static constexpr const char *name = "aclScalar";
     int dtype = -1;
     unsigned char bytes[16] = {};
 };
 
-struct ScalarList : Object {
-    static constexpr Kind kind = Kind::scalar_list;
-    static constexpr const char *name = "aclScalarList";
-    std::vector<Handle> scalars;
-};
-
+// An array, or a list of handles, whose members are destroyed with it; a program may have destroyed one before.
 template <class T, Kind K>
 struct Array : Object {
     static constexpr Kind kind = K;
-    static constexpr const char *name = K == Kind::int_array     ? "aclIntArray"
-                                        : K == Kind::float_array ? "aclFloatArray"
-                                                                 : "aclBoolArray";
     std::vector<T> values;
 };
 using IntArray = Array<std::int64_t, Kind::int_array>;
 using FloatArray = Array<float, Kind::float_array>;
 using BoolArray = Array<unsigned char, Kind::bool_array>;
+using TensorList = Array<Handle, Kind::tensor_list>;
+using ScalarList = Array<Handle, Kind::scalar_list>;
+
+// Sets a tensor's address; throws and changes nothing if the memory there is too small. In libnnopbase.
+void move(Handle tensor, void *data, const Call &call, const char *param = "tensor");
 
 // aclOpExecutor: the plan of phase 1 for phase 2. libopapi creates it as a derived struct with the job to run;
 // this struct checks the order of calls. It runs once, unless made repeatable.
 struct Executor : Object {
     static constexpr Kind kind = Kind::executor;
-    static constexpr const char *name = "aclOpExecutor";
 
     std::string operation;                // aclnnXxx
     std::uint64_t workspace = 0;          // bytes
@@ -151,8 +145,8 @@ struct Settings {
 };
 FUSION_SHARED std::shared_ptr<const Settings> settings() noexcept;
 // Implement aclnnInit() and aclnnFinalize(), which start and end the runtime if aclInit() did not.
-FUSION_SHARED int begin_operators(const char *path, const void *caller) noexcept;
-FUSION_SHARED int end_operators(const void *caller) noexcept;
+FUSION_SHARED int begin_operators(const char *path, Caller caller) noexcept;
+FUSION_SHARED int end_operators(Caller caller) noexcept;
 // Returns 0 if a stream accepts work (null: the default stream), else an error code with its text in `why`.
 FUSION_SHARED int check_stream(Handle stream, std::string &why) noexcept;
 

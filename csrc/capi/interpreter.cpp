@@ -1,4 +1,4 @@
-#include "capi/interpreter.h"
+#include "capi/python.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -104,8 +104,8 @@ Interpreter find_interpreter() {
     for (std::size_t at = 0, end; (end = said.find('\n', at)) != std::string::npos; at = end + 1)
         lines.push_back(said.substr(at, end - at));
     if (lines.size() < 2)
-        throw Refusal(nn_runtime, "Python: expected an interpreter that runs, got " + asked + " (set " + variable +
-                                      " to the one that fusion-attention is installed in)");
+        throw Refusal(nn_runtime, "Python: expected an interpreter that runs, got ", asked, " (set ", variable,
+                      " to the one that fusion-attention is installed in)");
     return {lines[0], lines[1], {lines.begin() + 2, lines.end()}};
 }
 

@@ -106,7 +106,7 @@ std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool 
     void *address = functions != nullptr ? functions->allocate(granted) : from_system(granted, huge);
     if (address == nullptr) {
         const char *why = functions != nullptr ? functions->error() : nullptr;
-        throw Refusal(rt_memory_allocation, sentence + (why == nullptr ? "" : std::string(": ") + why));
+        throw Refusal(rt_memory_allocation, sentence, (why == nullptr ? "" : std::string(": ") + why));
     }
     auto made = std::make_shared<Allocation>(address, asked, granted, host);
     made->functions = functions;
@@ -119,7 +119,7 @@ std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool 
 }
 
 void release(const void *address, bool host, const char *maker, const Call &call) {
-    if (address == nullptr) throw Refusal(invalid_param, "expected an address of " + std::string(maker) + ", got null");
+    if (address == nullptr) throw Refusal(invalid_param, "expected an address of ", maker, ", got null");
     Memory &all = memory();
     std::shared_ptr<Allocation> found;
     {
@@ -131,9 +131,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
             all.held -= host ? 0 : found->granted;
         }
     }
-    if (found == nullptr) {
-        throw Refusal(rt_memory_free, "expected an address of " + std::string(maker) + ", got " + described(address));
-    }
+    if (found == nullptr) throw Refusal(rt_memory_free, "expected an address of ", maker, ", got ", described(address));
     found->alive = false;
     if (call.number == 0 || found->functions != nullptr) return;
     // These addresses are not reused for a while, so that a use after free is detected.

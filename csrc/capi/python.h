@@ -3,50 +3,70 @@
 #pragma once
 
 #include <cstddef>
+#include <initializer_list>
+#include <span>
 #include <string>
+#include <vector>
 
 namespace fusion::capi {
 
 // A pointer to a Python object; Python's header is not included.
 struct PyObject;
 
+// Python's functions that are used: X(result, name, parameters).
+#define FUSION_PYTHON(X)                                                                             \
+    X(int, Py_IsInitialized, ())                                                                     \
+    X(void, Py_InitializeEx, (int signals))                                                          \
+    X(void, Py_SetProgramName, (const wchar_t *name))                                                \
+    X(wchar_t *, Py_DecodeLocale, (const char *text, std::size_t *size))                             \
+    X(int, PyGILState_Ensure, ())                                                                    \
+    X(void, PyGILState_Release, (int state))                                                         \
+    X(void *, PyEval_SaveThread, ())                                                                 \
+    X(void, PyEval_RestoreThread, (void *state))                                                     \
+    X(int, PyGILState_Check, ())                                                                     \
+    X(void, Py_DecRef, (PyObject * object))                                                          \
+    X(void, Py_IncRef, (PyObject * object))                                                          \
+    X(PyObject *, PyImport_ImportModule, (const char *name))                                         \
+    X(PyObject *, PyObject_GetAttrString, (PyObject * object, const char *name))                     \
+    X(PyObject *, PyObject_CallObject, (PyObject * function, PyObject * arguments))                  \
+    X(PyObject *, PyObject_Str, (PyObject * object))                                                 \
+    X(PyObject *, PyTuple_New, (std::ptrdiff_t size))                                                \
+    X(int, PyTuple_SetItem, (PyObject * tuple, std::ptrdiff_t at, PyObject *item))                   \
+    X(PyObject *, PyTuple_GetItem, (PyObject * tuple, std::ptrdiff_t at))                            \
+    X(PyObject *, PyList_New, (std::ptrdiff_t size))                                                 \
+    X(int, PyList_SetItem, (PyObject * list, std::ptrdiff_t at, PyObject *item))                     \
+    X(PyObject *, PyLong_FromLongLong, (long long value))                                            \
+    X(PyObject *, PyLong_FromUnsignedLongLong, (unsigned long long value))                           \
+    X(PyObject *, PyBool_FromLong, (long value))                                                     \
+    X(PyObject *, PyFloat_FromDouble, (double value))                                                \
+    X(PyObject *, PyBytes_FromStringAndSize, (const char *bytes, std::ptrdiff_t size))               \
+    X(PyObject *, PyUnicode_DecodeUTF8, (const char *text, std::ptrdiff_t size, const char *errors)) \
+    X(const char *, PyUnicode_AsUTF8AndSize, (PyObject * text, std::ptrdiff_t *size))                \
+    X(unsigned long long, PyLong_AsUnsignedLongLong, (PyObject * value))                             \
+    X(PyObject *, PyCapsule_New, (void *pointer, const char *name, void (*destructor)(PyObject *)))  \
+    X(void *, PyCapsule_GetPointer, (PyObject * capsule, const char *name))                          \
+    X(int, PyCapsule_IsValid, (PyObject * capsule, const char *name))                                \
+    X(void, PyErr_Fetch, (PyObject * *type, PyObject * *value, PyObject * *traceback))               \
+    X(void, PyErr_Clear, ())
+
 // Python's functions by their names.
 struct Python {
-    int (*Py_IsInitialized)();
-    void (*Py_InitializeEx)(int signals);
-    void (*Py_SetProgramName)(const wchar_t *name);
-    wchar_t *(*Py_DecodeLocale)(const char *text, std::size_t *size);
-    int (*PyGILState_Ensure)();
-    void (*PyGILState_Release)(int state);
-    void *(*PyEval_SaveThread)();
-    void (*PyEval_RestoreThread)(void *state);
-    int (*PyGILState_Check)();
-    void (*Py_DecRef)(PyObject *object);
-    void (*Py_IncRef)(PyObject *object);
-    PyObject *(*PyImport_ImportModule)(const char *name);
-    PyObject *(*PyObject_GetAttrString)(PyObject *object, const char *name);
-    PyObject *(*PyObject_CallObject)(PyObject *function, PyObject *arguments);
-    PyObject *(*PyObject_Str)(PyObject *object);
-    PyObject *(*PyTuple_New)(std::ptrdiff_t size);
-    int (*PyTuple_SetItem)(PyObject *tuple, std::ptrdiff_t at, PyObject *item);
-    PyObject *(*PyTuple_GetItem)(PyObject *tuple, std::ptrdiff_t at);
-    PyObject *(*PyList_New)(std::ptrdiff_t size);
-    int (*PyList_SetItem)(PyObject *list, std::ptrdiff_t at, PyObject *item);
-    PyObject *(*PyLong_FromLongLong)(long long value);
-    PyObject *(*PyLong_FromUnsignedLongLong)(unsigned long long value);
-    PyObject *(*PyBool_FromLong)(long value);
-    PyObject *(*PyFloat_FromDouble)(double value);
-    PyObject *(*PyBytes_FromStringAndSize)(const char *bytes, std::ptrdiff_t size);
-    PyObject *(*PyUnicode_DecodeUTF8)(const char *text, std::ptrdiff_t size, const char *errors);
-    const char *(*PyUnicode_AsUTF8AndSize)(PyObject *text, std::ptrdiff_t *size);
-    unsigned long long (*PyLong_AsUnsignedLongLong)(PyObject *value);
-    PyObject *(*PyCapsule_New)(void *pointer, const char *name, void (*destructor)(PyObject *));
-    void *(*PyCapsule_GetPointer)(PyObject *capsule, const char *name);
-    int (*PyCapsule_IsValid)(PyObject *capsule, const char *name);
-    void (*PyErr_Fetch)(PyObject **type, PyObject **value, PyObject **traceback);
-    void (*PyErr_Clear)();
+#define FUSION_MEMBER(result, name, parameters) result(*name) parameters;
+    FUSION_PYTHON(FUSION_MEMBER)
+#undef FUSION_MEMBER
     PyObject *none;
 };
+
+// The Python of this library (interpreter.cpp).
+struct Interpreter {
+    std::string program;                 // its executable, from which Python finds a virtual environment
+    std::string name;                    // "libpython3.11.so.1.0"
+    std::vector<std::string> libraries;  // candidate files of that name, most likely first; empty: no shared library
+};
+
+// Returns the interpreter of FUSION_ATTENTION_PYTHON, or of the environment that contains this library, or of a source
+// tree's .venv, or python3 of PATH. Throws a Refusal if none runs.
+Interpreter find_interpreter();
 
 // The functions of fusion_attention.capi.entry that libopapi calls.
 struct Entry {
@@ -84,17 +104,22 @@ public:
     Reference &operator=(const Reference &) = delete;
 
     PyObject *get() const { return object_; }
-    PyObject *release() {
-        PyObject *const object = object_;
-        object_ = nullptr;
-        return object;
-    }
 
 private:
     const Python &py_;
     PyObject *object_;
 };
 
+// Returns a new tuple, which takes over the references of its items.
+PyObject *tuple_of(const Python &py, std::span<PyObject *const> items);
+inline PyObject *tuple_of(const Python &py, std::initializer_list<PyObject *> items) {
+    return tuple_of(py, std::span(items.begin(), items.size()));
+}
+// Returns the result of a call with these arguments, whose references it takes over; null for an exception.
+PyObject *called(const Python &py, PyObject *function, std::span<PyObject *const> arguments);
+inline PyObject *called(const Python &py, PyObject *function, std::initializer_list<PyObject *> arguments) {
+    return called(py, function, std::span(arguments.begin(), arguments.size()));
+}
 // Returns the pending exception as text and clears it.
 std::string exception_text(const Python &py);
 

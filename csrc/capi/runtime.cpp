@@ -36,12 +36,11 @@ void fill(DeviceFunctions &table, const std::string &device) {
     const std::string path = dladdr(reinterpret_cast<void *>(&process), &own) != 0 ? own.dli_fname : "";
     const std::string other = path.substr(0, path.rfind('/') + 1) + "libopapi.so";
     void *library = dlopen(other.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) throw Refusal(rt_no_device, "device: " + device + ": " + dlerror());
+    if (library == nullptr) throw Refusal(rt_no_device, "device: ", device, ": ", dlerror());
     const auto ask = reinterpret_cast<DeviceFunctionsOf>(dlsym(library, device_functions_of));
     char text[512] = "libopapi has no memory functions";
-    if (ask == nullptr || !ask(device.c_str(), &table, text, sizeof text)) {
-        throw Refusal(rt_no_device, "device: " + device + ": " + text);
-    }
+    if (ask == nullptr || !ask(device.c_str(), &table, text, sizeof text))
+        throw Refusal(rt_no_device, "device: ", device, ": ", text);
 }
 
 }  // namespace
@@ -74,7 +73,7 @@ void Leaks::report(const Call &call) const {
               [](const Leak &a, const Leak &b) { return a.first.number < b.first.number; });
     for (const Leak &leak : sorted) {
         const std::string times = leak.count == 1 ? "" : ", " + std::to_string(leak.count) + " times, the first";
-        call.defect("leak: " + leak.what + " is still there" + times + in_brackets(leak.first));
+        call.defect("leak: ", leak.what, " is still there", times, in_brackets(leak.first));
     }
 }
 
@@ -126,7 +125,7 @@ Allocations end(Process &own, const Call &call) {
 
 // The runtime starts once, by the first call. After aclnnInit() the first aclInit() takes it over.
 FUSION_C int aclInit(const char *configPath) {
-    return coded("aclInit", FUSION_CALLER, [&](const Call &) {
+    return coded([&] {
         Process &own = process();
         const std::lock_guard<std::mutex> lock(own.mutex);
         if (own.running && !own.by_operators)
@@ -137,34 +136,37 @@ FUSION_C int aclInit(const char *configPath) {
 }
 
 FUSION_C int aclFinalize() {
-    return coded("aclFinalize", FUSION_CALLER, [&](const Call &call) {
+    return coded([&](const Call &call) {
         Process &own = process();
         Allocations ended;  // freed last, after the lock is released
         const std::lock_guard<std::mutex> lock(own.mutex);
-        if (!own.running) {
+        if (!own.running)
             throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
-        }
         ended = end(own, call);
     });
 }
 
-int begin_operators(const char *path, const void *caller) noexcept {
-    return coded("aclnnInit", caller, [&](const Call &) {
-        Process &own = process();
-        const std::lock_guard<std::mutex> lock(own.mutex);
-        if (own.running) return;
-        begin(own, path);
-        own.by_operators = true;
-    });
+int begin_operators(const char *path, Caller caller) noexcept {
+    return coded(
+        [&] {
+            Process &own = process();
+            const std::lock_guard<std::mutex> lock(own.mutex);
+            if (own.running) return;
+            begin(own, path);
+            own.by_operators = true;
+        },
+        caller);
 }
 
-int end_operators(const void *caller) noexcept {
-    return coded("aclnnFinalize", caller, [&](const Call &call) {
-        Process &own = process();
-        Allocations ended;  // freed last, after the lock is released
-        const std::lock_guard<std::mutex> lock(own.mutex);
-        if (own.running && own.by_operators) ended = end(own, call);
-    });
+int end_operators(Caller caller) noexcept {
+    return coded(
+        [&](const Call &call) {
+            Process &own = process();
+            Allocations ended;  // freed last, after the lock is released
+            const std::lock_guard<std::mutex> lock(own.mutex);
+            if (own.running && own.by_operators) ended = end(own, call);
+        },
+        caller);
 }
 
 }  // namespace fusion::capi

@@ -34,13 +34,25 @@ Configuration configuration_of(const char *path);
 
 // Throws before aclInit() and after aclFinalize().
 void need_init();
+// Does the same as coded() between aclInit() and aclFinalize(), and fails otherwise.
+template <class Body>
+int initialized(Body body, Caller caller = {}) noexcept {
+    return coded(
+        [&](const Call &call) {
+            need_init();
+            if constexpr (std::is_invocable_v<Body, const Call &>) body(call);
+            else body();
+        },
+        caller);
+}
+// Throws if a stream accepts no work.
+void need_stream(Handle stream);
 // Returns the table of a device's memory functions; null: host memory.
 const DeviceFunctions *device_functions() noexcept;
 
 // A context, a stream, an event. Contexts and streams close with their device, streams with their context.
 struct Context : Object {
     static constexpr Kind kind = Kind::context;
-    static constexpr const char *name = "aclrtContext";
     int device = 0;
     bool of_device = false;  // the default context, which aclrtDestroyContext() rejects
     mutable std::atomic<bool> open = true;
@@ -48,13 +60,11 @@ struct Context : Object {
 
 struct Stream : Object {
     static constexpr Kind kind = Kind::stream;
-    static constexpr const char *name = "aclrtStream";
     std::shared_ptr<const Context> context;
 };
 
 struct Event : Object {
     static constexpr Kind kind = Kind::event;
-    static constexpr const char *name = "aclrtEvent";
     mutable std::atomic<std::int64_t> nanoseconds = -1;  // when it was recorded; -1: not yet
 };
 

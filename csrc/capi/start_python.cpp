@@ -8,7 +8,6 @@
 #include <mutex>
 
 #include "capi/calls.h"
-#include "capi/interpreter.h"
 
 namespace fusion::capi {
 namespace {
@@ -22,46 +21,13 @@ std::atomic<bool> started = false;
 template <class Function>
 void take(void *library, const char *name, Function &function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
-    if (!function)
-        throw Refusal(nn_runtime, std::string("Python: expected CPython 3.10 or later, got one without ") + name);
+    if (!function) throw Refusal(nn_runtime, "Python: expected CPython 3.10 or later, got one without ", name);
 }
 
 Python functions_of(void *library) {
     Python py = {};
-#define FUSION_TAKE(name) take(library, #name, py.name)
-    FUSION_TAKE(Py_IsInitialized);
-    FUSION_TAKE(Py_InitializeEx);
-    FUSION_TAKE(Py_SetProgramName);
-    FUSION_TAKE(Py_DecodeLocale);
-    FUSION_TAKE(PyGILState_Ensure);
-    FUSION_TAKE(PyGILState_Release);
-    FUSION_TAKE(PyEval_SaveThread);
-    FUSION_TAKE(PyEval_RestoreThread);
-    FUSION_TAKE(PyGILState_Check);
-    FUSION_TAKE(Py_DecRef);
-    FUSION_TAKE(Py_IncRef);
-    FUSION_TAKE(PyImport_ImportModule);
-    FUSION_TAKE(PyObject_GetAttrString);
-    FUSION_TAKE(PyObject_CallObject);
-    FUSION_TAKE(PyObject_Str);
-    FUSION_TAKE(PyTuple_New);
-    FUSION_TAKE(PyTuple_SetItem);
-    FUSION_TAKE(PyTuple_GetItem);
-    FUSION_TAKE(PyList_New);
-    FUSION_TAKE(PyList_SetItem);
-    FUSION_TAKE(PyLong_FromLongLong);
-    FUSION_TAKE(PyLong_FromUnsignedLongLong);
-    FUSION_TAKE(PyBool_FromLong);
-    FUSION_TAKE(PyFloat_FromDouble);
-    FUSION_TAKE(PyBytes_FromStringAndSize);
-    FUSION_TAKE(PyUnicode_DecodeUTF8);
-    FUSION_TAKE(PyUnicode_AsUTF8AndSize);
-    FUSION_TAKE(PyLong_AsUnsignedLongLong);
-    FUSION_TAKE(PyCapsule_New);
-    FUSION_TAKE(PyCapsule_GetPointer);
-    FUSION_TAKE(PyCapsule_IsValid);
-    FUSION_TAKE(PyErr_Fetch);
-    FUSION_TAKE(PyErr_Clear);
+#define FUSION_TAKE(result, name, parameters) take(library, #name, py.name);
+    FUSION_PYTHON(FUSION_TAKE)
 #undef FUSION_TAKE
     take(library, "_Py_NoneStruct", py.none);
     return py;
@@ -75,9 +41,9 @@ void *opened(const Interpreter &found) {
         why = std::string(": ") + dlerror();
     }
     const std::string package = found.name.substr(0, found.name.find(".so"));
-    throw Refusal(nn_runtime, "Python: expected an interpreter with a shared library, got " + found.program +
-                                  " without " + found.name + why + " (install " + package +
-                                  ", as Debian and Ubuntu call the package, or an interpreter that has one)");
+    throw Refusal(nn_runtime, "Python: expected an interpreter with a shared library, got ", found.program, " without ",
+                  found.name, why, " (install ", package,
+                  ", as Debian and Ubuntu call the package, or an interpreter that has one)");
 }
 
 // Starts Python as its executable would, without changing the calling program's signals, locale, and the
@@ -85,7 +51,7 @@ void *opened(const Interpreter &found) {
 void start(const Python &py, void *library, const std::string &program) {
     if (int *const ignores = static_cast<int *>(dlsym(library, "Py_IgnoreEnvironmentFlag"))) *ignores = 1;
     wchar_t *const name = py.Py_DecodeLocale(program.c_str(), nullptr);  // never freed: Python uses it until it ends
-    if (!name) throw Refusal(nn_runtime, "Python: its path cannot be decoded: " + program);
+    if (!name) throw Refusal(nn_runtime, "Python: its path cannot be decoded: ", program);
     const char *const before = std::setlocale(LC_CTYPE, nullptr);
     const std::string locale = before ? before : "C";
     struct sigaction interrupt = {};
@@ -132,15 +98,25 @@ Entry import_entry(const Python &py) {
     const Reference module(py, py.PyImport_ImportModule("fusion_attention.capi.entry"));
     if (!module.get()) {
         const std::string why = exception_text(py);
-        throw Refusal(nn_runtime,
-                      "Python: fusion_attention cannot be imported by " + executable(py) + ": " + why +
-                          " (install it there, or set FUSION_ATTENTION_PYTHON to the interpreter that has it)");
+        throw Refusal(nn_runtime, "Python: fusion_attention cannot be imported by ", executable(py), ": ", why,
+                      " (install it there, or set FUSION_ATTENTION_PYTHON to the interpreter that has it)");
     }
     return {py.PyObject_GetAttrString(module.get(), "plan"), py.PyObject_GetAttrString(module.get(), "run"),
             py.PyObject_GetAttrString(module.get(), "DeviceMemory")};
 }
 
 }  // namespace
+
+PyObject *tuple_of(const Python &py, std::span<PyObject *const> items) {
+    PyObject *const tuple = py.PyTuple_New(static_cast<std::ptrdiff_t>(items.size()));
+    for (std::size_t i = 0; i < items.size(); ++i) py.PyTuple_SetItem(tuple, static_cast<std::ptrdiff_t>(i), items[i]);
+    return tuple;
+}
+
+PyObject *called(const Python &py, PyObject *function, std::span<PyObject *const> arguments) {
+    const Reference tuple(py, tuple_of(py, arguments));
+    return py.PyObject_CallObject(function, tuple.get());
+}
 
 std::string exception_text(const Python &py) {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;

@@ -9,8 +9,6 @@
 namespace fusion::capi {
 namespace {
 
-using std::to_string;
-
 // The contexts of every device in use, default contexts first; threads refer to them too.
 struct Devices {
     std::mutex mutex;
@@ -26,10 +24,8 @@ Devices &devices() {
 thread_local Handle current = nullptr;
 
 void need_device(int device) {
-    need_init();
     if (device >= 0 && device < device_count) return;
-    throw Refusal(rt_invalid_device,
-                  "deviceId: expected 0 to " + to_string(device_count - 1) + ", got " + to_string(device));
+    throw Refusal(rt_invalid_device, "deviceId: expected 0 to ", device_count - 1, ", got ", device);
 }
 
 template <class T>
@@ -69,45 +65,47 @@ void synchronize() {
     if (functions != nullptr && functions->synchronize() != 0) throw Refusal(rt_internal, functions->error());
 }
 
-void need_stream(Handle stream) {
-    std::string why;
-    if (const int code = check_stream(stream, why)) throw Refusal(code, why);
+int create_stream(void **stream, Caller caller = {}) {
+    return initialized(
+        [&](const Call &call) {
+            need_place(stream, "stream");
+            auto made = std::make_shared<Stream>();
+            made->context = need_context();
+            *stream = const_cast<void *>(add(Kind::stream, made, call));
+        },
+        caller);
 }
 
-void create_stream(void **stream, const Call &call) {
-    need_init();
-    need_place(stream, "stream");
-    auto made = std::make_shared<Stream>();
-    made->context = need_context();
-    *stream = const_cast<void *>(add(Kind::stream, made, call));
+int destroy_stream(Handle stream, Caller caller = {}) {
+    return initialized(
+        [&] {
+            need_open<Stream>(stream, "stream");
+            remove(stream, Kind::stream);
+        },
+        caller);
 }
 
-void destroy_stream(Handle stream) {
-    need_init();
-    need_open<Stream>(stream, "stream");
-    remove(stream, Kind::stream);
-}
-
-void create_event(void **event, const Call &call) {
-    need_init();
-    need_place(event, "event");
-    need_context();
-    *event = const_cast<void *>(add(Kind::event, std::make_shared<Event>(), call));
+int create_event(void **event, Caller caller = {}) {
+    return initialized(
+        [&](const Call &call) {
+            need_place(event, "event");
+            need_context();
+            *event = const_cast<void *>(add(Kind::event, std::make_shared<Event>(), call));
+        },
+        caller);
 }
 
 std::shared_ptr<const Event> need_event(Handle event, const char *param = "event") {
-    need_init();
     return need_open<Event>(event, param);
 }
 
 void wait_for(Handle stream) {
-    need_init();
     need_stream(stream);
     synchronize();
 }
 
 void check_timeout(int timeout) {
-    if (timeout < -1) throw Refusal(invalid_param, "timeout: expected -1 or milliseconds, got " + to_string(timeout));
+    if (timeout < -1) throw Refusal(invalid_param, "timeout: expected -1 or milliseconds, got ", timeout);
 }
 
 }  // namespace
@@ -115,6 +113,11 @@ void check_timeout(int timeout) {
 std::shared_ptr<const Context> need_context() {
     if (auto found = find<Context>(current)) return found;
     throw Refusal(rt_no_context, "no device: this thread calls aclrtSetDevice() first");
+}
+
+void need_stream(Handle stream) {
+    std::string why;
+    if (const int code = check_stream(stream, why)) throw Refusal(code, why);
 }
 
 int check_stream(Handle stream, std::string &why) noexcept {
@@ -139,65 +142,53 @@ void close_contexts() noexcept {
 // ------------------------------------------------------------------------------------------------------------ devices
 
 FUSION_C int aclrtSetDevice(std::int32_t deviceId) {
-    return coded("aclrtSetDevice", FUSION_CALLER, [&](const Call &call) {
+    return initialized([&](const Call &call) {
         need_device(deviceId);
         const std::lock_guard<std::mutex> lock(devices().mutex);
         current = in_use(deviceId, call).front();
     });
 }
 
-static int reset(const char *name, const void *caller, std::int32_t device) {
-    return coded(name, caller, [&](const Call &) {
-        need_device(device);
-        synchronize();
-        const std::lock_guard<std::mutex> lock(devices().mutex);
-        std::vector<Handle> &contexts = devices().contexts[device];
-        if (contexts.empty()) {
-            throw Refusal(rt_no_context,
-                          "deviceId: " + to_string(device) + " is not in use (no aclrtSetDevice() before)");
-        }
-        close(contexts);
-    });
+static int reset(std::int32_t device, Caller caller = {}) {
+    return initialized(
+        [&] {
+            need_device(device);
+            synchronize();
+            const std::lock_guard<std::mutex> lock(devices().mutex);
+            std::vector<Handle> &contexts = devices().contexts[device];
+            if (contexts.empty())
+                throw Refusal(rt_no_context, "deviceId: ", device, " is not in use (no aclrtSetDevice() before)");
+            close(contexts);
+        },
+        caller);
 }
 
-FUSION_C int aclrtResetDevice(std::int32_t deviceId) { return reset("aclrtResetDevice", FUSION_CALLER, deviceId); }
-
-FUSION_C int aclrtResetDeviceForce(std::int32_t deviceId) {
-    return reset("aclrtResetDeviceForce", FUSION_CALLER, deviceId);
-}
+FUSION_C int aclrtResetDevice(std::int32_t deviceId) { return reset(deviceId); }
+FUSION_C int aclrtResetDeviceForce(std::int32_t deviceId) { return reset(deviceId); }
 
 FUSION_C int aclrtGetDevice(std::int32_t *deviceId) {
-    return coded("aclrtGetDevice", FUSION_CALLER, [&](const Call &) {
-        need_init();
-        *need_place(deviceId, "deviceId") = need_context()->device;
-    });
+    return initialized([&] { *need_place(deviceId, "deviceId") = need_context()->device; });
 }
 
 FUSION_C int aclrtGetDeviceCount(std::uint32_t *count) {
-    return coded("aclrtGetDeviceCount", FUSION_CALLER, [&](const Call &) {
-        need_init();
-        *need_place(count, "count") = device_count;
-    });
+    return initialized([&] { *need_place(count, "count") = device_count; });
 }
 
 FUSION_C int aclrtGetRunMode(aclrtRunMode *runMode) {
-    return coded("aclrtGetRunMode", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         *need_place(runMode, "runMode") = ACL_HOST;  // distinct in the interface, even on "cpu"
     });
 }
 
 FUSION_C int aclrtSynchronizeDevice() {
-    return coded("aclrtSynchronizeDevice", FUSION_CALLER, [](const Call &) {
-        need_init();
+    return initialized([] {
         need_context();
         synchronize();
     });
 }
 
 FUSION_C int aclrtSynchronizeDeviceWithTimeout(std::int32_t timeout) {
-    return coded("aclrtSynchronizeDeviceWithTimeout", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         check_timeout(timeout);
         need_context();
         synchronize();
@@ -207,7 +198,7 @@ FUSION_C int aclrtSynchronizeDeviceWithTimeout(std::int32_t timeout) {
 // ----------------------------------------------------------------------------------------------------------- contexts
 
 FUSION_C int aclrtCreateContext(void **context, std::int32_t deviceId) {
-    return coded("aclrtCreateContext", FUSION_CALLER, [&](const Call &call) {
+    return initialized([&](const Call &call) {
         need_device(deviceId);
         need_place(context, "context");
         const std::lock_guard<std::mutex> lock(devices().mutex);
@@ -219,36 +210,27 @@ FUSION_C int aclrtCreateContext(void **context, std::int32_t deviceId) {
 }
 
 FUSION_C int aclrtDestroyContext(void *context) {
-    return coded("aclrtDestroyContext", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         const auto found = need_open<Context>(context, "context");
-        if (found->of_device) {
+        if (found->of_device)
             throw Refusal(invalid_param, "context: a device's default one ends with aclrtResetDevice()");
-        }
         const std::lock_guard<std::mutex> lock(devices().mutex);
         std::vector<Handle> &contexts = devices().contexts[found->device];
-        for (auto at = contexts.begin(); at != contexts.end(); ++at) {
-            if (*at == context) {
-                contexts.erase(at);
-                break;
-            }
-        }
+        std::erase(contexts, context);
         found->open = false;
         remove(context, Kind::context);
     });
 }
 
 FUSION_C int aclrtSetCurrentContext(void *context) {
-    return coded("aclrtSetCurrentContext", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         need_open<Context>(context, "context");
         current = context;
     });
 }
 
 FUSION_C int aclrtGetCurrentContext(void **context) {
-    return coded("aclrtGetCurrentContext", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         need_place(context, "context");
         need_context();
         *context = const_cast<void *>(current);
@@ -257,44 +239,33 @@ FUSION_C int aclrtGetCurrentContext(void **context) {
 
 // ------------------------------------------------------------------------------------------------------------ streams
 
-FUSION_C int aclrtCreateStream(void **stream) {
-    return coded("aclrtCreateStream", FUSION_CALLER, [&](const Call &call) { create_stream(stream, call); });
-}
-
+FUSION_C int aclrtCreateStream(void **stream) { return create_stream(stream); }
 FUSION_C int aclrtCreateStreamWithConfig(void **stream, std::uint32_t /*priority*/, std::uint32_t /*flag*/) {
-    return coded("aclrtCreateStreamWithConfig", FUSION_CALLER, [&](const Call &call) { create_stream(stream, call); });
+    return create_stream(stream);
 }
-
-FUSION_C int aclrtDestroyStream(void *stream) {
-    return coded("aclrtDestroyStream", FUSION_CALLER, [&](const Call &) { destroy_stream(stream); });
-}
-
-FUSION_C int aclrtDestroyStreamForce(void *stream) {
-    return coded("aclrtDestroyStreamForce", FUSION_CALLER, [&](const Call &) { destroy_stream(stream); });
-}
+FUSION_C int aclrtDestroyStream(void *stream) { return destroy_stream(stream); }
+FUSION_C int aclrtDestroyStreamForce(void *stream) { return destroy_stream(stream); }
 
 FUSION_C int aclrtSynchronizeStream(void *stream) {
-    return coded("aclrtSynchronizeStream", FUSION_CALLER, [&](const Call &) { wait_for(stream); });
+    return initialized([&] { wait_for(stream); });
 }
 
 FUSION_C int aclrtSynchronizeStreamWithTimeout(void *stream, std::int32_t timeout) {
-    return coded("aclrtSynchronizeStreamWithTimeout", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         check_timeout(timeout);
         wait_for(stream);
     });
 }
 
 FUSION_C int aclrtStreamQuery(void *stream, aclrtStreamStatus *status) {
-    return coded("aclrtStreamQuery", FUSION_CALLER, [&](const Call &) {
-        need_init();
+    return initialized([&] {
         need_stream(stream);
         *need_place(status, "status") = ACL_STREAM_STATUS_COMPLETE;
     });
 }
 
 FUSION_C int aclrtStreamWaitEvent(void *stream, void *event) {
-    return coded("aclrtStreamWaitEvent", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         need_event(event);
         need_stream(stream);
     });
@@ -302,27 +273,19 @@ FUSION_C int aclrtStreamWaitEvent(void *stream, void *event) {
 
 // ------------------------------------------------------------------------------------------------------------- events
 
-FUSION_C int aclrtCreateEvent(void **event) {
-    return coded("aclrtCreateEvent", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
-}
-
-FUSION_C int aclrtCreateEventWithFlag(void **event, std::uint32_t /*flag*/) {
-    return coded("aclrtCreateEventWithFlag", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
-}
-
-FUSION_C int aclrtCreateEventExWithFlag(void **event, std::uint32_t /*flag*/) {
-    return coded("aclrtCreateEventExWithFlag", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
-}
+FUSION_C int aclrtCreateEvent(void **event) { return create_event(event); }
+FUSION_C int aclrtCreateEventWithFlag(void **event, std::uint32_t /*flag*/) { return create_event(event); }
+FUSION_C int aclrtCreateEventExWithFlag(void **event, std::uint32_t /*flag*/) { return create_event(event); }
 
 FUSION_C int aclrtDestroyEvent(void *event) {
-    return coded("aclrtDestroyEvent", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         need_event(event);
         remove(event, Kind::event);
     });
 }
 
 FUSION_C int aclrtRecordEvent(void *event, void *stream) {
-    return coded("aclrtRecordEvent", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         const auto found = need_event(event);
         wait_for(stream);
         const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -331,7 +294,7 @@ FUSION_C int aclrtRecordEvent(void *event, void *stream) {
 }
 
 FUSION_C int aclrtResetEvent(void *event, void *stream) {
-    return coded("aclrtResetEvent", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         const auto found = need_event(event);
         need_stream(stream);
         found->nanoseconds = -1;
@@ -339,48 +302,46 @@ FUSION_C int aclrtResetEvent(void *event, void *stream) {
 }
 
 template <class Status>
-static int query(const char *name, const void *caller, void *event, Status *status, Status done, Status not_yet) {
-    return coded(name, caller, [&](const Call &) {
-        const auto found = need_event(event);
-        *need_place(status, "status") = found->nanoseconds >= 0 ? done : not_yet;
-    });
+static int query(void *event, Status *status, Status done, Status not_yet, Caller caller = {}) {
+    return initialized(
+        [&] {
+            const auto found = need_event(event);
+            *need_place(status, "status") = found->nanoseconds >= 0 ? done : not_yet;
+        },
+        caller);
 }
 
 FUSION_C int aclrtQueryEvent(void *event, aclrtEventStatus *status) {
-    return query("aclrtQueryEvent", FUSION_CALLER, event, status, ACL_EVENT_STATUS_COMPLETE,
-                 ACL_EVENT_STATUS_NOT_READY);
+    return query(event, status, ACL_EVENT_STATUS_COMPLETE, ACL_EVENT_STATUS_NOT_READY);
 }
 
 FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status) {
-    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE,
-                 ACL_EVENT_RECORDED_STATUS_NOT_READY);
+    return query(event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE, ACL_EVENT_RECORDED_STATUS_NOT_READY);
 }
 
 // Waiting returns immediately, because streams are synchronous.
 FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
-    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
-                 ACL_EVENT_WAIT_STATUS_COMPLETE);
+    return query(event, status, ACL_EVENT_WAIT_STATUS_COMPLETE, ACL_EVENT_WAIT_STATUS_COMPLETE);
 }
 
 FUSION_C int aclrtSynchronizeEvent(void *event) {
-    return coded("aclrtSynchronizeEvent", FUSION_CALLER, [&](const Call &) { need_event(event); });
+    return initialized([&] { need_event(event); });
 }
 
 FUSION_C int aclrtSynchronizeEventWithTimeout(void *event, std::int32_t timeout) {
-    return coded("aclrtSynchronizeEventWithTimeout", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         need_event(event);
         check_timeout(timeout);
     });
 }
 
 FUSION_C int aclrtEventElapsedTime(float *ms, void *startEvent, void *endEvent) {
-    return coded("aclrtEventElapsedTime", FUSION_CALLER, [&](const Call &) {
+    return initialized([&] {
         const auto start = need_event(startEvent, "startEvent"), end = need_event(endEvent, "endEvent");
         need_place(ms, "ms");
         const std::int64_t from = start->nanoseconds, to = end->nanoseconds;
-        if (from < 0 || to < 0) {
-            throw Refusal(rt_event_timestamp, std::string(from < 0 ? "startEvent" : "endEvent") + ": never recorded");
-        }
+        if (from < 0 || to < 0)
+            throw Refusal(rt_event_timestamp, from < 0 ? "startEvent" : "endEvent", ": never recorded");
         if (to < from) throw Refusal(rt_event_reversal, "endEvent: recorded before startEvent");
         *ms = static_cast<float>(static_cast<double>(to - from) * 1e-6);
     });
