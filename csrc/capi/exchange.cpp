@@ -79,25 +79,7 @@ PyObject *capsule_of(const Python &py, const Tensor &tensor, const Type &type, v
 
 }  // namespace
 
-Span span_of(const Tensor &tensor, const char *param) {
-    using Wide = unsigned __int128;
-    const Type type = type_of(tensor.dtype);
-    const bool empty = std::find(tensor.dims.begin(), tensor.dims.end(), 0) != tensor.dims.end();
-    if (type.bits == 0 || empty) return {0, 0};
-    constexpr Wide limit = Wide{1} << 62;
-    Wide last = static_cast<std::uint64_t>(tensor.offset);
-    bool fits = tensor.offset >= 0 && tensor.strides.size() == tensor.dims.size();
-    for (std::size_t i = 0; fits && i < tensor.dims.size(); ++i) {
-        fits = tensor.dims[i] > 0 && tensor.strides[i] >= 0;
-        if (fits) last += static_cast<Wide>(tensor.dims[i] - 1) * static_cast<Wide>(tensor.strides[i]);
-        fits = fits && last < limit;
-    }
-    const Wide size = type.bits / 8;
-    if (!fits || (last + 1) * size >= limit)
-        throw Refusal(nn_invalid, param, ": expected a window of memory, got sizes that none has");
-    return {static_cast<std::size_t>(tensor.offset) * static_cast<std::size_t>(size),
-            static_cast<std::size_t>((last + 1) * size)};
-}
+bool is_exchanged(int dtype) { return type_of(dtype).bits != 0; }
 
 PyObject *exchanged(const Python &py, const Tensor &tensor, void *data, const std::string &device) {
     const Type type = type_of(tensor.dtype);

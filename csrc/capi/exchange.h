@@ -1,7 +1,6 @@
 // Converts a call's arguments to Python objects for fusion_attention.capi.entry; requires Python's lock.
 #pragma once
 
-#include <cstddef>
 #include <string>
 
 #include "capi/handles.h"
@@ -9,12 +8,8 @@
 
 namespace fusion::capi {
 
-// The bytes that a tensor's elements span, from its address on; end is 0 without elements, and where the type has no
-// whole bytes. Throws a Refusal that names the parameter where no memory could be as large.
-struct Span {
-    std::size_t begin, end;
-};
-Span span_of(const Tensor &tensor, const char *param);
+// True if Python reads tensors of a type; else it gets their data type and format alone.
+bool is_exchanged(int dtype);
 
 // A tensor at `data` (its first element's place) as (DLPack capsule), or as (capsule or None, data type, format) where
 // one of the latter is unusual.

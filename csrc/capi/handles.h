@@ -84,6 +84,11 @@ std::shared_ptr<const T> need(Handle handle, const char *param, int null_code = 
                   wrong(handle));
 }
 
+// Bytes from a tensor's address to its first element, and to behind its last one; 0 for an empty tensor.
+struct Extent {
+    std::int64_t begin = 0, end = 0;
+};
+
 // aclTensor: a strided view. data may be null: programs set the address before phase 2 (aclSetInputTensorAddr ...).
 struct Tensor : Object {
     static constexpr Kind kind = Kind::tensor;
@@ -92,6 +97,7 @@ struct Tensor : Object {
     std::int64_t offset = 0;  // elements from data to the first one
     int dtype = -1, format = -1;
     void *data = nullptr;
+    Extent extent;
     std::weak_ptr<Allocation> memory;  // that contains data
     std::uint64_t version = 0;         // unique for each object
 

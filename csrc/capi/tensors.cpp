@@ -63,11 +63,7 @@ std::int64_t bytes_of(std::int64_t elements, int bits) {
     return all / 8 + (all % 8 != 0);
 }
 
-// Returns the bytes of a tensor from its data's address: those of its storage, if given.
-struct Extent {
-    std::int64_t begin, end;
-};
-
+// Throws if a view exceeds its storage, if that is given, or what 64 bits can count.
 Extent extent_of(const Tensor &tensor) {
     const int bits = dtype_of(tensor.dtype)->bits;
     const std::int64_t count = reach(tensor.dims, tensor.strides);
@@ -110,7 +106,7 @@ void place(Tensor &tensor, void *data, const Call &call) {
     tensor.version = ++versions;
     tensor.data = data;
     tensor.memory.reset();
-    const Extent extent = extent_of(tensor);
+    const Extent extent = tensor.extent = extent_of(tensor);
     if (data == nullptr) return;
     const auto memory = allocation_of(data);
     if (memory == nullptr || memory->host)
@@ -316,15 +312,15 @@ FUSION_C aclScalar *aclCreateScalar(void *value, aclDataType dataType) {
 }
 
 // The functions of an array or a list: its creation from values, its destruction, and the number of its values.
-#define FUSION_VALUES(NAME, VALUE, MADE, DESTROY, KIND, PARAM)                                          \
+#define FUSION_VALUES(NAME, VALUE, MADE, DESTROY, PARAM)                                                \
     FUSION_C acl##NAME *aclCreate##NAME(VALUE *value, std::uint64_t size) { return MADE(value, size); } \
     FUSION_C aclnnStatus aclDestroy##NAME(const acl##NAME *array) { return DESTROY(array, "array"); }   \
     FUSION_C aclnnStatus aclGet##NAME##Size(const acl##NAME *array, std::uint64_t *size) {              \
-        return write_size<KIND>(array, PARAM, size);                                                    \
+        return write_size<NAME>(array, PARAM, size);                                                    \
     }
-#define FUSION_ARRAY(NAME, VALUE) FUSION_VALUES(NAME, const VALUE, made_array<NAME>, destroy<NAME>, NAME, "array")
+#define FUSION_ARRAY(NAME, VALUE) FUSION_VALUES(NAME, const VALUE, made_array<NAME>, destroy<NAME>, "array")
 #define FUSION_LIST(NAME, MEMBER, PARAM) \
-    FUSION_VALUES(NAME, const acl##MEMBER *const, (made_list<NAME, MEMBER>), (destroy<NAME, MEMBER>), NAME, PARAM)
+    FUSION_VALUES(NAME, const acl##MEMBER *const, (made_list<NAME, MEMBER>), (destroy<NAME, MEMBER>), PARAM)
 
 FUSION_ARRAY(IntArray, std::int64_t)
 FUSION_ARRAY(FloatArray, float)
