@@ -97,19 +97,19 @@ public:
     template <class T> T get(std::size_t i) const { return item<T>(values_, i); }
 
     // The address of memory; 0 if the problem has no such operand.
-    template <class T> T *address(std::size_t i, const std::string &name, bool expected) const {
+    template <class T> T *address(std::size_t i, const char *name, bool expected) const {
         auto *const found = reinterpret_cast<T *>(get<std::uintptr_t>(i));
         require(expected, found != nullptr, name);
         return found;
     }
 
     // The values of a view, whose number is one of `sizes`; none for None, if the problem has no such operand.
-    nb::tuple view(std::size_t i, const std::string &name, bool expected,
-                   std::initializer_list<std::size_t> sizes) const {
+    nb::tuple view(std::size_t i, const char *name, bool expected, std::initializer_list<std::size_t> sizes) const {
         require(expected, !lacks(i), name);
         if (!expected) return nb::tuple();
         auto found = nb::cast<nb::tuple>(values_[i]);
-        if (std::find(sizes.begin(), sizes.end(), found.size()) == sizes.end()) refuse(name + " is no view");
+        if (std::find(sizes.begin(), sizes.end(), found.size()) == sizes.end())
+            refuse(std::string(name) + " is no view");
         return found;
     }
 
@@ -145,8 +145,8 @@ public:
     }
 
 private:
-    static void require(bool expected, bool given, const std::string &name) {
-        if (expected != given) refuse(name + (expected ? " is missing" : " belongs to no operand"));
+    static void require(bool expected, bool given, const char *name) {
+        if (expected != given) refuse(std::string(name) + (expected ? " is missing" : " belongs to no operand"));
     }
 
     nb::tuple values_;

@@ -26,16 +26,10 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-Names built_names() {
-    Names out;
-    for (const fusion::Built &built : fusion::built_variants()) out.emplace_back(built.name);
-    return out;
-}
-
-Names runnable_names() {
+Names names_of(bool runnable) {  // of the variants that this CPU can run, or of all that are built
     Names out;
     for (const fusion::Built &built : fusion::built_variants()) {
-        if (built.variant) out.emplace_back(built.name);
+        if (!runnable || built.variant) out.emplace_back(built.name);
     }
     return out;
 }
@@ -57,8 +51,8 @@ std::string joined(const Names &names) {
 }
 
 const fusion::Variant &find_variant(const std::string &name, const std::optional<Names> &within) {
-    const Names built = built_names();
-    Names allowed = runnable_names();
+    const Names built = names_of(false);
+    Names allowed = names_of(true);
     if (within) {
         for (const std::string &other : *within) {
             if (!contains(built, other)) refuse("within", built, other, "no such variant is built into this module");
@@ -103,15 +97,15 @@ nb::dict variant_probe(const std::string &name, const std::optional<Names> &with
 
 nb::dict cpu_features() {
     nb::dict out;
-    out["built"] = built_names();
+    out["built"] = names_of(false);
     out["chosen"] = fusion::chosen_variant().name;
     out["features"] = fusion::cpu_features();
     out["forced"] = fusion::forced_variant();
     out["forked"] = fusion::is_forked();
-    out["runnable"] = runnable_names();
+    out["runnable"] = names_of(true);
     const auto &features = fusion::cpu_features();
     const bool tiles = std::find(features.begin(), features.end(), "amx_tile") != features.end();
-    const bool uses_tiles = contains(built_names(), "v4+amx");
+    const bool uses_tiles = contains(names_of(false), "v4+amx");
     out["tiles_refused"] = !tiles ? "" : uses_tiles ? fusion::tile_refusal() : "this build has no kernels for it";
     nb::dict lanes, parts, needs;
     for (const fusion::Built &built : fusion::built_variants()) {
