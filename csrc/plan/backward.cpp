@@ -404,14 +404,9 @@ bool BackwardPlan::meet_keys(const GradientItem &item, State &state, const Team 
         if (!wait_for(team, done, 0)) return false;
         Turn turn = {};
         if (watched) {
-            turn = {&team,
-                    {},
-                    bias_before(state, item, i),
-                    whole_head,
-                    &progress->rows,
-                    i * gradient_rows,
-                    rows.row1 - rows.row0};
-            if (!rows.fresh) turn.dq = {&progress[-1].rows, turn.first};
+            const std::int64_t first = i * gradient_rows;
+            turn = {&team, {}, bias_before(state, item, i), whole_head, &progress->rows, first, rows.row1 - rows.row0};
+            if (!rows.fresh) turn.dq = {&progress[-1].rows, first};
         }
         const RowTurn turns = watched ? RowTurn{&turn, Turn::wait, Turn::done} : RowTurn{};
         kernels_.accumulate(state.job, rows, keys, turns, ahead_of(state, upcoming, keys, slice++, slices));

@@ -191,17 +191,11 @@ DecodeUnit DecodePlan::unit_of(const Piece &piece, std::int64_t leaf) const {
     const std::int64_t own = block.seq < 0 ? 0 : problem_.common_keys;
     const std::int64_t first = own + ((run.begin - own) / decode_leaf + leaf) * decode_leaf;
     const std::int64_t begin = std::max(run.begin, first), end = std::min(run.end, first + decode_leaf);
-    const DecodeToken *const tokens = block.seq < 0 ? tokens_.data() : nullptr;
-    return {std::max<std::int64_t>(block.seq, 0),
-            piece.head,
-            piece.heads,
-            block.row0,
-            block.row1,
-            begin,
-            end,
-            false,
-            tokens,
-            own};
+    const std::int64_t seq = std::max<std::int64_t>(block.seq, 0);
+    DecodeUnit unit = {seq, piece.head, piece.heads, block.row0, block.row1, begin, end, false};
+    unit.tokens = block.seq < 0 ? tokens_.data() : nullptr;
+    unit.first_own = own;
+    return unit;
 }
 
 // Called by every thread of a team: takes and computes work until none is left.
@@ -349,17 +343,12 @@ std::int64_t DecodePlan::run(const DecodeOperands &operands, int threads) const 
     state.leaf_floats = most_rows_ * static_cast<std::int64_t>(row_floats_);
     state.left_of_run = reinterpret_cast<Counter *>(state.split + split * state.leaf_floats);
     Counter *counter = state.left_of_run;
-    for (const Run &run : runs_) {
-        for (std::int64_t h = 0; h < problem_.heads_kv; ++h) {
-            new (counter++) Counter(static_cast<std::int32_t>(run.leaves));
-        }
-    }
+    const auto begin = [&](std::int64_t left) {  // the counters of all heads
+        for (std::int64_t h = 0; h < problem_.heads_kv; ++h) new (counter++) Counter(static_cast<std::int32_t>(left));
+    };
+    for (const Run &run : runs_) begin(run.leaves);
     state.left_of_rows = counter;
-    for (const Block &block : blocks_) {
-        for (std::int64_t h = 0; h < problem_.heads_kv; ++h) {
-            new (counter++) Counter(static_cast<std::int32_t>(block.parts));
-        }
-    }
+    for (const Block &block : blocks_) begin(block.parts);
     run_team(members, time_alone(all_work(), work_per_thread),
              [&](const Team &team) { work(state, team, scratch + scratch_bytes_ * team.thread); });
     return state.empty;

@@ -142,7 +142,7 @@ void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
 void ForwardPlan::list_items() {
     std::size_t count = 0;
     for (const PlannedUnit &u : units_) {
-        count += (u.end - u.first) * (group_of(problem_)) + runs_of(u);
+        count += (u.end - u.first) * group_of(problem_) + runs_of(u);
         refuse_endless(static_cast<std::int64_t>(count));
     }
     items_.reserve(count);

@@ -114,7 +114,6 @@ const char *IndexerPlan::keys_of(std::int64_t b, const char *packed) const {
 }
 
 // Packs the keys of a wave; like the other steps of a wave, called by every thread of a team.
-
 void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const {
     const std::int64_t blocks = ceil_div(ceil_div(wave.longest, panel_), panels_per_item);
     team.share(static_cast<std::int64_t>(wave.end - wave.first) * blocks, [&](std::int64_t i) {

@@ -267,9 +267,8 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
-    char *const contributions = progress + at.progress, *const scratch =
-                                                            contributions +
-                                                            at.contributions * static_cast<std::size_t>(at.pace.slots);
+    char *const contributions = progress + at.progress;
+    char *const scratch = contributions + at.contributions * static_cast<std::size_t>(at.pace.slots);
     State state{.job = job, .sums = memory.data(), .contributions = contributions};
     state.shares = reinterpret_cast<float *>(found);
     state.losses = reinterpret_cast<double *>(found);

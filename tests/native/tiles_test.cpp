@@ -94,36 +94,33 @@ void count_dense(Report &report, const fusion::Variant &variant) {
 // Rows of 64 heads over lists of 2048 keys, whose first 512 dims are values too; and an indexer with as many heads.
 void count_sparse(Report &report, const fusion::SparseVariant &variant) {
     constexpr Long heads = 64, dim = 512, rope = 64, index_dim = 128, rows = 4, keys = 4096, listed = 2048;
-    const std::vector<Long> queries = {rows}, all = {keys};
     const std::vector<fusion::Sequence> sequences = {{rows, keys, -keys, keys, 0, 0}};
     std::mt19937 random(31);
-    RowMemory q(Dtype::bfloat16, heads, dim, queries), q_rope(Dtype::bfloat16, heads, rope, queries), out = q, dout = q;
-    RowMemory k(Dtype::bfloat16, 1, dim, all), k_rope(Dtype::bfloat16, 1, rope, all);
-    RowMemory max(Dtype::float32, heads, 1, queries), sum = max, chosen(Dtype::float32, 1, listed, queries);
-    for (RowMemory *m : {&q, &q_rope, &k, &k_rope, &dout}) m->fill(random, 1.0);
+    Call c = call_of(plain_problem(heads, 1, dim, dim, rope, Dtype::bfloat16), {{rows, keys}});
+    for (RowMemory *m : {&c.q, &c.q_rope, &c.k, &c.k_rope, &c.dout}) m->fill(random, 1.0);
     std::vector<std::int32_t> lists(rows * listed);
     for (std::size_t i = 0; i < lists.size(); ++i) lists[i] = static_cast<std::int32_t>(i % listed * 2);
     const std::vector<std::int64_t> zero = {0};
     fusion::SparseOperands o;
-    o.q = q.view(), o.q_rope = q_rope.view(), o.k = {k.view()}, o.v = {k.view()}, o.k_rope = {k_rope.view()};
+    o.q = c.q.view(), o.q_rope = c.q_rope.view(), o.k = o.v = {c.k.view()}, o.k_rope = {c.k_rope.view()};
     o.indices = {lists.data(), zero.data(), zero.data(), listed};
-    o.out = out.view(), o.max = max.view(), o.sum = sum.view();
+    o.out = c.out.view(), o.max = c.max.view(), o.sum = c.sum.view();
     fusion::SparseProblem p = {heads, 1,    dim,    dim, rope,  Dtype::bfloat16, 0.04,
                                false, true, listed, 1,   false, Dtype::bfloat16};
     const auto met = static_cast<double>(rows * listed * heads);
     count(report, {"selection", 1.15, 1.3}, met * (dim + rope + dim),
           [&] { fusion::SparsePlan(variant, p, sequences, false).run(o, 1); });
-    RowMemory dq = q, dk = k, dq_rope = q_rope, dk_rope = k_rope;
-    o.dout = dout.view(), o.dq = dq.view(), o.dk = dk.view();
+    RowMemory dq = c.q, dk = c.k, dq_rope = c.q_rope, dk_rope = c.k_rope;
+    o.dout = c.dout.view(), o.dq = dq.view(), o.dk = dk.view();
     o.dq_rope = dq_rope.view(), o.dk_rope = dk_rope.view();
     count(report, {"its backward", 1.15, 1.5}, met * (3 * (dim + rope) + 2 * dim),
           [&] { fusion::SparsePlan(variant, p, sequences, true).run(o, 1); });
 
-    RowMemory index_q(Dtype::bfloat16, heads, index_dim, queries), index_k(Dtype::bfloat16, 1, index_dim, all);
-    RowMemory weights(Dtype::bfloat16, 1, heads, queries);
-    for (RowMemory *m : {&index_q, &index_k, &weights}) m->fill(random, 1.0);
+    Call index = call_of(plain_problem(heads, 1, index_dim, 1, 0, Dtype::bfloat16), {{rows, keys}});
+    RowMemory weights(Dtype::bfloat16, 1, heads, {rows}), chosen(Dtype::float32, 1, listed, {rows});
+    for (RowMemory *m : {&index.q, &index.k, &weights}) m->fill(random, 1.0);
     fusion::SparseOperands i;
-    i.q = index_q.view(), i.k = {index_k.view()}, i.weights = weights.view(), i.indices = chosen.view();
+    i.q = index.q.view(), i.k = {index.k.view()}, i.weights = weights.view(), i.indices = chosen.view();
     p = {heads, 1, index_dim, 0, 0, Dtype::bfloat16, 1.0, false, false, listed, 1, true, Dtype::bfloat16};
     count(report, {"indexer", 1.15, 1.2}, static_cast<double>(rows * keys * heads * index_dim),
           [&] { fusion::IndexerPlan(variant, p, sequences).run(i, 1); });
