@@ -11,8 +11,9 @@ import torch
 triton = pytest.importorskip("triton")
 
 from support import sass
+from support.ahead_calls import Config
 from support.launches import watch
-from support.triton_ahead import CUOBJDUMP, TYPES
+from support.triton_ahead import CUOBJDUMP, source
 from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
@@ -84,26 +85,13 @@ def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch_gluon.OPTIONS.items() <= named.items()
 
 
-def compiled(p: Problem) -> Any:
+def compiled(p: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel for sm_90."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel, constexprs = launch_gluon.kernel(), launch_gluon.constants(p, 8)
-    types = {"strides": "*i64", "lengths": "*i64", "tiles": "*i32", "max_": "*fp32", "sum_": "*fp32"}
-    types |= {"sink": "*fp32"} if p.has_sink else {}
-    types |= dict.fromkeys(("q", "k", "v", "out"), f"*{TYPES[p.dtype]}")
-    signature, fixed, attributes = {}, {}, {}
-    for at, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        kind = types.get(name) or ("constexpr" if name in constexprs or name == "sink" else param.annotation_type)
-        signature[name] = kind
-        if kind == "constexpr":
-            fixed[(at,)] = constexprs.get(name)
-        elif kind.startswith("*"):
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": launch_gluon.TILE.num_warps, **launch_gluon.OPTIONS}
-    return triton.compile(
-        GluonASTSource(kernel, signature, fixed, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
+    one = Config("gluon_forward", p).launched(90)
+    return triton.compile(source(one, GluonASTSource), target=GPUTarget("cuda", 90, 32), options=one.options)
 
 
 @gluon
@@ -112,9 +100,9 @@ def compiled(p: Problem) -> Any:
     [problem(has_sink=True, empty_rows="mean_in_band"), pytest.param(problem(dtype="float16"), marks=pytest.mark.slow)],
     ids=["bfloat16", "float16"],
 )
-def test_ahead(p: Problem, tmp_path: Path) -> None:
+def test_ahead(p: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No register spills, products of a tile overlap the weighing of another, and loads are one warp's."""
-    binary, file = compiled(p), tmp_path / "cubin"
+    binary, file = compiled(p, monkeypatch), tmp_path / "cubin"
     file.write_bytes(binary.asm["cubin"])
     usage, code = (
         subprocess.run([CUOBJDUMP, option, file], capture_output=True, text=True, check=True).stdout
