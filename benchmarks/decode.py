@@ -4,152 +4,41 @@ Peers: torch's SDPA with the heads of a group folded into query rows, SDPA with 
 SDPA, and onnxruntime's GroupQueryAttention where it is installed. decode_rows.py measures them.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks.cached import Case, operands_of
 from fusion_attention import npu
-from fusion_attention import plan as planning
 from fusion_attention.bench.pair import seconds
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
-from fusion_attention.ir.mask import INFINITE
-from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
+from fusion_attention.ir.kv import PagedView
 from fusion_attention.memory import zeros
 
 READ_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decode step and the storage of its cache. page: tokens of a page; 0 stands for contiguous rows.
-    called: call npu_incre_flash_attention over pages in memory of torch.empty, instead of a plan over huge pages.
-    cached: all table entries are the same page, which stays in the CPU's cache, so that only arithmetic takes time."""
-
-    name: str
-    batch: int = 8
-    heads_kv: int = 8
-    group: int = 4
-    dim: int = 128
-    dim_v: int = 0
-    keys: int = 4096
-    kind: str = "bfloat16"  # or "float16", "float32", "int8", "int4"
-    page: int = 128
-    shares: bool = False
-    called: bool = False
-    cached: bool = False
-
-    @property
-    def stored(self) -> bool:
-        """True if the cache contains integers."""
-        return self.kind.startswith("int")
-
-    @property
-    def bytes(self) -> float:
-        """Returns the bytes of the cache that a step must read."""
-        size = {"float32": 4, "int8": 1, "int4": 0.5}.get(self.kind, 2)
-        columns = self.dim + (0 if self.shares else self.dim_v or self.dim)
-        return self.batch * self.heads_kv * self.keys * columns * size
-
-    @property
-    def flops(self) -> int:
-        """Returns the floating-point operations of a step."""
-        columns = self.dim + (self.dim_v or self.dim)
-        return 2 * self.batch * self.heads_kv * self.group * self.keys * columns
+def step_of(name: str, batch: int = 8, heads_kv: int = 8, group: int = 4, keys: int = 4096, **more: Any) -> Case:
+    """Returns a decode step; name: kind of the cache, such as "bf16"."""
+    kind = {"bf16": "bfloat16", "fp16": "float16"}.get(name, name)
+    return Case((1,) * batch, (keys,) * batch, heads_kv, heads_kv * group, kind=kind, **more)
 
 
-def rows(tensor: torch.Tensor, dim: int) -> RowView:
-    """Returns [batch, heads, tokens, dim] in contiguous memory."""
-    count = tensor.shape[0]
-    strides = np.full(count, tensor.stride(1))
-    return RowView((tensor,), np.arange(count) * tensor.stride(0), tensor.stride(2), strides, dim)
-
-
-def numbers(s: Shape, dim: int) -> torch.Tensor:
-    """Returns random [batch, heads, keys, dim] in huge pages of memory, like PagedKVCache; two int4 numbers a byte."""
-    shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
-    if s.stored:
-        values = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
-        return values.view(torch.uint8 if s.kind == "int4" else torch.int8)
-    return zeros(shape, getattr(torch, s.kind)).copy_(torch.randn(shape))
-
-
-def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> PagedView:
-    """Returns the rows of `tensor` as a pool of pages [heads, page, dim], in the table's order."""
-    pages = table.shape[1]
-    full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
-    parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
-    pool = torch.empty(parts.shape, dtype=parts.dtype) if s.called else zeros(parts.shape, parts.dtype)
-    pool[table.flatten().long()] = parts
-    return PagedView(pool, table, s.page, pool.stride(0), pool.stride(2), pool.stride(1), dim)
-
-
-@dataclass
-class Step:
-    """The tensors of a decode step, our call, and the inputs of its alternatives."""
-
-    shape: Shape
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor
-    plan: planning.Plan
-    operands: Operands
-
-    def ours(self) -> None:
-        """Computes one step with a plan."""
-        if self.shape.called:
-            self.call()
-        else:
-            self.plan.run(self.operands)
-
-    def call(self) -> torch.Tensor:
-        """Computes one step with the public function; stored integers use scales per channel in the query's dtype."""
-        s, pools = self.shape, [view.pool for view in (self.operands.k, self.operands.v) if isinstance(view, PagedView)]
-        scale = torch.full((2, s.heads_kv, 1, s.dim), 0.02, dtype=self.q.dtype) if s.stored else None
-        return npu.npu_incre_flash_attention(
-            self.q, *pools, num_heads=s.heads_kv * s.group, num_key_value_heads=s.heads_kv, scale_value=s.dim**-0.5,
-            input_layout="BNSD", block_table=self.table, block_size=s.page, actual_seq_lengths=[s.keys] * s.batch,
-            antiquant_scale=scale,
-        )  # fmt: skip
-
-
-def step(s: Shape) -> Step:
-    """Makes a step with random tensors."""
-    torch.manual_seed(0)
-    dtype = "bfloat16" if s.stored else s.kind
-    dim_v, heads = s.dim_v or s.dim, s.heads_kv * s.group
-    q = torch.randn(s.batch, heads, 1, s.dim).to(getattr(torch, dtype))
-    k = numbers(s, s.dim)
-    v = k if s.shares else numbers(s, dim_v)
-    pages = -(-s.keys // (s.page or s.keys))
-    table = torch.randperm(s.batch * pages).int().view(s.batch, pages)
-    dequant = "channel" if s.stored else "none"
-    problem = Problem(
-        heads, s.heads_kv, s.dim, dim_v, dtype=dtype, scale=s.dim**-0.5, shares_kv=s.shares, page_size=s.page,
-        kv_dtype=s.kind if s.stored else "", dequant_k=dequant, dequant_v=dequant,
+def called(c: Case) -> Callable[[], torch.Tensor]:
+    """Returns a function that computes one step with the public function; stored integers use scales per channel in
+    the query's dtype."""
+    o = operands_of(c)
+    assert isinstance(o.k, PagedView)
+    assert isinstance(o.v, PagedView)
+    scale = torch.full((2, c.heads_kv, 1, c.dim), 0.02, dtype=c.problem.torch_dtype) if c.stored else None
+    return functools.partial(
+        npu.npu_incre_flash_attention, o.q.keep[0], o.k.pool, o.v.pool, num_heads=c.heads,
+        num_key_value_heads=c.heads_kv, scale_value=c.dim**-0.5, input_layout="BNSD", block_table=o.k.table,
+        block_size=c.page, actual_seq_lengths=list(c.kv_len), antiquant_scale=scale,
     )  # fmt: skip
-    views = [paged(s, t, d, table) if s.page else rows(t, d) for t, d in ((k, s.dim), (v, dim_v))]
-    if s.cached:
-        table.zero_()
-    if s.shares and isinstance(views[0], PagedView) and isinstance(views[1], PagedView):
-        views[1] = views[1].over(views[0].pool)
-    scales = [RowView((torch.full((s.heads_kv * d,), 0.02),), np.zeros(s.batch, np.int64), 0, np.full(s.batch, d), d)
-              for d in (s.dim, dim_v)]  # fmt: skip
-    out = torch.empty(s.batch, heads, 1, dim_v, dtype=q.dtype)
-    stats = Stats(*(rows(torch.empty(s.batch, heads, 1, 1), 1) for _ in range(2)))
-    operands = Operands(rows(q, s.dim), views[0], views[1], rows(out, dim_v), stats)
-    if s.stored:
-        operands.dequant_k, operands.dequant_v = (Dequant(scale) for scale in scales)
-
-    def lengths(value: int) -> np.ndarray:
-        return np.full(s.batch, value, np.int64)
-
-    edges = lengths(-INFINITE), lengths(INFINITE), lengths(0), lengths(0)
-    extents = Extents(lengths(1), lengths(s.keys), *edges)
-    return Step(s, q, k, v, table, planning.plan(problem, extents, torch.device("cpu")), operands)
 
 
 def reader(small_pages: bool) -> Callable[[], object]:
@@ -161,27 +50,27 @@ def reader(small_pages: bool) -> Callable[[], object]:
     return min(ways, key=lambda read: min(seconds(read) for _ in range(5)))
 
 
-def onnx_peer(s: Shape) -> Callable[[], object] | None:
+def onnx_peer(c: Case) -> Callable[[], object] | None:
     """Returns a function that runs onnxruntime's GroupQueryAttention on a float32 cache; None if not installed."""
     try:
         import onnxruntime
         from onnx import TensorProto, helper
     except ImportError:
         return None
-    heads = s.heads_kv * s.group
+    batch, keys = len(c.kv_len), c.kv_len[0]
     kind = TensorProto.FLOAT
-    cache = [s.batch, s.heads_kv, s.keys, s.dim]
+    cache = [batch, c.heads_kv, keys, c.dim]
     inputs = {
-        "q": [s.batch, 1, heads * s.dim], "k": [s.batch, 1, s.heads_kv * s.dim], "v": [s.batch, 1, s.heads_kv * s.dim],
+        "q": [batch, 1, c.heads * c.dim], "k": [batch, 1, c.heads_kv * c.dim], "v": [batch, 1, c.heads_kv * c.dim],
         "past_k": cache, "past_v": cache,
     }  # fmt: skip
     names = [*inputs, "seqlens_k", "total"]
     node = helper.make_node(
         "GroupQueryAttention", names, ["out", "present_k", "present_v"], domain="com.microsoft",
-        num_heads=heads, kv_num_heads=s.heads_kv,
+        num_heads=c.heads, kv_num_heads=c.heads_kv,
     )  # fmt: skip
     values = [helper.make_tensor_value_info(name, kind, shape) for name, shape in inputs.items()]
-    values += [helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [s.batch])]
+    values += [helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [batch])]
     values += [helper.make_tensor_value_info("total", TensorProto.INT32, [1])]
     outputs = [helper.make_tensor_value_info("out", kind, inputs["q"])]
     outputs += [helper.make_tensor_value_info(name, kind, cache) for name in ("present_k", "present_v")]
@@ -198,31 +87,31 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
         value = shared[name[-1]] if name.startswith("past") else torch.randn(shape).numpy()
         bind = binding.bind_ortvalue_input if name.startswith("past") else binding.bind_cpu_input
         bind(name, value)
-    binding.bind_cpu_input("seqlens_k", np.full(s.batch, s.keys - 1, np.int32))
-    binding.bind_cpu_input("total", np.array([s.keys], np.int32))
+    binding.bind_cpu_input("seqlens_k", np.full(batch, keys - 1, np.int32))
+    binding.bind_cpu_input("total", np.array([keys], np.int32))
     binding.bind_output("out")
     for name in ("k", "v"):
         binding.bind_ortvalue_output(f"present_{name}", shared[name])
     return lambda: session.run_with_iobinding(binding)
 
 
-def peers(t: Step) -> dict[str, Callable[[], object]]:
+def peers(c: Case) -> dict[str, Callable[[], object]]:
     """Returns the alternatives by name: on the contiguous cache, and on pages with a gather before the computation."""
-    s = t.shape
-    if s.stored or s.shares:
+    if c.stored or c.shares:
         return {}
-    folded = t.q.view(s.batch, s.heads_kv, s.group, s.dim)
+    o = operands_of(c)
+    q = o.q.keep[0]
+    folded = q.view(len(c.kv_len), c.heads_kv, -1, c.dim)
+    k, v = (torch.stack([view.sequence(b, c.heads_kv, n) for b, n in enumerate(c.kv_len)]) for view in (o.k, o.v))
     results: dict[str, Callable[[], object]] = {
-        "SDPA folded": lambda: sdpa(folded, t.k, t.v),
-        "SDPA gqa": lambda: sdpa(t.q, t.k, t.v, enable_gqa=True),
+        "SDPA folded": lambda: sdpa(folded, k, v),
+        "SDPA gqa": lambda: sdpa(q, k, v, enable_gqa=True),
     }
-    pools = t.operands.k, t.operands.v
-    if isinstance(pools[0], PagedView) and isinstance(pools[1], PagedView):
-        pages = [view.pool for view in pools if isinstance(view, PagedView)]
-        order = t.table.long()
+    if isinstance(o.k, PagedView) and isinstance(o.v, PagedView):
+        pools, order = (o.k.pool, o.v.pool), o.k.table.long()
 
         def gathered(pool: torch.Tensor) -> torch.Tensor:
-            return pool[order].transpose(1, 2).flatten(2, 3)[:, :, : s.keys]
+            return pool[order].transpose(1, 2).flatten(2, 3)[:, :, : c.kv_len[0]]
 
-        results["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pages))
+        results["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pools))
     return results

@@ -12,60 +12,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.cached import Case, operands_of
 from benchmarks.figures import Figure
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
-from fusion_attention.ir.mask import INFINITE
-from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
-from fusion_attention.plan import plan
+from fusion_attention.ir.problem import Grads
 
 TITLE = "CPU time of a planned call of the Triton back end without its launches; medians"
-SEQUENCES, TOKENS, PAGE, GOAL_US = 4, 64, 64, 25.0
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
-
-
-def of_rows(heads: int, dim: int = 128, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> RowView:
-    """Returns a view of a zero tensor with the rows of all sequences."""
-    memory = torch.zeros(SEQUENCES, tokens, heads, dim, dtype=dtype)
-    at, heads_apart = np.arange(SEQUENCES) * memory.stride(0), np.full(SEQUENCES, memory.stride(2))
-    return RowView((memory,), at, memory.stride(1), heads_apart, dim)
-
-
-def stats_of(heads: int, tokens: int) -> Stats:
-    """Returns zero statistics of all sequences."""
-    return Stats(*(of_rows(heads, 1, tokens, torch.float32) for _ in range(2)))
-
-
-def causal(rows: int, keys: int) -> Extents:
-    """Returns causal visibility in which the last row attends to all keys."""
-    q, kv = np.full(SEQUENCES, rows), np.full(SEQUENCES, keys)
-    return Extents(q, kv, q * 0 - INFINITE, kv - q + 1, q * 0, kv - q)
-
-
-def dense() -> tuple[Problem, Extents, Operands, Grads]:
-    """Makes the calls of a layer in a training step."""
-    operands = Operands(of_rows(8), of_rows(2), of_rows(2), of_rows(8), stats_of(8, TOKENS))
-    grads = Grads(of_rows(8), of_rows(8), of_rows(2), of_rows(2))
-    return Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1), causal(TOKENS, TOKENS), operands, grads
-
-
-def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
-    """Makes a call with one token of every sequence over pages; int8: integers with a scale for every token."""
-    keys = 10 * PAGE
-    table = torch.arange(SEQUENCES * keys // PAGE, dtype=torch.int32).view(SEQUENCES, -1)
-
-    def pages(dim: int, dtype: torch.dtype) -> PagedView:
-        pool = torch.zeros(table.numel(), PAGE, 2, dim, dtype=dtype)
-        return PagedView(pool, table, PAGE, pool.stride(0), pool.stride(1), pool.stride(2), dim)
-
-    stored, scaled = torch.int8 if int8 else BF16, {"kv_dtype": "int8", "dequant_k": "token", "dequant_v": "token"}
-    scales = [Dequant(pages(1, torch.float32)) if int8 else None for _ in range(2)]
-    problem = Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1, page_size=PAGE, **(scaled if int8 else {}))  # type: ignore[arg-type]
-    rows, stats = [of_rows(8, tokens=1) for _ in range(2)], stats_of(8, 1)
-    k, v = pages(128, stored), pages(128, stored)
-    return problem, causal(1, keys), Operands(rows[0], k, v, rows[1], stats, dequant_k=scales[0], dequant_v=scales[1])
+GOAL_US = 25.0
+TRAINING = Case((64,) * 4, (64,) * 4, heads_kv=2, heads=8, page=0)
+DECODES = tuple(Case((1,) * 4, (640,) * 4, 2, 8, page=64, kind=kind) for kind in ("bfloat16", "int8"))
 
 
 @contextlib.contextmanager
@@ -94,13 +50,11 @@ def figures(quick: bool, turns: int) -> Iterator[Figure]:
     torch.set_num_threads(1)
     try:
         with without_launches() as launched:
-            problem, extents, operands, grads = dense()
-            op_kinds = ("attention_forward", "attention_backward")
-            forward, backward = (plan(problem, extents, CPU, "triton", op_kind) for op_kind in op_kinds)
-            calls = {"forward": partial(forward.run, operands), "backward": partial(backward.run, operands, grads)}
-            for name, int8 in (("decode, bfloat16", False), ("decode, int8", True)):
-                problem, extents, operands = decoding(int8)
-                calls[name] = partial(plan(problem, extents, CPU, "triton").run, operands)
+            training, operands = TRAINING.plan("triton"), operands_of(TRAINING)
+            backward = TRAINING.plan("triton", "attention_backward")
+            grads = Grads(operands.out, operands.q, operands.k, operands.v)  # the inputs' memory is overwritten
+            calls = {"forward": partial(training.run, operands), "backward": partial(backward.run, operands, grads)}
+            calls |= {f"decode, {c.kind}": partial(c.plan("triton").run, operands_of(c)) for c in DECODES}
             for name, call in calls.items():
                 yield cost_of(name, call, launched, 30 if quick else 300, turns)
     finally:
