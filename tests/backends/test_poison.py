@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.bits import same, same_bits
 from support.unwritten import Results, forgets, is_poison
 from support.unwritten_calls import FAMILIES
 
@@ -56,30 +55,3 @@ def test_memory_is_poison(dtype: torch.dtype) -> None:
     assert is_poison(memory.another(template))
     for shape in ((3, 5), (memory.LARGE,), (memory.LARGE,)):
         assert is_poison(memory.empty(torch.empty(0), shape, dtype))
-
-
-# ---------------------------------------------------------------------------------------------------------------- bits
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (torch.tensor(0.0), torch.tensor(-0.0)),
-        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64)),
-        (torch.tensor([1.0]), torch.tensor([[1.0]])),
-        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])),
-        (torch.tensor([True]), torch.tensor([False])),
-    ],
-)
-def test_other_bits(one: torch.Tensor, other: torch.Tensor) -> None:
-    assert same(one, one.clone())
-    assert not same(one, other)
-    for got, want in ((one, other), ({"x": one}, {"x": other}), ([one, one], (one, other)), ((), ()), ({"x": one}, {})):
-        with pytest.raises(AssertionError):
-            same_bits(got, want)
-    same_bits({"x": [one]}, {"x": (one.clone(),)})
-
-
-def test_a_nan_is_equal_to_itself_and_strides_are_nothing() -> None:
-    t = torch.tensor([[torch.nan, 1.0], [-0.0, torch.inf]])
-    same_bits(t.mT, t.mT.contiguous())

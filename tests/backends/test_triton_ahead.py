@@ -47,28 +47,13 @@ SPILLED = {
 STACKED = 4
 # With Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet: the pinned 3.6.0 keeps at most 8 bytes, outside loops.
 # Worst are forwards that read `blocked` on sm_80 and sm_86, where up to 45 instructions of a turn touch the stack.
-LATER = frozenset(
-    (
-        "decode 768 read sm_86",
-        "forward 128 blocked sm_80",
-        "forward 128 blocked sm_86",
-        "forward 128 mean sm_80",
-        "forward 128 read sm_86",
-        "forward 128 read sm_90",
-        "forward 192 blocked sm_80",
-        "forward 192 blocked sm_86",
-        "forward 192 blocked sm_90",
-        "forward 192 read sm_86",
-        "forward 256 blocked sm_80",
-        "forward 256 blocked sm_86",
-        "forward 256 mean sm_80",
-        "forward 256 sm_90",
-        "forward 64 read sm_86",
-        "key 192 mean sm_90",
-        "prefill 128 int8 read sm_90",
-        "query 128 read sm_90",
-    )
-)
+LATER = {
+    *("forward 128 mean sm_80", "forward 256 mean sm_80", "forward 256 sm_90", "key 192 mean sm_90"),
+    *(f"forward {size} blocked sm_{chip}" for size in (128, 192, 256) for chip in (80, 86)),
+    *(f"forward {size} read sm_86" for size in (64, 128, 192)),
+    *("forward 192 blocked sm_90", "forward 128 read sm_90", "query 128 read sm_90"),
+    *("decode 768 read sm_86", "prefill 128 int8 read sm_90"),
+}
 EVERYDAY = (*ahead_dense.EVERYDAY, *ahead_sparse.EVERYDAY, *ahead_indexer.EVERYDAY)
 OF_AREA = {area: ahead.recorded(area) for area in ahead.AREAS}
 RECORDED = {run: row for rows in OF_AREA.values() for run, row in rows.items()}

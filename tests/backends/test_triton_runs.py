@@ -16,7 +16,7 @@ from support.launches import constants, watch
 from support.paged_decode_calls import Cache, operands_on, rows
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton.common import launching, layout_table
+from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
@@ -87,7 +87,8 @@ def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[
 
 def test_integers_of_a_cache_count_their_own_elements() -> None:
     problem = dataclasses.replace(PROBLEM, page_size=64, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
-    results = {align: launch_dense.cache_constants(problem, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
+    tile = shapes.Tile(16, 16, 4, 1)
+    results = {align: launch_dense.constants(problem, tile, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
     assert results == {1: 1, 2: 4, 4: 8, 8: 16}
 
 

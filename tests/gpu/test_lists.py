@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.launches import fresh_plans
 from support.lse_calls import dense, judge, lists
 from support.on_gpu import copied
 from support.reference_layers import plain
@@ -70,11 +71,13 @@ def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch
     first = compute(case, args)
     for budget in (1 << 30, 1 << 22):
         monkeypatch.setattr(launch_sparse_backward, "BUDGET", budget)
+        fresh_plans(monkeypatch)
         same_bits(compute(case, args), first)
 
 
 def test_sums_in_no_order_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_sparse_backward, "ATOMIC", True)
+    fresh_plans(monkeypatch)
     test_lists(CASES[4])
     test_lists(CASES[13])
 

@@ -69,7 +69,8 @@ EDITS = (
          ("dropout-scale",), {"drop_bits": True, **DROPS}),
     Edit("a stale tile of rows", forward, "DIM, TMA_Q), row0, valid", "DIM, TMA_Q), tl.maximum(row0 - BM, 0), valid",
          ("rows-moved",), keys=64),
-    Edit("no delta", backward, "delta = products(o, do, V1, V2)", "delta = 0.0 * products(o, do, V1, V2)",
+    Edit("no delta", backward, "delta = common.products(o, do, V1, V2)",
+         "delta = 0.0 * common.products(o, do, V1, V2)",
          ("delta-missing",)),
     Edit("dq without the scale", backward, "(dq0, dq1, dq2), scale / shrink", "(dq0, dq1, dq2), 1.0 / shrink",
          ("gradient-scale",)),
@@ -83,7 +84,8 @@ EDITS = (
          '-float("inf"))', "", ("edge-tiles-unmasked",), CAUSAL),
     Edit("dv without dropout's factor", backward, "(dv0, dv1, dv2), 1.0 / keep_prob", "(dv0, dv1, dv2), 1.0",
          ("dropout-scale",), {"drop_bits": True, **DROPS}),
-    Edit("lse without the sum", backward, "peak * LOG2E + tl.log2(total)", "peak * LOG2E",
+    Edit("lse without the sum", backward, "peak * common.LOG2E + tl.log2(total)",
+         "peak * common.LOG2E",
          ("unnormalised", "probabilities-wrong")),
 )  # fmt: skip
 KERNELS = ("forward", "prepare", "backward_query", "backward_key")

@@ -1,15 +1,14 @@
 """The indexer's kernels under Triton's interpreter against golden: what is chosen, in order, and its gradients."""
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.launches import fresh_plans
 from support.selected import cloned, operands, ordered
 
-from fusion_attention import plan as plans
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import choice as indexer_choice
 from fusion_attention.backends.triton.indexer import launch as launch_indexer
@@ -61,11 +60,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))
 
 
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans made before know what they launch."""
-    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
-
-
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_the_order_is_exact(case: IndexerCase) -> None:
     """Whole numbers add up alike everywhere."""
@@ -81,7 +75,7 @@ def test_no_row_has_more_candidates_than_are_counted() -> None:
 
 @pytest.mark.parametrize("case", [EXACT[6], EXACT[8]], ids=lambda case: case.id)
 def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh(monkeypatch)
+    fresh_plans(monkeypatch)
     monkeypatch.setattr(shapes_sparse, "MOST_SORTED", 2)
     args = operands(case)
     ordered(case, args, *chosen(lowered_indexer(args), "triton"), "triton")
@@ -110,7 +104,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     args = operands(case)
     call, result = lowered_indexer(args), []
     for size in (launch_indexer.CHUNK, 1):
-        fresh(monkeypatch)
+        fresh_plans(monkeypatch)
         monkeypatch.setattr(launch_indexer, "CHUNK", size)
         indices, values = chosen(call, "triton")
         result.append({"indices": indices, "values": values, **indexer_gradients(call, args["dy"], indices, "triton")})

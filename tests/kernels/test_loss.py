@@ -1,25 +1,27 @@
-"""The indexer's loss and the warm-up pair under the interpreter: golden's results, and the same bits for any chunks."""
+"""The indexer's loss, its target given or not, under the interpreter: golden's results, the same bits in any chunks."""
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.launches import fresh_plans
 from support.selected import cloned, operands
 
-from fusion_attention import plan as plans
+from fusion_attention.backends.triton.common import launching
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, IndexerLossProblem
-from fusion_attention.ops.indexer_loss.lowered_call import Loss
+from fusion_attention.ops.indexer_loss.lowered_call import RESULTS, TARGET_RESULTS, Loss
+from fusion_attention.testing import target_loss
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase, lowered
+from fusion_attention.testing.target_loss import TargetCase
 from fusion_attention.torch_ops.eager import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -58,11 +60,23 @@ SELECTED = [
     LossCase(q_len=(9, 7), kv_len=(3, 3), count=6, lists="all", ratio=3, residual=(0, 2)),
     replace(PACKED, q_len=(9, 2, 3), kv_len=(40, 0, 5), count=7, lists="wild", ratio=4, residual=(2, 1, 0), **HALF),
 ]
+GIVEN = TargetCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+TARGETS = [
+    *(TargetCase(count=count) for count in (0, 6)),
+    *(replace(GIVEN, count=count, **HALF) for count in (0, 4)),
+    *(TargetCase(dtype="float16", weights="float16", q_len=(20,), kv_len=(40,), count=count) for count in (0, 18)),
+    *(TargetCase(lists=lists, count=7, mode=mode) for lists, mode in (("repeated", 3), ("short", 0), ("wild", 3))),
+    *(TargetCase(target=target, count=count) for target in ("zero", "nan") for count in (0, 6)),
+    *(replace(GIVEN, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, count=n) for n in (0, 6)),
+    *(TargetCase(q_len=(0, 0), kv_len=(4, 4), count=count) for count in (0, 6)),
+    *(TargetCase(q_len=(70, 20), kv_len=(17, 17), ratio=4, residual=(2, 0), count=count) for count in (0, 5)),
+]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = shapes_loss.Warm(Tile(16, 16, 4, 1), *(Tile(16, 32, 4, 1),) * 2, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
+    # Statistics have the tiles of differences: numpy's products round scores of both alike then, as a GPU's always do.
+    tiles = shapes_loss.Warm(*(Tile(16, 32, 4, 1),) * 3, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
     lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 2, 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
@@ -74,6 +88,21 @@ def test_cases(case: LossCase) -> None:
     judge(lowered(case, operands(case)))
 
 
+def of_target(case: TargetCase, results: tuple[str, ...] = TARGET_RESULTS) -> Loss:
+    return target_loss.lowered(case, target_loss.arguments(case), results)
+
+
+@pytest.mark.parametrize("case", TARGETS, ids=lambda case: case.id)
+def test_given_targets(case: TargetCase) -> None:
+    for results in (RESULTS, TARGET_RESULTS):
+        judge(of_target(case, results))
+
+
+def test_a_target_that_counts_as_one() -> None:
+    call = of_target(TARGETS[0])
+    judge(replace(call, problem=replace(call.problem, unit_target=True)))
+
+
 def judge(call: Loss) -> Results:
     """The results, which differ from golden's by roundings."""
     result = run(call, "triton")
@@ -82,13 +111,16 @@ def judge(call: Loss) -> Results:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
-def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7], TARGETS[2], TARGETS[3]], ids=lambda case: case.id
+)
+def test_chunks_change_no_bit(case: LossCase | TargetCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
-    call, result = lowered(case, operands(case)), []
+    call = of_target(case) if isinstance(case, TargetCase) else lowered(case, operands(case))
+    result = []
     for size in (1 << 25, 1):
-        monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
+        fresh_plans(monkeypatch)
         monkeypatch.setattr(launch_loss, "BUFFER", size)
         monkeypatch.setattr(launch_dense_kl_loss, "BUFFER", size)
         result.append(dict(run(call, "triton")))
@@ -105,7 +137,7 @@ def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.
     taken = [
         launch_dense_kl_loss.buffers_of(p, launch_dense_kl_loss.Work.of(e, t), t, 128, int(n.sum())) for t in served
     ]
-    assert launch_dense_kl_loss.warm_bytes(p, e) >= max(map(launch_dense_kl_loss.bytes_of, taken))
+    assert launch_dense_kl_loss.warm_bytes(p, e) >= max(map(launching.bytes_of, taken))
 
 
 def test_no_list_makes_the_loss_read_outside() -> None:

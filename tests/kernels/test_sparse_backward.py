@@ -9,10 +9,12 @@ import pytest
 import torch
 from support.aligned import aligned
 from support.bits import same_bits
+from support.launches import fresh_plans
 from support.selected import leaves_of, shown
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton.common import launching
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
@@ -94,15 +96,17 @@ def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.Monk
     args = aligned(arguments(LISTED))
     together = judge(LISTED, args)
     taken: list[int] = []
-    real = launched.run_chunk
-    monkeypatch.setattr(launched, "run_chunk", lambda *given: taken.append(given[-1]) or real(*given))
+    real = launched.launches
+    monkeypatch.setattr(launched, "launches", lambda *given: taken.append(given[-1]) or real(*given))
     monkeypatch.setattr(launched, "BUDGET", 1)
+    fresh_plans(monkeypatch)
     same_bits(backward(args), together)
     assert taken == [1] * sum(LISTED.q_len)
 
 
 def test_added_atomically_the_gradients_are_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "ATOMIC", True)
+    fresh_plans(monkeypatch)
     judge(LISTED)
 
 
@@ -182,7 +186,7 @@ def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         taken.append(fresh.nbytes)
         return fresh
 
-    monkeypatch.setattr(launched, "empty", counted)
+    monkeypatch.setattr(launching, "empty", counted)
     backward(arguments(case))
     workspace = backend.workspace_bytes(call.problem, call.extents, "attention_backward")
     assert 0 < sum(taken) <= workspace

@@ -1,14 +1,13 @@
 """Attention to lists of selected keys under Triton's interpreter, against golden."""
 
 import math
-from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.launches import fresh_plans
 
-from fusion_attention import plan as plans
 from fusion_attention.backends.triton.common import launching, shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.selected import launch as launch_sparse
@@ -93,7 +92,7 @@ def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(launch_decode, "processors", lambda _: 1 << 20)
     monkeypatch.setattr(launch_decode, "LEAST_TILES", 1)
     monkeypatch.setattr(launching, "launch", noting)
-    monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # plans made before know what they launch
+    fresh_plans(monkeypatch)
     return grids
 
 
@@ -108,7 +107,7 @@ def test_shares_follow_from_sizes_alone() -> None:
     p = Problem(128, 1, 512, 512, scale=0.1, dim_rope=64, shares_kv=True, select_count=2048)
     tile = shapes.Tile(64, 32, 8, 3)
     slots = {rows: launch_sparse.slots_per_program(p, 2048, rows, tile, 132) for rows in (0, 1, 4, 20, 34)}
-    shares = {rows: launch_sparse.programs_per_token(2048, of_program) for rows, of_program in slots.items()}
+    shares = {rows: -(-2048 // of_program) for rows, of_program in slots.items()}
     assert {rows: shares[rows] for rows in (1, 4, 20, 34)} == {1: 32, 4: 16, 20: 3, 34: 1}
     assert slots[0] > 0
 

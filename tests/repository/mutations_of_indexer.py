@@ -27,7 +27,7 @@ INDEXER = [
     package("Triton: nobody notes a query of the indexer that is not finite", "backends/triton/indexer/gradient.py",
           "mask=strange_three(query, D1, D2) > 0)", "mask=head0 < 0)", HIDDEN),
     package("Triton: what is not above 0 counts when it is recomputed", "backends/triton/indexer/gradient.py",
-          "live = chosen & (products(query, listed, W1, W2) > 0.0)", "live = chosen", HIDDEN),
+          "live = chosen & (common.products(query, listed, W1, W2) > 0.0)", "live = chosen", HIDDEN),
     package("Triton: an entry that does not count has its gradient", "backends/triton/indexer/gradient.py",
           "g = tl.where(chosen, g, 0.0)", "g = g * 1.0",
           "kernels/test_lists_not_finite.py::test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is"),

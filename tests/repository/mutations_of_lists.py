@@ -27,7 +27,7 @@ LISTS = [
     package("Triton: the page of the turn before, of a list", "backends/triton/selected/forward.py",
           "key, page = key_next, page_next", "key, page = key_next, page", f"{FORWARD}::test_cases"),
     package("Triton: what no float holds weighs nothing in a list", "backends/triton/selected/recompute.py",
-          "p, outlasting(p), counted", "p, p, counted",
+          "p, recompute.outlasting(p), counted", "p, p, counted",
           f"{FORWARD}::test_infinite_values_outlast_weights_that_no_float_can_hold"),
     package("Triton: every share of a list is its first", "backends/triton/selected/forward.py",
           "begin = tl.program_id(1) * per", "begin = 0 * per", SHARED_OUT),

@@ -1,10 +1,12 @@
 """Observes the launches of the Triton back end in tests."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from fusion_attention import plan
 from fusion_attention.backends.triton.common import launching
 
 See = Callable[[Any, dict[str, Any]], Any]
@@ -25,3 +27,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, see: See, *, computes: bool = True) -
 def constants(named: dict[str, Any]) -> dict[str, Any]:
     """Returns the constexpr arguments of a launch and Triton's options."""
     return {name: value for name, value in named.items() if name.isupper() or name.startswith("num_")}
+
+
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets the plans made before, which cache what they launch."""
+    monkeypatch.setattr(plan, "_PLANS", OrderedDict())

@@ -57,8 +57,7 @@ class Backend(Protocol):
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """Returns the schedule for `extents` with other key lengths of the same sequences: `schedule` itself, updated,
-        or a new one."""
+        """Returns the schedule, updated or new, for `extents` with other key lengths of the same sequences."""
         ...
 
     def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
@@ -103,14 +102,12 @@ class IndexerBackend(Backend, Protocol):
 
     @property
     def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
-        """The operation that writes dq, dk and dweights of an indexer from the selected indices and dvalues, the
-        gradient of their scores."""
+        """The operation that writes dq, dk and dweights of an indexer from its lists and dvalues."""
         ...
 
     @property
     def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """The operation that writes the softmax statistics (max, sum) of the indexer's scores over each row's visible
-        keys."""
+        """The operation that writes the statistics (max, sum) of the scores of each row's visible keys."""
         ...
 
     @property
@@ -125,14 +122,12 @@ class IndexerBackend(Backend, Protocol):
 
     @property
     def pooling_backward(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands, PoolingGrads], None]:
-        """The operation that writes the gradients of all rows and gates, and of the bias of the gates if it is
-        wanted."""
+        """The operation that writes the gradients of all rows and gates, and of the bias if it is wanted."""
         ...
 
 
 def load(name: str) -> Backend:
-    """Imports and returns the back end of a name; other back ends, whose requirements this machine may lack, are not
-    imported."""
+    """Imports and returns the back end of a name, and no other one, whose requirements this machine may lack."""
     result: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton

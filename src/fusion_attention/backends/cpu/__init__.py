@@ -115,8 +115,7 @@ def attention_forward(
     schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
     operands: Operands,
 ) -> None:
-    """Writes operands.out and operands.stats (max, sum) for every row of every sequence, by the kernel of the
-    schedule's type."""
+    """Writes out and the statistics (max, sum) of every row, by the kernel of the schedule's type."""
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
@@ -154,16 +153,14 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Returns operands that cache their arguments for the native core, for many runs; None for operands of the
-    indexer."""
+    """Returns operands that cache their arguments for the native core; None for operands of the indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients from the saved out and statistics; dbias is written if grads.owns_dbias, else the sums are
-    added to it."""
+    """Writes all gradients from the saved out and statistics; dbias is added to unless grads.owns_dbias."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()

@@ -76,8 +76,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
 
 @dataclass(eq=False)
 class Schedule:
-    """The plans of a forward: `decode` for the sequences that the decode kernel computes, `dense` for the others (or
-    None)."""
+    """The plans of a forward: `decode` for the sequences of the decode kernel, `dense` for others or None."""
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
@@ -90,8 +89,7 @@ class Schedule:
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """Returns the bytes of scratch for a number of threads: the larger need of both plans, which run one after the
-        other."""
+        """Returns the bytes of scratch: the larger need of both plans, which run one after the other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
@@ -124,8 +122,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; returns the number of empty rows (without a key), whose
-    out is 0."""
+    """Writes out (0 for rows without a key) and statistics of every row; returns the number of rows without a key."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -177,8 +174,7 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns the core's arguments (addresses, sizes, strides) for a view of stored rows of a dtype, in pages or
-    contiguous."""
+    """Returns the core's arguments (addresses, sizes, strides) for stored rows, in pages or contiguous."""
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
         if pool.dtype is not dtype or table.dtype is not torch.int32:

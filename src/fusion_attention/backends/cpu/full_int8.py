@@ -57,15 +57,13 @@ class Schedule:
 
 
 def plan(problem: Problem) -> Schedule:
-    """Returns the schedule of a problem: blocks of query rows whose scores for all heads fit the memory limit, for any
-    lengths."""
+    """Returns the schedule of a problem: blocks of query rows whose scores for all heads fit the memory limit."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; returns the number of empty rows (without a key), whose
-    out is 0."""
+    """Writes out (0 for rows without a key) and statistics of every row; returns the number of rows without a key."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -123,8 +121,7 @@ class _Block:
         return int(empty.sum())
 
     def _scores(self, keys: slice) -> torch.Tensor:
-        """Returns the scores of the block's rows for a range of keys, [heads_q, rows, keys] in float32; -inf for
-        invisible keys."""
+        """Returns the scores of a range of keys, float32 [heads_q, rows, keys]; -inf for invisible keys."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         k = dequantize.keys(p, o, b, keys)
         if not self.exact:

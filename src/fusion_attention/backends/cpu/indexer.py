@@ -112,8 +112,7 @@ def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count:
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
-    """Returns the indexer's operands as arguments (addresses and strides) of the native core; more: further ones by
-    name."""
+    """Returns the indexer's operands, and `more` by name, as the native core's arguments."""
     return arguments(
         q=rows_of(o.q, p.torch_dtype),
         k=key_rows(o.k, p.torch_dtype, len(o.q.address)),

@@ -51,8 +51,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds what empty rows that return the mean of V contribute to grads.dv, the gradient of V, which is thereby
-    rounded once more."""
+    """Adds to grads.dv (and rounds it again) what empty rows that return the mean of V contribute."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])

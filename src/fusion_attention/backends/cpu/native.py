@@ -38,8 +38,7 @@ def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _n
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns the number of empty
-    rows."""
+    """Writes out (0 for empty rows) and statistics of every row; returns the number of empty rows."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -47,8 +46,7 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """Returns an object whose run() repeats run_forward() on other tensors with the same dtypes and layouts, given in
-    the order of `names`."""
+    """Returns an object whose run() repeats run_forward() on tensors of equal layouts, in the order of `names`."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
@@ -79,8 +77,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
 
 
 class Floats:
-    """A context whose address() converts tensors to float32; it keeps the copies alive until its end, while the core
-    reads them."""
+    """A context whose address() converts tensors to float32, and keeps the copies alive until its end."""
 
     def __enter__(self) -> Floats:
         self._references: list[torch.Tensor] = []
@@ -195,7 +192,6 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
-    """Returns the core's arguments (base address, offsets, strides, dtype) for a view of a matrix; dtype: the core's
-    number of its dtype."""
+    """Returns the core's arguments (address, offsets, strides, dtype) for a matrix; dtype: the core's number."""
     first = () if view.first is None else (view.first,)
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype, *first

@@ -33,8 +33,7 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 def prepare_sparse(
     plan: _native.SparsePlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedSparse:
-    """Returns an object whose run() repeats run_sparse_forward() on other tensors of equal layouts, given in the order
-    of `names`."""
+    """Returns an object whose run() repeats run_sparse_forward() on tensors of equal layouts, as `names` order them."""
     with Floats() as floats:
         return plan.prepare(_arguments(problem, operands, sink=floats.address(operands.sink)), names)
 
@@ -64,8 +63,7 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """Returns float32 if gradients of keys, dk, are stored in float32 (as partial sums) and `dtype` is another; else
-    None."""
+    """Returns float32 if gradients of keys, dk, are stored in float32 and `dtype` is another; else None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 

@@ -218,8 +218,7 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (max, sum) [heads_q, q_len, 1] of sequence s, before dropout; an empty row's sum is kv_len for the mean
-    of V, else 0."""
+    """Returns (max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len for the mean of V, else 0."""
     heads, q_len, kv_len = s.scores.shape
     # A sink acts as an additional key without a value; without a sink its score is -inf, which has no effect.
     sink = s.scores.new_full((heads, q_len, 1), -_INF)

@@ -24,20 +24,20 @@ from fusion_attention.ir.problem import (
     IndexerProblem,
 )
 
+Tensor = torch.Tensor
 _INF = float("inf")
 _LEAST = 1e-8  # lower bound of probabilities in the logarithms
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """The indexer's inputs for one sequence, the products q . k (dots), and the scores I = sum_h w_h * max(0, dots)
-    (total)."""
+    """One sequence's inputs, products q . k (dots), and scores I = sum_h w_h * max(0, dots) (total)."""
 
-    q: torch.Tensor  # [heads, q_len, dim]
-    k: torch.Tensor  # [1, kv_len, dim]
-    weights: torch.Tensor  # [heads, q_len, 1]
-    dots: torch.Tensor  # [heads, q_len, kv_len]
-    total: torch.Tensor  # [q_len, kv_len]: I
+    q: Tensor  # [heads, q_len, dim]
+    k: Tensor  # [1, kv_len, dim]
+    weights: Tensor  # [heads, q_len, 1]
+    dots: Tensor  # [heads, q_len, kv_len]
+    total: Tensor  # [q_len, kv_len]: I
 
 
 def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> _Scores:
@@ -46,7 +46,7 @@ def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> 
     return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
 
 
-def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
+def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> Tensor:
     """Returns float64 [q_len, kv_len] of sequence b: 1 for the keys that a row sees, else 0; ratio: tokens that a
     (compressed) key represents."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
@@ -55,7 +55,7 @@ def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.
     return ((key >= first) & (key < end)).double()
 
 
-def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (max, sum) [q_len, 1] of a softmax of scores [q_len, kv_len] that counts each key `times` [q_len,
     kv_len]; (-inf, 0) for a row without keys."""
     seen = scores.where(times > 0, -_INF)
@@ -75,7 +75,7 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
             view.sequence(b, 1, len(scores)).copy_(values)
 
 
-def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> torch.Tensor:
+def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> Tensor:
     """Returns a matrix [q_len, kv_len]: how often a row counts each key; 0 outside its band."""
     shown = _shown(extents, b, problem.ratio, operands.loss.device)
     if not problem.select_count:
@@ -87,18 +87,18 @@ def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossO
 
 
 def _target(
-    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: torch.Tensor
-) -> torch.Tensor:
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: Tensor
+) -> Tensor:
     """Returns p [q_len, kv_len]: the mean over heads of the attention's probabilities, from its saved statistics."""
     p, (q_len, kv_len) = problem, times.shape
     assert operands.q is not None
     assert operands.k is not None
     assert operands.stats is not None
 
-    def query(view: RowView) -> torch.Tensor:
+    def query(view: RowView) -> Tensor:
         return view.sequence(b, p.heads_q, q_len).double()
 
-    def key(view: RowView | PagedView) -> torch.Tensor:
+    def key(view: RowView | PagedView) -> Tensor:
         return view.sequence(b, p.heads_kv, kv_len).double().repeat_interleave(p.heads_q // p.heads_kv, 0)
 
     scores = query(operands.q) @ key(operands.k).mT
@@ -116,13 +116,8 @@ def _target(
 
 
 def _attended(
-    problem: IndexerLossProblem,
-    extents: Extents,
-    operands: IndexerLossOperands,
-    b: int,
-    y: torch.Tensor,
-    times: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, y: Tensor, times: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns (loss, dI [q_len, kv_len]) of sequence b with the attention's distribution as target; y: the indexer's
     distribution; times: how often each key counts (0: hidden); both [q_len, kv_len]."""
     seen = times > 0
@@ -133,8 +128,8 @@ def _attended(
 
 
 def _entries(
-    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns (key of each element, bool: true if the row's list reads the element), both in the shape of `target`
     [q_len, entries], for sequence b."""
     if not problem.select_count:
@@ -147,13 +142,8 @@ def _entries(
 
 
 def _given(
-    problem: IndexerLossProblem,
-    extents: Extents,
-    operands: IndexerLossOperands,
-    b: int,
-    y: torch.Tensor,
-    times: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, y: Tensor, times: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns (loss, dI [q_len, kv_len]) of sequence b for the target that the caller passes (operands.target).
 
     It also writes the indexer's probability of each element of the target, if operands.index.values is given. y: the
@@ -165,7 +155,7 @@ def _given(
     key, read = _entries(problem, extents, operands, b, target)
     key = key.clamp(0, kv_len)  # of_elements() appends a key kv_len that counts 0 times
 
-    def of_elements(matrix: torch.Tensor) -> torch.Tensor:
+    def of_elements(matrix: Tensor) -> Tensor:
         return torch.cat((matrix, matrix.new_zeros(q_len, 1)), 1).gather(1, key)
 
     read = read & (of_elements(times) > 0)

@@ -24,8 +24,7 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (rows kv, gates z with the bias of each position) of sequence b, each [heads, rows, channels] in
-    float64."""
+    """Returns (rows, gates with the bias of each position) of sequence b, float64 [heads, rows, channels]."""
     kv, z = (view.sequence(b, p.heads, rows).double() for view in (o.kv, o.gate))
     if o.bias is not None:
         z = z + o.bias.double()[torch.arange(rows, device=z.device) % p.ratio]
@@ -44,8 +43,7 @@ def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> Non
 
 @torch.no_grad()
 def pooling(p: PoolingProblem, extents: Extents, schedule: None, o: PoolingOperands) -> None:
-    """Writes out = sum_p softmax_p(z) kv of every window: p are the positions that it pools, z the gates with the bias,
-    kv the rows."""
+    """Writes out = sum_p softmax_p(z) kv of every window of positions p; z: gates with the bias, kv: rows."""
     assert o.out is not None
     for b, (count, rows) in enumerate(zip(extents.q_len.tolist(), extents.kv_len.tolist(), strict=True)):
         if count:

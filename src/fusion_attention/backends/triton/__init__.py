@@ -94,8 +94,7 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def refused(table: Iterable[tuple[str, object, tuple[object, ...]]]) -> list[str]:
-    """Returns a sentence for each row (name of a property, given value, accepted values) of a table whose given value
-    is not accepted."""
+    """Returns a sentence for each row (property, given value, accepted values) whose value is not accepted."""
     return [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
@@ -104,8 +103,7 @@ def refused(table: Iterable[tuple[str, object, tuple[object, ...]]]) -> list[str
 
 
 def against_dense(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
-    """Returns a sentence for each property of a problem that the dense and decode kernels do not support on a device;
-    [] if there is none."""
+    """Returns a sentence for each property of a problem that dense and decode kernels do not support."""
     p = problem
     unknown = refused(
         (
@@ -177,8 +175,7 @@ _imported = functools.lru_cache(importlib.import_module)
 
 
 def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
-    """Returns (module, name of its function) that runs the schedule's operation for a problem, for example
-    (decode.launch, "run")."""
+    """Returns (module, name of the function) that runs the schedule, for example (decode.launch, "run")."""
     home, name = (OF_SELECTED if isinstance(problem, Problem) and problem.selects else LAUNCHES)[schedule.op_kind]
     if schedule.decodes:
         home, name = "decode.launch", "run"

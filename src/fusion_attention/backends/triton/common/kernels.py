@@ -88,8 +88,7 @@ def band_at(extents):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Loads columns [FIRST, FIRST + WIDTH) of the rows at base + offset; zeros from DIM on and, if MASKED, in invalid
-    rows."""
+    """Loads columns [FIRST, FIRST + WIDTH) of rows; zeros from DIM on and, if MASKED, in invalid rows."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -110,8 +109,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) of head h that the matrix `blocked` does not remove; false
-    for invalid pairs."""
+    """Returns true for pairs (row, key) of head h that `blocked` does not remove; false for invalid pairs."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -178,8 +176,7 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
 @triton.jit
 def load_three(base, offset, there, MASKED: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the rows at base + offset as three column blocks of widths W0, W1, W2; a block of width 0 repeats the
-    first, and is not used."""
+    """Loads rows as three column blocks of widths W0, W1, W2; of width 0: the first again, which is not used."""
     x0 = load_part(base, offset, there, 0, W0, DIM, MASKED)
     x1, x2 = x0, x0
     if W1:
@@ -233,8 +230,7 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source for load_group(): as rows_of(), with an axis of `heads` heads; head: stride from one to the
-    next."""
+    """Returns the source for load_group(): as rows_of(), with an axis of `heads` heads, `head` apart."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -251,8 +247,7 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows of head h from `first` on as column blocks; rows: result of rows_of_group(); inside: mask of the
-    rows."""
+    """Loads ROWS rows of head h from `first` on as column blocks; rows: of rows_of_group(); inside: mask."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -313,8 +308,7 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + p x for rows x in column blocks, with weights p [rows of acc, rows of x], rounded to the dtype of
-    x."""
+    """Returns acc + p x for rows x in column blocks; the weights p are rounded to the dtype of x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

@@ -25,15 +25,10 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    constexprs: Constants
     arguments: list[Any]  # in the kernel's order, which Triton processes faster than keywords
     given: list[tuple[int, str]]  # positions and names of the arguments of each run
     options: dict[str, int]  # Triton's launch options
     scratch: bool  # the kernel has tensor descriptors, for which Triton allocates memory
-
-    def argument(self, name: str) -> Any:
-        """Returns the value of the fixed argument `name`."""
-        return self.arguments[self.kernel.arg_names.index(name)]
 
     def start(self, given: dict[str, Any]) -> None:
         """Launches the kernel; given: the arguments of this run, tensors and numbers by kernel argument name."""
@@ -44,8 +39,7 @@ class Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
-    """Launches a kernel on a grid; arguments: in the kernel's order; options: Triton's, such as num_warps and
-    num_stages."""
+    """Launches a kernel; arguments: in the kernel's order; options: Triton's, such as num_warps."""
     kernel[grid](*arguments, **options)
 
 
@@ -60,14 +54,19 @@ def launch_some(
 
 
 class Family:
-    """A group of kernels that use one name for one argument, so that one dictionary of arguments serves all of them."""
+    """A group of kernels that use one name for one argument, so that one dictionary of arguments serves all of them.
 
-    def __init__(self, *kernels: Any) -> None:
-        self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
+    Args:
+        kernels: the group.
+        sources: names of arguments that kernels take under other names.
+    """
+
+    def __init__(self, *kernels: Any, sources: Iterable[str] = ()) -> None:
+        self._taken = frozenset((*sources, *(name for kernel in kernels for name in kernel.arg_names)))
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
-        tile: shapes.Tile, **options: int,
+        tile: Any, renamed: dict[str, str] | None = None, **options: int,
     ) -> Launch:  # fmt: skip
         """Returns a Launch with the arguments that the kernel has; some kernel of the group must have each argument.
 
@@ -78,21 +77,22 @@ class Family:
             given: names of the arguments that each run passes.
             constexprs: compile-time arguments, by name.
             tile: the kernel's warps, stages and use of tensor descriptors.
+            renamed: the kernel's name of an argument -> its name in `fixed` or `given`.
             options: further launch options of Triton.
         """
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
-        values, strides = fixed | dict.fromkeys(names) | constexprs, enumerate(kernel.arg_names)
-        arguments = [values[name] for name in kernel.arg_names]
-        places_given = [(at, name) for at, name in strides if name in names and name not in constexprs]
+        sources = [(renamed or {}).get(name, name) for name in kernel.arg_names]
+        values, named = fixed | dict.fromkeys(names), list(enumerate(zip(kernel.arg_names, sources, strict=True)))
+        arguments = [constexprs[name] if name in constexprs else values[source] for _, (name, source) in named]
+        places_given = [(at, source) for at, (name, source) in named if source in names and name not in constexprs]
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return Launch(kernel, grid, constexprs, arguments, places_given, options, bool(tile.TMA))
+        return Launch(kernel, grid, arguments, places_given, options, bool(tile.TMA))
 
 
 class Scratch(NamedTuple):
-    """Shape and dtype of a tensor that a run allocates for intermediate results; cleared: True if it is filled with
-    zeros."""
+    """Shape and dtype of a tensor that a run allocates for intermediate results; cleared: of zeros."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32

@@ -39,6 +39,7 @@ ROWS = (
     *("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope"),
     *("index_q", "index_k", "k_compressed", "v_compressed", "dk_compressed", "dv_compressed"),
 )
+ARGUMENTS = {"max": "max_", "sum": "sum_", "drop_bits": "bits"}  # kernel arguments that have other names
 FIELDS = 4
 TILE_FIELDS = 8
 _LOAD_BYTES = 16  # bytes of the widest load
@@ -49,6 +50,11 @@ def tensor_of(view: View) -> torch.Tensor:
     if isinstance(view, PagedView):
         return view.pool
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
+
+
+def tensors(views: Mapping[str, View | None]) -> dict[str, Any]:
+    """Returns kernel argument name -> tensor of each view that is not None; views: by name in the layout table."""
+    return {ARGUMENTS.get(name, name): tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def _columns(view: View) -> tuple[np.ndarray | int, ...]:
@@ -130,8 +136,7 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
-    """Returns the part of layout()'s key for a paged view; k: the view of keys (the key tells whether both share one
-    page table)."""
+    """Returns the part of layout()'s key for a paged view; k: the view of keys, whose page table may be shared."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
     memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
@@ -152,15 +157,13 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """Returns True if rows of the views do not overlap (those of expanded tensors do), as tensor
-    descriptors require."""
+    """Returns True if rows do not overlap, as tensor descriptors require; those of expanded tensors do."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
-    """Returns True if the heads of q, q_rope and dout do not overlap in memory, as tensor descriptors of several heads
-    require."""
+    """Returns True if the heads of q, q_rope and dout do not overlap, as descriptors of several heads require."""
     result = (views.get(name) for name in ("q", "q_rope", "dout"))
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
@@ -261,8 +264,7 @@ class DeviceTables:
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Overwrites `table` with make(self.extents), padded with zeros to its size; entries of zeros are tiles without
-        rows and keys."""
+        """Overwrites `table` with make(self.extents) and zeros up to its size, which are tiles without rows."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
@@ -303,8 +305,7 @@ class CallMemory:
 
 
 def tiles_of(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Returns int32 [tiles, 8], tiles of at most `size` rows (or keys) of sequences with these lengths: sequence, first
-    row, end, and zeros."""
+    """Returns int32 [tiles, 8] of tiles of at most `size` rows: sequence, first row, end, and zeros."""
     ranges = np.stack(divided(lengths, size), 1).astype(np.int32)
     return np.pad(ranges, ((0, 0), (0, TILE_FIELDS - 3)))
 

@@ -20,8 +20,7 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element of head hk, stride of a token, stride of a page) of sequence b in the
-    view of a KV cache."""
+    """Returns (first element of head hk, stride of a token, stride of a page) of sequence b in a KV cache."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -86,8 +85,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the memory offsets, in elements, of the quantisation scales (or offsets, by VIEW) of
-    keys j of head hk."""
+    """Returns the offsets, in elements, of the scales (or offsets, by VIEW) of keys j of head hk."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -131,8 +129,7 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns (first element, offsets [BN] of rows from it) of a tile of keys; int32 offsets if it
-    is WITHIN one page."""
+    """Returns (first element, offsets [BN] of rows from it) of a tile of keys; int32 WITHIN one page."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -146,16 +143,14 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the rows of a tile of keys at `base` as column blocks; inside: bool [BN], false for
-    keys that are not read."""
+    """Loads the rows of a tile of keys as column blocks; inside: bool [BN], false for keys that are not read."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Loads one number per key of a tile, [BN], such as its scale; inside: bool [BN], false for
-    keys that are not read."""
+    """Loads one number per key of a tile, [BN], such as its scale; inside: false for keys that are not read."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
@@ -204,8 +199,7 @@ def safe_unit(largest):
 
 @triton.jit
 def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Loads one number per channel of a column block, [1, WIDTH], such as its scale, from `base`; cache: of that
-    memory."""
+    """Loads one number per channel of a column block, [1, WIDTH], such as its scale, from `base`."""
     d = FIRST + tl.arange(0, WIDTH)
     return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
 

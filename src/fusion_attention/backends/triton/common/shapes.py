@@ -55,8 +55,7 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Returns (columns of a query row with its rope part, columns of a value row), padded to the widths of column
-    blocks."""
+    """Returns (columns of a query row with rope, columns of a value row), padded to column blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 

@@ -11,36 +11,9 @@ so that the rows can be prefetched.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common import kernels as common
+from fusion_attention.backends.triton.common import layout_index, pages
 from fusion_attention.backends.triton.common.bias import biased
-from fusion_attention.backends.triton.common.kernels import (
-    PER_TILE,
-    add_three,
-    inner_three,
-    interval,
-    lengths_at,
-    load_part,
-    load_three,
-    not_blocked,
-    rows_at,
-    store_three,
-    zeros_three,
-)
-from fusion_attention.backends.triton.common.pages import (
-    PER_CHANNEL,
-    PER_TOKEN,
-    cache_at,
-    channels_folded,
-    lifted_three,
-    load_rows,
-    page_ahead,
-    pairs_at,
-    rows_summed,
-    scaled_weights,
-    stored_three,
-    tokens_at,
-    unpaired,
-)
 from fusion_attention.backends.triton.dense.forward import finish
 
 MOST_SHARES = tl.constexpr(128)
@@ -69,10 +42,10 @@ def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, 
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
     rescale = tl.where(none, 0.0, fade / tl.where(none, 1.0, l))
-    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
-    store_three(out, at_out + row * stride_out, valid, acc, rescale[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+    at_out, stride_out = common.rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    common.store_three(out, at_out + row * stride_out, valid, acc, rescale[:, None], V0, V1, V2, DIM_V)
+    at_max, stride_max = common.rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = common.rows_at(strides, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + row * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + row * stride_sum, l, mask=valid)
 
@@ -93,78 +66,78 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     row into `partials`. width: entries of a row of the page table. WITHIN: a tile of keys is within one page. SHARED:
     values are the first column blocks of the keys. PAIRED: values are int8, loaded in pairs.
     """
-    entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
+    entry, hk = work + tl.program_id(0) * common.PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
     begin, end, shares = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
-    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
     if PAGE:
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
     end = tl.minimum(end, kv_len.to(tl.int32))
     r = r0 + tl.arange(0, BM)
     row, h = r // GROUP, hk * GROUP + r % GROUP
     valid = r < end_row
-    first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
+    first_key, end_key = common.interval(row, valid, kv_len, lo, hi, prefix)
     end_key = tl.minimum(end_key, end)
     # Keys from full_begin to full_end are visible to all rows.
     full_begin, full_end = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     row64 = row.to(tl.int64)
-    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
-    query = load_three(q, at_q + row64 * stride_q, valid, True, D0, D1, D2, DIM)
+    at_q, stride_q = common.rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    query = common.load_three(q, at_q + row64 * stride_q, valid, True, D0, D1, D2, DIM)
     rope = query[0]
     if R:
-        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
-        rope = load_part(q_rope, at_qr + row64 * stride_qr, valid, 0, R, DIM_ROPE, True)
-    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN_KV)
-    cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN_KV)
+        at_qr, stride_qr = common.rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        rope = common.load_part(q_rope, at_qr + row64 * stride_qr, valid, 0, R, DIM_ROPE, True)
+    cache_k = pages.cache_at(strides, count, b, hk, layout_index.K, ALIGN_KV)
+    cache_v = pages.cache_at(strides, count, b, hk, layout_index.V, ALIGN_KV)
     cache_r, scale_ks, offset_ks, scale_vs, offset_vs = cache_k, cache_k, cache_k, cache_v, cache_v
     if R:
-        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+        cache_r = pages.cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
     if DEQUANT_K:
-        scale_ks = cache_at(strides, count, b, hk, layout_index.SCALE_K, 1)
-        offset_ks = cache_at(strides, count, b, hk, layout_index.OFFSET_K, 1)
+        scale_ks = pages.cache_at(strides, count, b, hk, layout_index.SCALE_K, 1)
+        offset_ks = pages.cache_at(strides, count, b, hk, layout_index.OFFSET_K, 1)
     if DEQUANT_V:
-        scale_vs = cache_at(strides, count, b, hk, layout_index.SCALE_V, 1)
-        offset_vs = cache_at(strides, count, b, hk, layout_index.OFFSET_V, 1)
+        scale_vs = pages.cache_at(strides, count, b, hk, layout_index.SCALE_V, 1)
+        offset_vs = pages.cache_at(strides, count, b, hk, layout_index.OFFSET_V, 1)
     added, unit_k = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    if DEQUANT_K == PER_CHANNEL:
-        query, added, unit_k = channels_folded(query, scale_k, offset_k, scale_ks, offset_ks, D0, D1, D2, DIM)
-    if DEQUANT_K == PER_TOKEN:
-        added = rows_summed(query, D1, D2)
+    if DEQUANT_K == pages.PER_CHANNEL:
+        query, added, unit_k = pages.channels_folded(query, scale_k, offset_k, scale_ks, offset_ks, D0, D1, D2, DIM)
+    if DEQUANT_K == pages.PER_TOKEN:
+        added = pages.rows_summed(query, D1, D2)
 
     if PAIRED:
-        acc0, acc1, acc2 = zeros_three(BM, V0 // 2, V0 // 2, 0)
-        pairs_v = pairs_at(cache_v)
+        acc0, acc1, acc2 = common.zeros_three(BM, V0 // 2, V0 // 2, 0)
+        pairs_v = pages.pairs_at(cache_v)
     else:
-        acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+        acc0, acc1, acc2 = common.zeros_three(BM, V0, V1, V2)
         pairs_v = cache_v
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     lifted = tl.zeros([BM], tl.float32)  # the offsets' contribution to every element of a row
     unit_v = 0.0
-    ahead = page_ahead(table, b * step, last, begin, end, PAGE, WITHIN, BN)
+    ahead = pages.page_ahead(table, b * step, last, begin, end, PAGE, WITHIN, BN)
     for j0 in tl.range(begin, end, BN):
         j = j0 + tl.arange(0, BN)
         inside = j < end
         page = ahead
-        ahead = page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
+        ahead = pages.page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
         # Loaded early, because they are not prefetched.
         offsets_k, offsets_v = inside, inside
-        if DEQUANT_K == PER_TOKEN and offset_k is not None:
-            offsets_k = tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
-        if DEQUANT_V == PER_TOKEN and offset_v is not None:
-            offsets_v = tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
-        keys = stored_three(
-            load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
+        if DEQUANT_K == pages.PER_TOKEN and offset_k is not None:
+            offsets_k = pages.tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
+        if DEQUANT_V == pages.PER_TOKEN and offset_v is not None:
+            offsets_v = pages.tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
+        keys = pages.stored_three(
+            pages.load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
         )
-        s = inner_three(query, keys, D1, D2)
-        if DEQUANT_K == PER_CHANNEL:
+        s = common.inner_three(query, keys, D1, D2)
+        if DEQUANT_K == pages.PER_CHANNEL:
             s = s * unit_k[:, None] + added[:, None]
-        if DEQUANT_K == PER_TOKEN:
+        if DEQUANT_K == pages.PER_TOKEN:
             if offset_k is not None:
                 s += added[:, None] * offsets_k[None, :]
-            s = s * tokens_at(scale_k, scale_ks, page, j0, inside, PAGE, WITHIN, BN)[None, :]
+            s = s * pages.tokens_at(scale_k, scale_ks, page, j0, inside, PAGE, WITHIN, BN)[None, :]
         if R:
-            tail = load_rows(k_rope, cache_r, page, j0, inside, PAGE, WITHIN, BN, R, 0, 0, DIM_ROPE)
+            tail = pages.load_rows(k_rope, cache_r, page, j0, inside, PAGE, WITHIN, BN, R, 0, 0, DIM_ROPE)
             s = tl.dot(rope, tl.trans(tail[0]), s, input_precision="ieee")
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, strides, count, b, h[:, None], heads_q, row[:, None], j[None, :],
@@ -172,7 +145,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         if (j0 < full_begin) | (j0 + BN > full_end) | BLOCKED:
             visible = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                visible = visible & not_blocked(
+                visible = visible & common.not_blocked(
                     blocked, strides, count, b, h[:, None], row[:, None], j[None, :], visible
                 )
             s = tl.where(visible, s, -float("inf"))
@@ -184,21 +157,21 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         m = now
         values = keys
         if PAIRED:
-            pairs = load_rows(
+            pairs = pages.load_rows(
                 v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2
             )
-            even, odd = unpaired(pairs[0], query[0])
+            even, odd = pages.unpaired(pairs[0], query[0])
             values = (even, odd, odd)
         elif not SHARED:
-            stored = load_rows(v, cache_v, page, j0, inside, PAGE, WITHIN, BN, V0, V1, V2, DIM_V)
-            values = stored_three(stored, query[0], V1, V2)
-        if DEQUANT_V == PER_TOKEN:
-            scales = tokens_at(scale_v, scale_vs, page, j0, inside, PAGE, WITHIN, BN)
-            p, fade, unit_v = scaled_weights(p, fade, scales, unit_v, query[0])
+            stored = pages.load_rows(v, cache_v, page, j0, inside, PAGE, WITHIN, BN, V0, V1, V2, DIM_V)
+            values = pages.stored_three(stored, query[0], V1, V2)
+        if DEQUANT_V == pages.PER_TOKEN:
+            scales = pages.tokens_at(scale_v, scale_vs, page, j0, inside, PAGE, WITHIN, BN)
+            p, fade, unit_v = pages.scaled_weights(p, fade, scales, unit_v, query[0])
         p = p.to(query[0].dtype)
         if offset_v is not None:
             weight = p.to(tl.float32)
-            if DEQUANT_V == PER_TOKEN:
+            if DEQUANT_V == pages.PER_TOKEN:
                 weight = weight * offsets_v[None, :]
             lifted = lifted * fade + tl.sum(weight, 1)
         acc0 = acc0 * fade[:, None]
@@ -206,11 +179,11 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1 or PAIRED, V2)
+        acc0, acc1, acc2 = common.add_three((acc0, acc1, acc2), p, values, V1 or PAIRED, V2)
     if PAIRED:
         acc0 = tl.interleave(acc0, acc1)
-    acc = lifted_three((acc0, acc1, acc2), lifted, unit_v, scale_v, offset_v, scale_vs, offset_vs, DEQUANT_V, V0, V1,
-                       V2, DIM_V)  # fmt: skip
+    acc = pages.lifted_three((acc0, acc1, acc2), lifted, unit_v, scale_v, offset_v, scale_vs, offset_vs, DEQUANT_V, V0,
+                             V1, V2, DIM_V)  # fmt: skip
     # Loaded again, so that it occupies no register during the loop.
     r = tl.load(entry + 1, volatile=True) + tl.arange(0, BM)
     row, h, valid = r // GROUP, hk * GROUP + r % GROUP, r < tl.load(entry + 2, volatile=True)
@@ -220,7 +193,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
                    ALIGN)  # fmt: skip
     else:
         at = share_at(tl.program_id(0), hk, rows, r - r0, tl.num_programs(1), BUFFER)
-        store_three(partials, at, valid, acc, 1.0, V0, V1, V2, DIM_V)
+        common.store_three(partials, at, valid, acc, 1.0, V0, V1, V2, DIM_V)
         tl.store(partials + at + DIM_V, m, mask=valid)
         tl.store(partials + at + DIM_V + 1, l, mask=valid)
 
@@ -248,11 +221,10 @@ def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDT
 def join(out, max_, sum_, sink, partials, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of a row of a head from its partial results; grid (tiles that may be split * rows,
-    heads_kv)."""
-    listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
+    """Writes out, max and sum of a row of a head from its partial results; grid (split tiles * rows, heads_kv)."""
+    listed, hk = work + tl.program_id(0) // rows * common.PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
-    entry, n = work + slot * PER_TILE, tl.program_id(0) % rows
+    entry, n = work + slot * common.PER_TILE, tl.program_id(0) % rows
     r = tl.load(entry + 1) + n
     if (shares > 0) & (r < tl.load(entry + 2)):
         b, heads_kv = tl.load(entry).to(tl.int64), tl.num_programs(1)

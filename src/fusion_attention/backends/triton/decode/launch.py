@@ -44,8 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """Returns the names of the tables of tile shapes to search, in this order; rows: number of query rows that share a
-    key head."""
+    """Returns the names of the tables of tile shapes to search, in order; rows: query rows that share a key head."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -53,38 +52,13 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
     return *many, "decode"
 
 
-def decode_constants(
-    problem: Problem, tile: shapes.Tile, align: int, within: bool = True
-) -> tuple[launching.Constants, launching.Constants]:
-    """Returns the compile-time arguments of the kernels decode and join, two dictionaries by name.
-
-    tile: tile shape of decode. align: alignment of rows, in elements of q. within: True if each tile of keys is within
-    one page.
-    """
-    p = problem
-    constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
-    constexprs |= {
-        "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
-        "BUFFER": buffer(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
-    }  # fmt: skip
-    of_decode = {name: value for name, value in constexprs.items() if name not in ("MEAN", "DROPOUT")}
-    return of_decode, join_constants(constexprs)
-
-
-def join_constants(constexprs: launching.Constants) -> launching.Constants:
-    """Returns the compile-time arguments of the kernel join, among those of the kernel whose results it merges."""
-    return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
-
-
 def buffer(problem: Problem) -> int:
-    """Returns the number of float32 elements that a row's partial result occupies: dim_v values, maximum and sum,
-    padded to 16 bytes."""
+    """Returns the float32 elements of a row's partial result: dim_v values, max and sum, padded to 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
 
 def paired(problem: Problem) -> bool:
-    """Returns True if the kernel loads two int8 values at a time, because it transposes tiles of values in units of 16
-    bits."""
+    """Returns True if the kernel loads int8 values in pairs, as it transposes tiles in units of 16 bits."""
     first, second, _ = shapes.parts(problem.dim_v)
     return (
         problem.kv_dtype == "int8"
@@ -102,12 +76,6 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the tiles of at most BM rows as three int arrays [tiles]: sequence, first row and end. A row is a pair
-    (query row, query head of a key head)."""
-    return divided(extents.q_len * problem.group, tile.BM)
-
-
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
     """Returns the work list, int32 [wanted + tiles of rows, 8], with an entry per range of keys of a tile of rows.
 
@@ -118,7 +86,7 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
     wanted: the desired number of ranges of all sequences.
     """
     e, size = extents, tile.BN
-    seq, row0, row1 = rows_of(problem, e, tile)
+    seq, row0, row1 = divided(e.q_len * problem.group, tile.BM)
     first, last = row0 // problem.group, (row1 - 1) // problem.group
     begin = np.clip(first + e.lo[seq], 0, e.kv_len[seq]) // size * size
     end = np.clip(np.maximum(last + e.hi[seq], e.prefix[seq]), begin, np.maximum(e.kv_len[seq], begin))
@@ -145,7 +113,7 @@ def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wan
 
     wanted: the desired number of ranges of all sequences.
     """
-    tiles = len(rows_of(problem, extents, tile)[0])
+    tiles = len(divided(extents.q_len * problem.group, tile.BM)[0])
     split_tiles = min(wanted, tiles)
     return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
@@ -244,7 +212,10 @@ def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
     tile = tile._replace(BM=min(tile.BM, shapes.power(most)))
     wanted = max(1, WAVES * processors(device) // p.heads_kv)  # ranges of all keys per key head, which fill the GPU
     split_tiles, shares = buffer_for_shares(p, e, tile, wanted)
-    constexprs, known_join = decode_constants(p, tile, align, within(p, m.views, tile))
+    constexprs = launch_dense.constants(p, tile, align) | {
+        "PAIRED": align == shapes.widest(p) and paired(p), "BUFFER": buffer(p), "WITHIN": within(p, m.views, tile),
+        "SHARED": shapes_sparse.shared(p),
+    }  # fmt: skip
     listed = m.on(f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
     arguments = launch_dense.ABSENT | launch_dense.numbers(p) | m.fixed | page_arguments(table, last)
@@ -253,10 +224,8 @@ def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
     names = [*m.given, *launch_dense.DRAWS, *scratch]
     launches = [
         launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, names, constexprs, tile),
-        launch_dense.FAMILY.launch(join, (split_tiles * rows, p.heads_kv), arguments, names, known_join, JOIN),
-        *launch_dense.launch_recompute(
-            recompute_out, p, e.q_len, p.heads_q, arguments, names, launch_dense.recompute_out_constants(p, align)
-        ),
+        launch_dense.FAMILY.launch(join, (split_tiles * rows, p.heads_kv), arguments, names, constexprs, JOIN),
+        *launch_dense.launch_recompute(recompute_out, p, e.q_len, p.heads_q, arguments, names, align),
     ]
     return launching.Ready(launches, (m.strides, m.lengths, listed), scratch)
 

@@ -11,23 +11,9 @@ part of the exponent's factor, and the maximum is scaled once, when it is stored
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.bias import biased
-from fusion_attention.backends.triton.common.kernels import (
-    LOG2E,
-    PER_TILE,
-    add_three,
-    inner_three,
-    interval,
-    kept_keys,
-    lengths_at,
-    load_rows,
-    not_blocked,
-    rows_at,
-    rows_of,
-    store_three,
-    zeros_three,
-)
 
 
 @triton.jit
@@ -77,9 +63,9 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
             j0 = tl.where(t < left, j0, again + (t - left) * BN)
         j = j0 + tl.arange(0, BN)
         inside = j < lengths[1]
-        s = inner_three(query, load_rows(k, j0, inside, MASKED, BN, D0, D1, D2, DIM, TMA), D1, D2)
+        s = common.inner_three(query, common.load_rows(k, j0, inside, MASKED, BN, D0, D1, D2, DIM, TMA), D1, D2)
         if R:
-            rope_keys = load_rows(kr, j0, inside, MASKED, BN, R, 0, 0, DIM_ROPE, TMA)[0]
+            rope_keys = common.load_rows(kr, j0, inside, MASKED, BN, R, 0, 0, DIM_ROPE, TMA)[0]
             s = tl.dot(rope, tl.trans(rope_keys), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
@@ -88,18 +74,18 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
         if MASKED:
             visible = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                visible = visible & not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
+                visible = visible & common.not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
             s = tl.where(visible, s, -float("inf"))
         p, fade, m, l = weigh(s, m, l, exponent)
         if DROPOUT:
-            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+            p = tl.where(common.kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
         acc0 = acc0 * fade[:, None]
         if V1:
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        values = load_rows(v, j0, inside, MASKED, BN, V0, V1, V2, DIM_V, TMA)
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+        values = common.load_rows(v, j0, inside, MASKED, BN, V0, V1, V2, DIM_V, TMA)
+        acc0, acc1, acc2 = common.add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2, m, l
 
 
@@ -120,9 +106,9 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
         there = valid[:, None] & inside[None, :]
         p = tl.where(mean[:, None] & there, 1.0, 0.0)
         if DROPOUT:
-            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
-        values = load_rows(v, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA)
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+            p = tl.where(common.kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+        values = common.load_rows(v, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA)
+        acc0, acc1, acc2 = common.add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2
 
 
@@ -139,8 +125,8 @@ def finish(m, l, sink, h, unit, SINK: tl.constexpr):
         logit = tl.load(sink + h)
         joint = tl.maximum(top, logit)
         base = tl.where(joint == -float("inf"), 0.0, joint)
-        fade = tl.where(top == joint, fade, tl.exp2((top - base) * LOG2E))
-        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * LOG2E))
+        fade = tl.where(top == joint, fade, tl.exp2((top - base) * common.LOG2E))
+        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * common.LOG2E))
         top = joint
     # A NaN among the scores is in the sum only, because maxima ignore it.
     top = tl.where((l != l) & (top != float("inf")), float("nan"), top)
@@ -160,7 +146,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
 
     MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row0 = tl.load(tile + 1)
     row = row0 + tl.arange(0, BM)
@@ -168,27 +154,27 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     begin, left, full, again, right = (
         tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
     )  # fmt: skip
-    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
-    first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
-    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
-    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
-    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+    q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
+    first_key, end_key = common.interval(row, valid, kv_len, lo, hi, prefix)
+    at_q, stride_q = common.rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = common.rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = common.rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     row64 = row.to(tl.int64)
     # Below 64 rows mma.sync is used, which keeps rows from a descriptor in registers: wide rows would spill.
     TMA_Q: tl.constexpr = TMA and BM >= 64
-    query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
-                      D0, D1, D2, DIM, TMA_Q)  # fmt: skip
-    keys = rows_of(k + at_k, stride_k, kv_len, BN, D0, D1, D2, DIM, TMA)
-    values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
+    query = common.load_rows(common.rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True,
+                             BM, D0, D1, D2, DIM, TMA_Q)  # fmt: skip
+    keys = common.rows_of(k + at_k, stride_k, kv_len, BN, D0, D1, D2, DIM, TMA)
+    values = common.rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
     rope, kr = query[0], keys
     if R:
-        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
-        rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
-                         BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
-        kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
+        at_qr, stride_qr = common.rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = common.rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        rope = common.load_rows(common.rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0,
+                                valid, True, BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
+        kr = common.rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
 
-    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    acc0, acc1, acc2 = common.zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
     memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (strides, count, b, h, heads_q)
@@ -218,9 +204,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     l = tl.where(none, 0.0, l)
     rescale = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
-    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
-    store_three(out, at_out + row64 * stride_out, valid, (acc0, acc1, acc2), rescale[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+    at_out, stride_out = common.rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    common.store_three(out, at_out + row64 * stride_out, valid, (acc0, acc1, acc2), rescale[:, None], V0, V1, V2, DIM_V)
+    at_max, stride_max = common.rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = common.rows_at(strides, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + row64 * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + row64 * stride_sum, l, mask=valid)

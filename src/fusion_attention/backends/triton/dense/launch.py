@@ -1,6 +1,6 @@
 """Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
-Tests compile kernels ahead of time with the constants made here. Common parameters: `tile` is the tile shape of the
+Common parameters: `tile` is the tile shape of the
 named kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in
 the layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
@@ -40,50 +40,49 @@ ABSENT: dict[str, Any] = dict.fromkeys(
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
 LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is applied afterwards
-# Kernel arguments of views, whose names differ from those in the layout table.
-ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
-
-
-def widths(problem: Problem) -> Constants:
-    """Returns the compile-time widths of column blocks of q and k (D0 to D2), of values (V0 to V2) and of the rotary
-    part (R), and the dims DIM, DIM_V and DIM_ROPE."""
-    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
-    rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
-    sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
-    return {f"D{n}": w for n, w in enumerate(d)} | {f"V{n}": w for n, w in enumerate(v)} | sizes
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments that all dense kernels have, for a kernel's tile shape; align: alignment of
-    rows, in elements of q.
+    """Returns the compile-time arguments of the dense and decode kernels, of which each takes its own, for a kernel's
+    tile shape; align: alignment of rows, in elements of q.
 
-    MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel.
+    MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel. ALIGN_KV
+    is the alignment of a KV cache's rows in its own elements. D0 to D2, V0 to V2 and R are the widths of column blocks
+    of q and k, of values and of the rotary part.
     """
     p = problem
-    return widths(p) | {
-        "GROUP": p.group,
-        "BIAS": bias.BIASES[p.bias],
-        "CAP": p.softcap,
-        "BLOCKED": p.has_blocked,
-        "DROPOUT": common.DROPOUTS[p.dropout],
-        "MEAN": MEANS[p.empty_rows],
-        "ALIGN": align,
-        "BM": tile.BM,
-        "BN": tile.BN,
-    }
+    d, v = shapes.parts(p.dim_qk), shapes.parts(p.dim_v)
+    return (
+        {f"D{n}": width for n, width in enumerate(d)}
+        | {f"V{n}": width for n, width in enumerate(v)}
+        | {
+            "DIM": p.dim_qk,
+            "DIM_V": p.dim_v,
+            "R": shapes.power(p.dim_rope) if p.dim_rope else 0,
+            "DIM_ROPE": p.dim_rope,
+            "GROUP": p.group,
+            "BIAS": bias.BIASES[p.bias],
+            "CAP": p.softcap,
+            "BLOCKED": p.has_blocked,
+            "DROPOUT": common.DROPOUTS[p.dropout],
+            "MEAN": MEANS[p.empty_rows],
+            "RAW": raw(p),
+            "SINK": p.has_sink,
+            "PAGE": p.page_size,
+            "DEQUANT_K": DEQUANTS[p.dequant_k],
+            "DEQUANT_V": DEQUANTS[p.dequant_v],
+            "ALIGN": align,
+            "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
+            "BM": tile.BM,
+            "BN": tile.BN,
+            "TMA": tile.TMA,
+        }
+    )
 
 
 def raw(problem: Problem) -> bool:
-    """Returns True if kernels compute the softmax from unscaled products q . k: no bias or cap, and a positive
-    scale."""
+    """Returns True if the softmax is of unscaled products q . k: no bias or cap, and a positive scale."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
-
-
-def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the forward kernel; tile: its shape; align: alignment of rows, in elements
-    of q."""
-    constexprs = constants(problem, tile, align)
-    return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
@@ -140,8 +139,7 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """Returns True if some row of a sequence with keys may have no visible key, because of the band or of a blocked
-    matrix."""
+    """Returns True if the band or a blocked matrix may leave a row of a sequence with keys without a key."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -149,8 +147,7 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that a backward allocates besides operands, results and the tables of a schedule; 0 for a
-    forward."""
+    """Returns the bytes that a backward allocates besides operands, results and tables; 0 for a forward."""
     if schedule.op_kind == "attention_forward":
         return 0
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
@@ -165,14 +162,6 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
-
-
-def bytes_of(view: Any) -> torch.Tensor | None:
-    """Returns the tensor of a matrix view of bool or uint8, as uint8; None for None."""
-    if view is None:
-        return None
-    tensor = view.keep
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
@@ -201,14 +190,11 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the tensors that a run passes, by kernel argument name; views: the operands' views by name, None for
-    absent ones."""
+    """Returns the tensors that a run passes, by kernel argument name; views: by name, None for absent ones."""
     p = problem
-    given: dict[str, Any] = {
-        ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
-    }
+    given = layout_table.tensors(views)
     if p.has_blocked:
-        given["blocked"] = bytes_of(views["blocked"])
+        given["blocked"] = given["blocked"].view(torch.uint8)
     if p.bias in ("slopes", "slopes_sqrt"):
         given["slopes"] = float32(o.slopes)
     if p.has_sink:
@@ -245,34 +231,8 @@ def numbers(problem: Problem) -> dict[str, Any]:
     }
 
 
-def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernel named `kernel`, which recomputes rows with infinite or NaN
-    results."""
-    constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
-    return {name: value for name, value in constexprs.items() if name != "MEAN"}
-
-
-def cache_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of kernels that read a KV cache: its page size, how K and V are dequantised,
-    and ALIGN_KV, the alignment of its rows in its own elements."""
-    p = problem
-    return {
-        "PAGE": p.page_size,
-        "DEQUANT_K": DEQUANTS[p.dequant_k],
-        "DEQUANT_V": DEQUANTS[p.dequant_v],
-        "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
-    }
-
-
-def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_out, which recomputes rows of out and may read keys in a KV
-    cache."""
-    return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
-
-
 def launch_recompute(
-    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
-    constexprs: Constants,
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str], align: int
 ) -> list[Launch]:  # fmt: skip
     """Returns a list with the launch of a kernel that recomputes query rows (or keys) which are not finite; [] if there
     are no rows.
@@ -282,12 +242,14 @@ def launch_recompute(
         p: the problem.
         lengths: rows (or keys) of each sequence.
         heads: heads of the rows (or keys).
-        fixed, constexprs: run-time and compile-time arguments that are equal in all runs, by name.
+        fixed: arguments that are equal in all runs, by name.
         given: names of the arguments that each run passes.
+        align: alignment of rows, in elements of q.
     """
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
+    constexprs = constants(p, tile, align)
     return [FAMILY.launch(kernel, grid, fixed | {"blocks": blocks}, given, constexprs, tile)] if blocks else []
 
 
@@ -306,8 +268,7 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """Multiplies the rows of a view by a factor of at least 1, in place; None: nothing happens. lengths: rows of each
-    sequence."""
+    """Multiplies a view's rows (None: none) by a factor of at least 1; lengths: rows of each sequence."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
@@ -321,32 +282,23 @@ def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowVie
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Writes out and the statistics (max, sum): the forward kernel, then the kernel that recomputes rows which are not
-    finite."""
+    """Writes out and the statistics (max, sum): the forward kernel, then one for rows that are not finite."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
-    ready = schedule.once(
-        layout_table.layout(views, given),
-        lambda: ready_forward(problem, extents, memory_of(problem, extents, schedule, views, given)),
-    )
-    ready.run(given | draws(o))
+
+    def make() -> Ready:
+        m = CallMemory(views, given, schedule.device_tables, positions=drawn(problem, extents))
+        return ready_forward(problem, extents, m)
+
+    schedule.once(layout_table.layout(views, given), make).run(given | draws(o))
     enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
-
-
-def memory_of(
-    problem: Problem, extents: Extents, schedule: Schedule, views: dict[str, Any], given: dict[str, Any],
-    more: dict[str, Any] | None = None,
-) -> CallMemory:  # fmt: skip
-    """Returns the CallMemory of a call (views, tensors, tables on the device) with the random streams of drawn dropout;
-    given: tensors by kernel argument name; more: views of which only strides are used."""
-    return CallMemory(views, given, schedule.device_tables, more, drawn(problem, extents))
 
 
 def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
     """Returns the launches that run_forward() starts, for the memory layout of a call."""
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
     tile = shapes.on(device, partial(shapes.tile_of, "forward"), p, align if layout_table.apart(m.views) else 1)
-    kernel, constexprs, options = forward, forward_constants(p, tile, align), {}
+    kernel, constexprs, options = forward, constants(p, tile, align), dict[str, Any]()
     if launch_gluon.serves(p, device, tile):
         kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
         constexprs = launch_gluon.constants(p, align)
@@ -354,19 +306,8 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
     arguments = ABSENT | numbers(p) | m.fixed | {"tiles": tiled.tensor}
     grid = len(tiled.tensor), p.heads_q
     launches = [FAMILY.launch(kernel, grid, arguments, names, constexprs, tile, **options)]
-    launches += launch_recompute(
-        recompute_out, p, e.q_len, p.heads_q, arguments, names, recompute_out_constants(p, align)
-    )
+    launches += launch_recompute(recompute_out, p, e.q_len, p.heads_q, arguments, names, align)
     return Ready(launches, (m.strides, m.lengths, tiled))
-
-
-def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of prepare, backward_query and backward_key, three dictionaries by name; tile:
-    the tile shape of one of the kernels."""
-    constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
-    names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
-    of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
-    return of_prepare, {name: value for name, value in constexprs.items() if name != "MEAN"}, constexprs
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
@@ -403,8 +344,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g`, for a keep_prob below LEAST_KEEP divided by keep_rest(); run_backward() multiplies
-    them."""
+    """Writes the gradients `g`, for a keep_prob below LEAST_KEEP divided by keep_rest()."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -413,11 +353,8 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
         "dbias": g.dbias if p.bias in ("matrix", "table") else None,
     }  # fmt: skip
     given = given_by(p, o, views)
-    if p.dtype == "float16":
-        given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
     ready = schedule.once(layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule, views, given))
-    given |= draws(o)
-    ready.run(given)
+    ready.run(given := given | draws(o))
     if g.dsink is not None:
         partials = given.get("partials")
         g.dsink.copy_(torch.zeros_like(g.dsink) if partials is None else partials.sum(0))
@@ -431,17 +368,18 @@ def ready_backward(
     buffer = int(rows.sum())
     # Only the strides of this view are used.
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)
-    m = memory_of(p, e, schedule, views, given, {"flat": flat})
+    m = CallMemory(views, given, schedule.device_tables, {"flat": flat}, drawn(p, e))
     device, align, apart = m.device, m.align, layout_table.apart(views)
     query = shapes.on(device, partial(shapes.tile_of, "query"), p, align if apart else 1)
     apart = apart and layout_table.heads_apart(views)
     key = shapes.on(device, partial(shapes.tile_of, "key"), p, align if apart else 1)
-    known_prepare, known_query, _ = backward_constants(p, query, align)
-    known_key = backward_constants(p, key, align)[2]
+    of_query, of_key = constants(p, query, align), constants(p, key, align)
     mean = p.empty_rows != "zero"
     by_query = m.on(f"query {query}", lambda e: query_tiles(e, query))
     by_key = m.on(f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
     scratch = {"flat": Scratch((PLANES * p.heads_q * buffer,))}
+    if p.dtype == "float16":
+        scratch["large"] = Scratch((count * p.heads_kv,), torch.int32, cleared=True)
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
         scratch["partials"] = Scratch((tiles_of_rows, p.heads_q))
@@ -451,15 +389,12 @@ def ready_backward(
     if tiles_of_rows:
         grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
         launches += (
-            FAMILY.launch(prepare, grid, of_rows, names, known_prepare, query),
-            FAMILY.launch(backward_query, grid, of_rows, names, known_query, query),
-            *launch_recompute(
-                recompute_query, p, e.q_len, p.heads_q, shared, names, recompute_constants("recompute_query", p, align)
-            ),
+            FAMILY.launch(prepare, grid, of_rows, names, of_query, query),
+            FAMILY.launch(backward_query, grid, of_rows, names, of_query, query),
+            *launch_recompute(recompute_query, p, e.q_len, p.heads_q, shared, names, align),
         )
     if tiles_of_keys:
-        keys, constexprs = m.capacity.kv_len, recompute_constants("recompute_key", p, align)
         of_keys = shared | {"tiles": by_key.tensor}
-        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, names, known_key, key))
-        launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, names, constexprs)
+        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, names, of_key, key))
+        launches += launch_recompute(recompute_key, p, m.capacity.kv_len, p.heads_kv, shared, names, align)
     return Ready(launches, (m.strides, m.lengths, by_query, by_key), scratch)

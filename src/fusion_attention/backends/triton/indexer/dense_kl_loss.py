@@ -11,34 +11,16 @@ results do not depend on the number of chunks.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
-from fusion_attention.backends.triton.common.kernels import (
-    LOG2E,
-    PER_TILE,
-    heads_at,
-    interval,
-    lengths_at,
-    load_part,
-    rows_at,
-    store_part,
-)
-from fusion_attention.backends.triton.indexer.loss_parts import (
-    at_least,
-    columns_at,
-    difference,
-    finite_rows,
-    finite_weights,
-    given_difference,
-    steps,
-    unit_of,
-)
+from fusion_attention.backends.triton.indexer import loss_parts
 
 
 @triton.jit
 def sees(row, key, extents, RATIO: tl.constexpr):
     """Returns [rows, keys], true if the band contains the (row, key) pair; extents: the result of lengths_at()."""
     q_len, kv_len, lo, hi, prefix, _ = extents
-    first, end = interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
+    first, end = common.interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
     return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
 
 
@@ -46,17 +28,17 @@ def sees(row, key, extents, RATIO: tl.constexpr):
 def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
                  E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Returns [rows, keys] scores I = sum_h w_h * max(0, q_h . k); Q, K: view numbers of the indexer's q and k."""
-    at_k, stride_k = rows_at(strides, count, b, 0, K, ALIGN)
-    at_q, head_q, stride_q = heads_at(strides, count, b, Q, ALIGN)
-    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
-    keys = load_part(k + at_k, key.to(tl.int64) * stride_k, inside, 0, E, DIM, True)
+    at_k, stride_k = common.rows_at(strides, count, b, 0, K, ALIGN)
+    at_q, head_q, stride_q = common.heads_at(strides, count, b, Q, ALIGN)
+    at_w, stride_w = common.rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    keys = common.load_part(k + at_k, key.to(tl.int64) * stride_k, inside, 0, E, DIM, True)
     offset, of_weights = row.to(tl.int64) * stride_q, weights + at_w + row.to(tl.int64) * stride_w
     x = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
     for h in tl.range(0, heads):
         w = tl.load(of_weights + h, mask=valid, other=0.0).to(tl.float32)
-        query = load_part(q + at_q + h * head_q, offset, valid, 0, E, DIM, True)
+        query = common.load_part(q + at_q + h * head_q, offset, valid, 0, E, DIM, True)
         s = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        x += at_least(s, 0.0) * w[:, None]
+        x += loss_parts.at_least(s, 0.0) * w[:, None]
     return x
 
 
@@ -68,12 +50,12 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
              E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr):  # fmt: skip
     """Writes the softmax maximum and sum of one tile of rows over one range of its keys; grid (tiles)."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
     valid = row < row1
-    extents = lengths_at(lengths, count, b)
+    extents = common.lengths_at(lengths, count, b)
     top, total = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
     strange = tl.zeros([BM], tl.int32)
     for t in tl.range(0, turns):
@@ -84,7 +66,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
         strange = tl.maximum(strange, tl.max((x != x).to(tl.int32), 1))
         now = tl.maximum(top, tl.max(x, 1))
         shift = tl.where(now == -float("inf"), 0.0, now)
-        total = total * tl.exp2((top - shift) * LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * LOG2E), 1)
+        total = total * tl.exp2((top - shift) * common.LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * common.LOG2E), 1)
         top = now
     top = tl.where(strange > 0, float("nan"), top)
     at = partial + 2 * split * plane + flat + tl.arange(0, BM)
@@ -95,7 +77,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
 @triton.jit(do_not_specialize=["count", "plane"])
 def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
     """Merges the statistics of the key ranges of one tile of rows; grid (tiles)."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     shares, flat = tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
@@ -109,10 +91,10 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
         strange = tl.maximum(strange, (m != m).to(tl.int32))
         now = tl.maximum(top, m)
         shift = tl.where(now == -float("inf"), 0.0, now)
-        total = total * tl.exp2((top - shift) * LOG2E) + s * tl.exp2((m - shift) * LOG2E)
+        total = total * tl.exp2((top - shift) * common.LOG2E) + s * tl.exp2((m - shift) * common.LOG2E)
         top = now
-    at_max, stride_max = rows_at(strides, count, b, 0, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.SUM, 1)
+    at_max, stride_max = common.rows_at(strides, count, b, 0, layout_index.MAX, 1)
+    at_sum, stride_sum = common.rows_at(strides, count, b, 0, layout_index.SUM, 1)
     row64 = row.to(tl.int64)
     tl.store(max_ + at_max + row64 * stride_max, tl.where(strange > 0, float("nan"), top), mask=valid)
     tl.store(sum_ + at_sum + row64 * stride_sum, total, mask=valid)
@@ -126,13 +108,13 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
            ALIGN: tl.constexpr):  # fmt: skip
     """Returns [rows, keys]: the attention's probabilities summed over heads; rows are read BC elements at a time."""
-    STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
-    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
-    at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
+    STEPS: tl.constexpr = loss_parts.steps(DIM, BC) + loss_parts.steps(DIM_ROPE, BC)
+    at_q, head_q, stride_q = common.heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_k, head_k, stride_k = common.heads_at(strides, count, b, layout_index.K, ALIGN)
     at_qr, head_qr, stride_qr, at_kr, head_kr, stride_kr = at_q, head_q, stride_q, at_k, head_k, stride_k
     if DIM_ROPE:
-        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
-        at_kr, head_kr, stride_kr = heads_at(strides, count, b, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = common.heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, head_kr, stride_kr = common.heads_at(strides, count, b, layout_index.K_ROPE, ALIGN)
     row, key, d = row.to(tl.int64), key.to(tl.int64), tl.arange(0, BC)
     s = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
     p = s
@@ -140,10 +122,10 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
         h, c = t // STEPS, t % STEPS
         hk = h // GROUP
         lse = tl.load(notes + h * plane + flat, mask=valid, other=float("inf"))
-        of_q, step_q, width = columns_at(c, q, q_rope, at_q + h * head_q, at_qr + h * head_qr, stride_q, stride_qr,
-                                         DIM, DIM_ROPE, BC)  # fmt: skip
-        of_k, step_k, _ = columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k, stride_kr,
-                                     DIM, DIM_ROPE, BC)  # fmt: skip
+        of_q, step_q, width = loss_parts.columns_at(c, q, q_rope, at_q + h * head_q, at_qr + h * head_qr, stride_q,
+                                                    stride_qr, DIM, DIM_ROPE, BC)  # fmt: skip
+        of_k, step_k, _ = loss_parts.columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k,
+                                                stride_kr, DIM, DIM_ROPE, BC)  # fmt: skip
         there_q, there_k = valid[:, None], inside[:, None]
         if (DIM % BC != 0) or (DIM_ROPE % BC != 0):
             there_q, there_k = there_q & (d < width)[None, :], there_k & (d < width)[None, :]
@@ -172,7 +154,7 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
                 DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Writes the probabilities p of one tile of rows and one tile of keys; grid (tiles of keys, tiles of rows)."""
-    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * common.PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
         return
@@ -193,17 +175,17 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
     (tiles of keys, tiles of rows). GIVEN: writes y alone, from which warm_given() goes on."""
-    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * common.PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
         return
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
-    valid, extents = row < row1, lengths_at(lengths, count, b)
+    valid, extents = row < row1, common.lengths_at(lengths, count, b)
     x = index_scores(index_q, index_k, weights, strides, count, b, heads_index, row, valid, key, key < extents[1],
                      layout_index.INDEX_Q, layout_index.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
-    at_max, stride_max = rows_at(strides, count, b, 0, layout_index.INDEX_MAX, 1)
-    at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.INDEX_SUM, 1)
+    at_max, stride_max = common.rows_at(strides, count, b, 0, layout_index.INDEX_MAX, 1)
+    at_sum, stride_sum = common.rows_at(strides, count, b, 0, layout_index.INDEX_SUM, 1)
     row64 = row.to(tl.int64)
     top = tl.load(index_max + at_max + row64 * stride_max, mask=valid, other=0.0)
     total = tl.load(index_sum + at_sum + row64 * stride_sum, mask=valid, other=1.0)
@@ -211,10 +193,10 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
     at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
     visible = sees(row, key, extents, RATIO) & valid[:, None]
     if GIVEN:
-        y = tl.exp2((x - top[:, None]) * LOG2E) / total[:, None]
+        y = tl.exp2((x - top[:, None]) * common.LOG2E) / total[:, None]
         tl.store(at, tl.where(visible, y, 0.0))
     else:
-        gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
+        gap, loss = loss_parts.difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
         tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
         tl.store(at, gap)
 
@@ -225,13 +207,13 @@ def warm_given(target, values, differences, losses, strides, lengths, tiles, cou
                BK: tl.constexpr):  # fmt: skip
     """Overwrites y of one tile of rows by y sum(p) - p for a given target p (UNIT: sum(p) is taken as 1), writes y to
     `values` if there are any, and the tile's contribution to the loss; grid (tiles)."""
-    tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * PER_TILE
+    tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * common.PER_TILE
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     turns = tl.load(tile + 4) * (BN // BK)
     if turns == 0:
         return
-    row, extents = row0 + tl.arange(0, BM), lengths_at(lengths, count, b)
-    at_p, stride_p = rows_at(strides, count, b, 0, layout_index.TARGET, 1)
+    row, extents = row0 + tl.arange(0, BM), common.lengths_at(lengths, count, b)
+    at_p, stride_p = common.rows_at(strides, count, b, 0, layout_index.TARGET, 1)
     of_p = target + at_p + row.to(tl.int64) * stride_p
     valid, mass, lost = row < row1, tl.full([BM], UNIT, tl.float32), tl.zeros([BM], tl.float32)
     if not UNIT:
@@ -248,9 +230,9 @@ def warm_given(target, values, differences, losses, strides, lengths, tiles, cou
         of_gap = at + (tl.arange(0, BM) * line)[:, None] + column[None, :]
         y = tl.load(of_gap)
         if values is not None:
-            at_y, stride_y = rows_at(strides, count, b, 0, layout_index.VALUES, 1)
+            at_y, stride_y = common.rows_at(strides, count, b, 0, layout_index.VALUES, 1)
             tl.store((values + at_y + row.to(tl.int64) * stride_y)[:, None] + key[None, :], y, mask=visible)
-        gap, loss = given_difference(p, mass[:, None], y, visible)
+        gap, loss = loss_parts.given_difference(p, mass[:, None], y, visible)
         lost += tl.sum(loss, 1)
         tl.store(of_gap, gap)
     tl.store(losses + first_block + tl.load(tile + 5), tl.sum(lost, 0))
@@ -264,18 +246,18 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
     """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): finite_rows() of the query rows,
     and their weights; grid (tiles of the chunk, heads)."""
     at_tile, h = tl.program_id(0), tl.program_id(1)
-    tile = tiles + (first_tile + at_tile).to(tl.int64) * PER_TILE
+    tile = tiles + (first_tile + at_tile).to(tl.int64) * common.PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     turns, first = tl.load(tile + 4), tl.load(tile + 6)
     row, lane = (row0 + tl.arange(0, BM)).to(tl.int64), tl.arange(0, BM)
     valid = row < row1
-    at_q, stride_q = rows_at(strides, count, b, h, layout_index.INDEX_Q, ALIGN)
-    query = finite_rows(load_part(index_q + at_q, row * stride_q, valid, 0, E, DIM_INDEX, True))
-    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
-    w = finite_weights(tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32))
+    at_q, stride_q = common.rows_at(strides, count, b, h, layout_index.INDEX_Q, ALIGN)
+    query = loss_parts.finite_rows(common.load_part(index_q + at_q, row * stride_q, valid, 0, E, DIM_INDEX, True))
+    at_w, stride_w = common.rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    w = loss_parts.finite_weights(tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32))
     slot = (h.to(tl.int64) * tiles_of_chunk + at_tile) * BM
     tl.store(rows + slot * E + (lane * E)[:, None] + tl.arange(0, E)[None, :], query)
-    tl.store(factors + slot + lane, w * unit_of(largest))
+    tl.store(factors + slot + lane, w * loss_parts.unit_of(largest))
     acc, dw = tl.zeros([BM, E], tl.float32), tl.zeros([BM], tl.float32)
     at_gap, line = block_at(differences, tile, 0, BM, BN)
     of_row, of_key, at_keys = lane * line, tl.arange(0, BK), keys + first.to(tl.int64) * E
@@ -286,9 +268,9 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
         gap = tl.load(at_gap + t * BK + of_row[:, None] + of_key[None, :])
         dw += tl.sum(tl.maximum(s, 0.0) * gap, 1)
         acc = tl.dot(tl.where(s > 0, gap * UNIT, 0.0).to(k.dtype), k, acc, input_precision="ieee")
-    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, 1)
-    store_part(dq + at_dq, row * stride_dq, valid, acc * (w / UNIT)[:, None], 0, E, DIM_INDEX)
-    at_dw, stride_dw = rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
+    at_dq, stride_dq = common.rows_at(strides, count, b, h, layout_index.DQ, 1)
+    common.store_part(dq + at_dq, row * stride_dq, valid, acc * (w / UNIT)[:, None], 0, E, DIM_INDEX)
+    at_dw, stride_dw = common.rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
     tl.store(dweights + at_dw + row * stride_dw + h, dw.to(dweights.dtype.element_ty), mask=valid)
 
 
@@ -298,7 +280,7 @@ def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_ti
              BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     """Adds the contribution of a chunk of rows, in ascending order, to the gradients of one tile of keys, for one of
     SPLITS groups of heads; grid (tiles of keys, SPLITS)."""
-    of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * PER_TILE, tl.program_id(1)
+    of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE, tl.program_id(1)
     key0, at = tl.load(of_keys + 1), tl.load(of_keys + 5)
     begin = tl.maximum(tl.load(of_keys + 3) - first_tile, 0)
     end = tl.minimum(tl.load(of_keys + 4) - first_tile, tiles_of_chunk)
@@ -313,7 +295,7 @@ def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_ti
     lane, at_zero = tl.arange(0, BR), tl.full([], 0, tl.int64)
     for t in tl.range(begin * (BM // BR), end * (BM // BR)):
         at_tile = t // (BM // BR)
-        tile = tiles + (first_tile + at_tile) * PER_TILE
+        tile = tiles + (first_tile + at_tile) * common.PER_TILE
         column = key0 - tl.load(tile + 3)
         at_gap, line = block_at(differences, tile, 0, BM, BN)
         met = (column >= 0) & (column < line) & (n >= 0)

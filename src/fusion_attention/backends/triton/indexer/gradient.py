@@ -14,16 +14,8 @@ tokens, and recompute_gradient() computes them again.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
-from fusion_attention.backends.triton.common.kernels import (
-    add_three,
-    heads_at,
-    load_three,
-    products,
-    rows_at,
-    store_three,
-    zeros_three,
-)
 from fusion_attention.backends.triton.common.pages import safe_unit
 from fusion_attention.backends.triton.dense.recompute import gather_three, recomputed_three, wrong_three
 from fusion_attention.backends.triton.indexer.loss_parts import is_finite
@@ -63,7 +55,7 @@ def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr,
     b, row: the token's sequence and row. list_index: the token's number in the chunk. SLOTS: slots per token.
     """
     if VIEWED:
-        at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
+        at, token = common.rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
     else:
         return dscores + list_index * SLOTS
@@ -101,17 +93,17 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
 
     h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
     there = h < HEADS
-    at, head, token = heads_at(strides, count, b, Q, ALIGN)
-    query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
+    at, head, token = common.heads_at(strides, count, b, Q, ALIGN)
+    query = common.load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
     tl.store(noted + list_index, 1, mask=strange_three(query, D1, D2) > 0)
-    at, token = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    at, token = common.rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
     unit, unit_w = 1.0, 1.0
     if UNITS:
         unit, unit_w = largest_of(dscores, slots), safe_unit(tl.max(tl.abs(weight), 0))
         weight = weight / unit_w
-    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
-    acc0, acc1, acc2 = zeros_three(BM, D0, D1, D2)
+    at_k, token_k = common.rows_at(strides, count, b, 0, K, ALIGN)
+    acc0, acc1, acc2 = common.zeros_three(BM, D0, D1, D2)
     dw = tl.zeros([BM], tl.float32)
     ahead, upstream = slots_ahead(keys, dscores, n, slots, THREADS)
     for s0 in tl.range(0, slots, BN):
@@ -122,33 +114,35 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
         g = tl.where(chosen, g, 0.0)
         if UNITS:
             g = g / unit
-        listed = load_three(index_k + at_k, tl.maximum(key, 0).to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+        listed = common.load_three(
+            index_k + at_k, tl.maximum(key, 0).to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM
+        )
         x = tl.where(chosen[None, :], index_product(query, listed, D1, D2), 0.0)
         dw += tl.sum(x * g[None, :], 1)
         ds = tl.where(x > 0.0, weight[:, None] * g[None, :], 0.0).to(query[0].dtype)
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), ds, listed, D1, D2)
-        part0, part1, part2 = zeros_three(BN, D0, D1, D2)
-        parts = add_three((part0, part1, part2), tl.trans(ds), query, D1, D2)
+        acc0, acc1, acc2 = common.add_three((acc0, acc1, acc2), ds, listed, D1, D2)
+        part0, part1, part2 = common.zeros_three(BN, D0, D1, D2)
+        parts = common.add_three((part0, part1, part2), tl.trans(ds), query, D1, D2)
         if UNITS:
             parts = parts[0] * unit * unit_w, parts[1] * unit * unit_w, parts[2] * unit * unit_w
         if ADDS:
-            before = load_three(rows, s * DIM, chosen, True, D0, D1, D2, DIM)
+            before = common.load_three(rows, s * DIM, chosen, True, D0, D1, D2, DIM)
             parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
-        store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
+        common.store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
     tl.store(noted + list_index, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
-    at, head, token = heads_at(strides, count, b, layout_index.DQ, ALIGN)
+    at, head, token = common.heads_at(strides, count, b, layout_index.DQ, ALIGN)
     if UNITS:
         acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
         dw = dw * unit
-    store_three(dq + at + row * token, h * head, there, (acc0, acc1, acc2), 1.0, D0, D1, D2, DIM)
-    at, token = rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
+    common.store_three(dq + at + row * token, h * head, there, (acc0, acc1, acc2), 1.0, D0, D1, D2, DIM)
+    at, token = common.rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
     tl.store(dweights + at + row * token + h, dw.to(dweights.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.constexpr):
     """Returns (dS of one head, true where its product is positive and the key valid), both [slots, 1]."""
-    live = chosen & (products(query, listed, W1, W2) > 0.0)
+    live = chosen & (common.products(query, listed, W1, W2) > 0.0)
     return (weight * g)[:, None], live[:, None]
 
 
@@ -166,42 +160,42 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
     slots = tl.where(tl.load(noted + list_index) > 0, tl.load(used + list_index), 0)
     keys += list_index * SLOTS
     dscores = dscores_at(dscores, strides, count, b, row, list_index, SLOTS, VIEWED)
-    at_q, head_q, token_q = heads_at(strides, count, b, Q, ALIGN)
-    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
-    at_w, token_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    at_q, head_q, token_q = common.heads_at(strides, count, b, Q, ALIGN)
+    at_k, token_k = common.rows_at(strides, count, b, 0, K, ALIGN)
+    at_w, token_w = common.rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     index_q += at_q + row * token_q
     index_k += at_k
     weights += at_w + row * token_w
-    at_dq, head_dq, token_dq = heads_at(strides, count, b, layout_index.DQ, ALIGN)
+    at_dq, head_dq, token_dq = common.heads_at(strides, count, b, layout_index.DQ, ALIGN)
     dq += at_dq + row * token_dq
     n, heads = tl.arange(0, BN), tl.where(slots > 0, HEADS, 0)
     for s0 in tl.range(0, slots, BN):
         s = s0 + n
         key, g = slots_ahead(keys, dscores, s, slots, THREADS)
         chosen = key >= 0
-        listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
-        part0, part1, part2 = zeros_three(BN, D0, D1, D2)
+        listed = common.load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+        part0, part1, part2 = common.zeros_three(BN, D0, D1, D2)
         for one in tl.range(0, HEADS):
             h = one + tl.zeros([1], tl.int64)
-            query = load_three(index_q, h * head_q, h >= 0, True, D0, D1, D2, DIM)
+            query = common.load_three(index_q, h * head_q, h >= 0, True, D0, D1, D2, DIM)
             ds, live = slots_weighed(listed, query, tl.load(weights + h).to(tl.float32), g, chosen, D1, D2)
             part0 += tl.where(live, ds * query[0].to(tl.float32), 0.0)
             if D1:
                 part1 += tl.where(live, ds * query[1].to(tl.float32), 0.0)
             if D2:
                 part2 += tl.where(live, ds * query[2].to(tl.float32), 0.0)
-        store_three(rows, (list_index * SLOTS + s) * DIM, chosen, (part0, part1, part2), 1.0, D0, D1, D2, DIM)
+        common.store_three(rows, (list_index * SLOTS + s) * DIM, chosen, (part0, part1, part2), 1.0, D0, D1, D2, DIM)
     for one in tl.range(0, heads):
         h = one + tl.zeros([1], tl.int64)
         there = h >= 0
         flagged = tl.max(wrong_three(dq, h * head_dq, there, False, D0, D1, D2, DIM), 0)
-        query = load_three(index_q, h * head_q, there, True, D0, D1, D2, DIM)
+        query = common.load_three(index_q, h * head_q, there, True, D0, D1, D2, DIM)
         weight = tl.load(weights + h).to(tl.float32)
-        acc0, acc1, acc2 = zeros_three(1, D0, D1, D2)
+        acc0, acc1, acc2 = common.zeros_three(1, D0, D1, D2)
         for s0 in tl.range(0, tl.where(flagged > 0, slots, 0), BN):
             key, g = slots_ahead(keys, dscores, s0 + n, slots, THREADS)
             chosen = key >= 0
-            listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+            listed = common.load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
             ds, live = slots_weighed(listed, query, weight, g, chosen, D1, D2)
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), ds, ds, live, listed, D1, D2)
         recomputed_three(dq, h * head_dq, there, (acc0, acc1, acc2), 1.0, False, D0, D1, D2, DIM)

@@ -7,7 +7,7 @@ Common parameters: `align` is layout_table.alignment(), in elements of q; `given
 argument name; `fixed` and `names` are those of launching.Family.launch().
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,9 @@ from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.indexer.choice import NO_ENTRY, index_choice, index_write
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer.scores import index_scores
+from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.backends.triton.selected.launch import tokens
-from fusion_attention.backends.triton.selected.launch_key_sum import (
-    BYTES_OF_ENTRY,
-    KeySum,
-    Where,
-    key_tiles,
-    numbered,
-    whole_blocks,
-)
 from fusion_attention.backends.triton.selected.launch_key_sum import workspace_bytes as sum_bytes
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes import Sizes
@@ -108,8 +101,7 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Sorting:
-    """Sorts candidates by torch.sort(), then launches index_write; for lists with more entries (top_k) than a program
-    can sort."""
+    """Sorts candidates by torch.sort(), then launches index_write; for lists too long for a program to sort."""
 
     written: launching.Launch
     top_k: int
@@ -120,8 +112,7 @@ class Sorting:
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
-        """Sorts the candidates `given["entries"]` of each row in descending order, and launches index_write with the
-        result."""
+        """Sorts the candidates `given["entries"]` of each row in descending order, then launches index_write."""
         entries, counts = given["entries"][:, : self.top_k], given["counts"]
         there = torch.arange(self.top_k, device=counts.device) < counts[:, None]
         result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
@@ -133,7 +124,7 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
-    given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
+    given = layout_table.tensors(views) | ({} if o.values else {"values": None})
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = layout_table.layout(views, given)
     schedule.once(layout, lambda: ready_topk(problem, CallMemory(views, given, schedule.device_tables))).run(given)
@@ -209,14 +200,13 @@ def bytes_of_token(sizes: Sizes) -> int:
     Each of the `sizes.slots` selected keys has a gradient row of dk, a key, and an id with its sort (BYTES_OF_ENTRY);
     the token has the used length of its list and the flag of a recomputation, 4 bytes each.
     """
-    return sizes.slots * (BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
+    return sizes.slots * (launch_key_sum.BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """Returns the number of tokens whose gradients fit the memory limit of a chunk, at most `tokens`, the number of all
-    tokens."""
+    """Returns the number of tokens whose gradients fit the memory limit of a chunk, at most `tokens`."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
-    return max(1, min(whole_blocks(most, problem.top_k), tokens))
+    return max(1, min(launch_key_sum.whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
@@ -229,15 +219,14 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """Returns the compile-time arguments of read_lists for lists of `slots` keys; ratio: tokens that a (compressed) key
-    represents."""
+    """Returns the compile-time arguments of read_lists for lists of `slots` keys of `ratio` tokens each."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of index_gradient; tile: its tile shape; align: alignment of rows, in elements
-    of q."""
+    """Returns the compile-time arguments of index_gradient and of recompute_gradient, which computes flagged tokens
+    again; tile: the kernel's tile shape; align: alignment of rows, in elements of q."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -245,13 +234,6 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
         "SLOTS": sizes.slots, "UNITS": sizes.dtype == "float16", "ALIGN": align, "VIEWED": sizes.viewed,
         "THREADS": 32 * tile.num_warps, "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
-
-
-def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_gradient, which computes flagged tokens again; align: alignment
-    of rows, in elements of q."""
-    constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
-    return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
 
 def gradient_launches(
@@ -271,54 +253,13 @@ def gradient_launches(
         fixed: arguments that are equal in all runs, by name.
         names: names of the arguments of each run.
     """
-    constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
+    recompute, grid = shapes_sparse.RECOMPUTE_GRADIENT, (tokens,)
+    of_gradient, of_recompute = (gradient_constants(sizes, one, align) for one in (tile, recompute))
     launches = [
-        family.launch(
-            index_gradient, (tokens,), fixed | {"head0": head0}, names, constexprs | {"ADDS": head0 > 0}, tile
-        )
-        for head0 in range(0, sizes.heads, tile.BM)
+        family.launch(index_gradient, grid, fixed | {"head0": n}, names, of_gradient | {"ADDS": n > 0}, tile)
+        for n in range(0, sizes.heads, tile.BM)
     ]
-    return [
-        *launches,
-        family.launch(recompute_gradient, (tokens,), fixed, names, recompute_constants(sizes, align), recompute),
-    ]
-
-
-@dataclass(eq=False)
-class Gradient(launching.Ready):
-    """The launches of the gradient for chunks of tokens, and the sum of their gradient rows per key.
-
-    Attributes:
-        chunks: (number of tokens, launches) of each chunk, which use the same scratch; `launches` of Ready run once,
-            before them.
-        where: arguments of KeySum.write() for dk; None: nothing is written.
-        keys: number of keys of all sequences.
-        slots: selected keys per token.
-        dim: elements of a key.
-    """
-
-    chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
-    where: Where | None = None
-    keys: int = 0
-    slots: int = 0
-    dim: int = 0
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, sums the gradient rows of all chunks per key, and writes the sums to dk.
-
-        given: the tensors of this run by kernel argument name, to which scratch is added.
-        """
-        given.setdefault("q", given["index_q"])
-        total = KeySum(given["q"], self.keys, self.dim)
-        super().run(given)
-        for count, launches in self.chunks:
-            for each in launches:
-                each.start(given)
-            entries = count * self.slots
-            result = given["rows"][: entries * self.dim].view(entries, self.dim)
-            total.add(result, given["ids"][:entries], self.slots)
-        if self.where is not None:
-            total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
+    return [*launches, family.launch(recompute_gradient, grid, fixed, names, of_recompute, recompute)]
 
 
 def run_backward(
@@ -329,24 +270,26 @@ def run_backward(
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
     }  # fmt: skip
-    given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
+    given = layout_table.tensors(views)
     layout = layout_table.layout(views, given)
     ready = schedule.once(layout, lambda: ready_backward(problem, extents, schedule, views, given))
-    ready.run({RENAMED.get(name, name): memory_of for name, memory_of in given.items()})
+    ready.run({RENAMED.get(name, name): memory_of for name, memory_of in given.items()} | {"q": given["q"]})
 
 
 def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> Gradient:  # fmt: skip
+) -> launch_key_sum.Gradient:  # fmt: skip
     """Returns the launches that run_backward() starts, for the memory layout of `views` (by their names in the layout
     table) and the tensors `given`."""
     capacity = schedule.device_tables.capacity
-    m = CallMemory(views, given, schedule.device_tables, {"ids": numbered(given["q"], capacity.kv_len, 1)})
+    m = CallMemory(
+        views, given, schedule.device_tables, {"ids": launch_key_sum.numbered(given["q"], capacity.kv_len, 1)}
+    )
     # dk is written by KeySum, whose rows need no alignment.
     align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, m.table)
     tile, sizes = shapes.on(m.device, shapes_sparse.gradient_tile, p, align), shapes_sparse.sizes_of_gradient(p)
-    listed, tiles = m.on("tokens", tokens), m.on("keys", key_tiles)
+    listed, tiles = m.on("tokens", tokens), m.on("keys", launch_key_sum.key_tiles)
     shared = m.fixed | {"tokens": listed.tensor}
     per = tokens_per_chunk(p, schedule.rows)
     buffers = gradient_buffers(sizes, min(per, schedule.rows))
@@ -355,8 +298,8 @@ def ready_backward(
     for n in range(0, schedule.rows, per):
         count, here = min(per, schedule.rows - n), shared | {"first": n}
         lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k, p.ratio), LISTS)
-        chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]))
-    return Gradient(
-        [], (m.strides, m.lengths, listed, tiles), buffers, chunks, Where(m.strides.tensor, tiles.tensor, len(e)),
-        int(capacity.kv_len.sum()), p.top_k, p.dim,
-    )  # fmt: skip
+        launches = [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]
+        chunks.append((count * p.top_k, launches))
+    writes = [("dk", 0, p.dim, launch_key_sum.Where(m.strides.tensor, tiles.tensor, len(e)))]
+    tables, keys = (m.strides, m.lengths, listed, tiles), int(capacity.kv_len.sum())
+    return launch_key_sum.Gradient([], tables, buffers, chunks, writes, keys, p.dim, of_token=p.top_k)

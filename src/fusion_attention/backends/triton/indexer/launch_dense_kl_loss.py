@@ -9,16 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import kernels as common
-from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import (
-    Constants,
-    Family,
-    Launch,
-    Ready,
-    Schedule,
-    Scratch,
-    bytes_of,
-)
+from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
 from fusion_attention.ir import tiles
@@ -31,17 +22,11 @@ SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed i
 MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
 FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without matrix products
-ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
-FAMILY = Family(
+FAMILY = launching.Family(
     dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_given,
     dense_kl_loss.warm_difference, dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note,
     loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
-
-
-def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns kernel argument name -> tensor, for the views that are not None."""
-    return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
@@ -68,23 +53,15 @@ def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarr
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
-def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: IndexerOperands) -> None:
+def run_lse(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Writes the softmax statistics (maximum, sum) of the indexer's scores over all keys of a band."""
     assert o.stats is not None
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
     }  # fmt: skip
-    given = given_by(views)
+    given = layout_table.tensors(views)
     layout = layout_table.layout(views, given)
     schedule.once(layout, lambda: ready_lse(problem, CallMemory(views, given, schedule.device_tables))).run(given)
-
-
-def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """Returns the compile-time arguments of warm_lse and join_lse, two dictionaries by name; tile: the tile shape of
-    warm_lse."""
-    constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
-    constexprs |= {"BM": tile.BM, "BN": tile.BN}
-    return constexprs, {"BM": tile.BM}
 
 
 def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,12 +89,13 @@ def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
-def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
+def ready_lse(p: IndexerProblem, m: CallMemory) -> launching.Ready:
     """Returns the launches that run_lse() starts, for the memory layout of a call."""
     e, device, align = m.capacity, m.device, m.align
     tile = shapes.on(device, shapes_loss.warm_tiles, p, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
-    constexprs, known_join = lse_constants(p, tile, align)
+    constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
+    constexprs |= {"BM": tile.BM, "BN": tile.BN}
 
     def range_table(e: Extents) -> np.ndarray:
         return layout_table.padded(key_ranges(e, tile, p.ratio)[0], buffer)
@@ -128,20 +106,17 @@ def ready_lse(p: IndexerProblem, m: CallMemory) -> Ready:
     numbers = m.fixed | {"heads": p.heads, "plane": rows}
     names = [*m.given, "partial"]
     launches = [
-        FAMILY.launch(kernel, (len(listed),), numbers | {"tiles": listed}, names, values, tile)
-        for kernel, listed, values in (
-            (dense_kl_loss.warm_lse, split_tiles, constexprs), (dense_kl_loss.join_lse, full, known_join)
-        )
+        FAMILY.launch(kernel, (len(listed),), numbers | {"tiles": listed}, names, constexprs, tile)
+        for kernel, listed in ((dense_kl_loss.warm_lse, split_tiles), (dense_kl_loss.join_lse, full))
         if len(listed)
-    ]  # fmt: skip
-    return Ready(launches, (m.strides, m.lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
+    ]
+    return launching.Ready(launches, (m.strides, m.lengths, of_ranges, of_rows), lse_buffers(p, e, tile))
 
 
-def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, Scratch]:
-    """Returns the scratch of indexer_lse: two statistics for every range of keys of every query row; tile: the shape of
-    warm_lse."""
+def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, launching.Scratch]:
+    """Returns the scratch of indexer_lse: two statistics for every range of keys of every query row."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
-    return {"partial": Scratch((2 * int(capacity.q_len.sum()) * most,))}
+    return {"partial": launching.Scratch((2 * int(capacity.q_len.sum()) * most,))}
 
 
 # ------------------------------------------------------------------------------------------------ loss without lists
@@ -188,8 +163,7 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """Returns the work list for the largest lengths to which the schedule may be updated; ratio: tokens of a
-        key."""
+        """Returns the work list for the largest lengths of the schedule; ratio: tokens of a key."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -225,35 +199,29 @@ class Work:
         return np.stack(keys, 1).astype(np.int32)
 
 
-def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """Returns kernel name -> compile-time arguments, of each kernel of a loss without selection.
+def warm_constants(
+    p: IndexerLossProblem, t: shapes_loss.Warm, align: int
+) -> tuple[launching.Constants, dict[str, launching.Constants]]:
+    """Returns (compile-time arguments of the kernels of a loss without selection, of which each takes its own; kernel
+    name -> those that only this kernel has).
 
     t: the kernels' tile shapes. align: alignment of rows, in elements of q.
     """
-    index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
-    tile = {"BM": t.target.BM, "BN": t.target.BN}
-    return {
-        "note": {"BM": tile["BM"]},
-        "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
-        "warm_given": tile | {"RATIO": p.ratio, "UNIT": float(p.unit_target), "BK": 16},
-        "warm_difference": index | tile | {"RATIO": p.ratio, "ALIGN": align, "GIVEN": p.has_target},
-        "warm_target": tile | {
-            "GROUP": p.heads_q // max(p.heads_kv, 1), "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns,
-            "ALIGN": align,
-        },
-        "warm_query": index | tile | {
-            "UNIT": loss_parts.UNIT.value if p.dtype == "float16" else 1.0, "ALIGN": align, "BK": t.query.BN,
-        },
-        "warm_key": tile | {"SPLITS": SPLITS, "E": index["E"], "BR": t.key.BM},
-        "finish_keys": index | {"SPLITS": SPLITS, "BN": tile["BN"]},
+    shared = {
+        "E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "GROUP": p.heads_q // max(p.heads_kv, 1),
+        "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "RATIO": p.ratio, "GIVEN": p.has_target, "SPLITS": SPLITS,
+        "ALIGN": align, "BM": t.target.BM, "BN": t.target.BN, "BC": t.columns, "BR": t.key.BM,
     }  # fmt: skip
+    unit = loss_parts.UNIT.value if p.dtype == "float16" else 1.0
+    given = {"UNIT": float(p.unit_target), "BK": 16}
+    return shared, {"warm_given": given, "warm_query": {"UNIT": unit, "BK": t.query.BN}}
 
 
-def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
+def ready_warm(p: IndexerLossProblem, m: CallMemory) -> launching.Ready:
     """Returns the launches of a loss over all keys of a band (without selection), for the memory layout of a call."""
     e, device, align, given = m.capacity, m.device, m.align, m.given
     t = shapes.on(device, shapes_loss.warm_tiles, p, align)
-    work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
+    work, (constexprs, of_kernel) = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
     tables = m.strides, m.lengths, m.on(f"rows {t.target}", work.rows), m.on(f"keys {t.target}", work.keys)
     of_rows, of_keys = (each.tensor for each in tables[2:])
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
@@ -267,10 +235,11 @@ def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
     if "largest" in buffers:
         del fixed["largest"]
     names = [*given, *buffers]
-    launches: list[Launch] = []
+    launches: list[launching.Launch] = []
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
-        launches.append(FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile))
+        values = constexprs | of_kernel.get(kernel.__name__, {})
+        launches.append(FAMILY.launch(kernel, grid, fixed | more, names, values, tile))
 
     if len(of_rows) and (not p.has_target or "largest" in buffers):
         launch(loss_parts.note, (len(of_rows),), NOTE)
@@ -289,34 +258,35 @@ def ready_warm(p: IndexerLossProblem, m: CallMemory) -> Ready:
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return Ready(launches, tables, buffers)
+    return launching.Ready(launches, tables, buffers)
 
 
-def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> dict[str, Scratch]:
+def buffers_of(
+    p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int
+) -> dict[str, launching.Scratch]:
     """Returns kernel argument name -> scratch tensor of a loss without selection; tile: BM rows and BN keys of a block;
     width: padded elements of an indexer's key; rows: query rows of all sequences."""
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
-        "notes": Scratch(((p.heads_q + 1) * rows,)),
-        "keys": Scratch((work.padded_keys * width,), p.torch_dtype),
-        "differences": Scratch((blocks * tile.BM * tile.BN,)),
-        "rows": Scratch((most * width,), p.torch_dtype),
-        "factors": Scratch((most,)),
-        "added": Scratch((SPLITS * work.padded_keys * width,), cleared=True),
-        "losses": Scratch((int(work.buffer.sum()),), cleared=True),
+        "notes": launching.Scratch(((p.heads_q + 1) * rows,)),
+        "keys": launching.Scratch((work.padded_keys * width,), p.torch_dtype),
+        "differences": launching.Scratch((blocks * tile.BM * tile.BN,)),
+        "rows": launching.Scratch((most * width,), p.torch_dtype),
+        "factors": launching.Scratch((most,)),
+        "added": launching.Scratch((SPLITS * work.padded_keys * width,), cleared=True),
+        "losses": launching.Scratch((int(work.buffer.sum()),), cleared=True),
     }
-    return results | ({"largest": Scratch((1,), torch.int32, True)} if p.dtype == "float16" else {})
+    return results | ({"largest": launching.Scratch((1,), torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
     """Returns the bytes of scratch of the operation indexer_lse; e: the largest lengths of its schedule."""
-    return bytes_of(lse_buffers(p, e, shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p).lse))
+    return launching.bytes_of(lse_buffers(p, e, shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """Returns the most bytes of scratch of a loss without selection for the planned lengths `e`; its tiles depend on
-    the alignment of rows."""
+    """Returns the most bytes of scratch of a loss without selection, whose tiles depend on alignment."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p, align).target for align in (8, 1)}
-    return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)
+    return max(launching.bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

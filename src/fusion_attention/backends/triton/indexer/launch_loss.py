@@ -11,56 +11,38 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import kernels as common
-from fusion_attention.backends.triton.common import layout_table, shapes
-from fusion_attention.backends.triton.common.launching import (
-    Constants,
-    Family,
-    Launch,
-    Ready,
-    Schedule,
-    Scratch,
-    bytes_of,
-)
+from fusion_attention.backends.triton.common import launching, layout_table, shapes
 from fusion_attention.backends.triton.common.layout_table import CallMemory
+from fusion_attention.backends.triton.indexer import launch_dense_kl_loss as of_bands
 from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer.launch import (
-    Gradient,
     gradient_buffers,
     gradient_launches,
     list_constants,
 )
-from fusion_attention.backends.triton.indexer.launch_dense_kl_loss import (
-    MOST,
-    NOTE,
-    given_by,
-    lse_bytes,
-    ready_warm,
-    run_lse,
-    warm_bytes,
-)
 from fusion_attention.backends.triton.selected import launch as launch_sparse
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.launch_key_sum import Where, key_tiles
+from fusion_attention.backends.triton.selected.launch_key_sum import Gradient, Where, key_tiles
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import LISTS
 from fusion_attention.ir import tiles
 from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerLossOperands, IndexerLossProblem, IndexerProblem
 
-__all__ = ["run_loss", "run_lse", "workspace_bytes"]
+run_lse = of_bands.run_lse
 
 BUFFER = 1 << 27  # elements of gradient rows per chunk
 ROWS = 64  # rows of a program of note()
 SLOTS = 1024  # most entries of a list per iteration of compare()
-FAMILY = Family(
+FAMILY = launching.Family(
     read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, recompute_gradient,
     loss_parts.note,
 )  # fmt: skip
 
 
 def run_loss(
-    problem: IndexerLossProblem, extents: Extents, schedule: Schedule, o: IndexerLossOperands, g: IndexerGrads
+    problem: IndexerLossProblem, extents: Extents, schedule: launching.Schedule, o: IndexerLossOperands, g: IndexerGrads
 ) -> None:
     """Writes the indexer's loss `o.loss` [1] and its gradients dq, dk and dweights (`g`)."""
     p, index = problem, o.index
@@ -78,13 +60,13 @@ def run_loss(
     else:
         assert index.stats is not None
         views |= {"index_max": index.stats.max, "index_sum": index.stats.sum}
-    given = given_by(views)
+    given = layout_table.tensors(views)
     if p.has_sink:
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
-    make, tables = ready_selected if p.select_count else ready_warm, schedule.device_tables
+    make, tables = ready_selected if p.select_count else of_bands.ready_warm, schedule.device_tables
 
-    def once() -> Ready:
+    def once() -> launching.Ready:
         more = {"ids": launch_key_sum.numbered(given["q"], tables.capacity.kv_len, 1)} if p.select_count else {}
         return make(p, CallMemory(views, given, tables, more))
 
@@ -93,26 +75,25 @@ def run_loss(
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
 
 
-def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
+def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: launching.Schedule) -> int:
     """Returns the most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
-        return lse_bytes(problem, e)
+        return of_bands.lse_bytes(problem, e)
     if not problem.select_count:
-        return warm_bytes(problem, e)
+        return of_bands.warm_bytes(problem, e)
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
     entries = rows * problem.select_count
     sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
-    return bytes_of(buffers_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+    return launching.bytes_of(buffers_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
 # ------------------------------------------------------------------------------------------------- loss of selections
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """Returns the number of query rows whose gradient rows (one per selected key) fit the memory limit of a chunk of a
-    loss over selected keys."""
-    return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
+    """Returns the query rows whose gradient rows fit the memory limit of a chunk of selected keys."""
+    return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), of_bands.MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
@@ -126,7 +107,7 @@ def row_table(e: Extents) -> np.ndarray:
     return np.stack(rows, 1).astype(np.int32)
 
 
-def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
+def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, launching.Constants]:
     """Returns kernel name -> compile-time arguments, of each kernel of a loss over selected keys.
 
     t: the kernels' tile shapes. align: alignment of rows, in elements of q.
@@ -146,17 +127,16 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     }  # fmt: skip
 
 
-def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, Scratch]:
-    """Returns kernel argument name -> scratch tensor of a loss over selected keys; the sums per key (KeySum) are not
-    included."""
+def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, launching.Scratch]:
+    """Returns kernel argument name -> scratch of a loss over selected keys, without the sums per key."""
     rows = int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
     return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
-        "notes": Scratch((rows * (p.heads_q + 1),)),
-        "scores": Scratch((entries,)),
-        "dscores": Scratch((entries,)),
-        "losses": Scratch((rows,)),
+        "notes": launching.Scratch((rows * (p.heads_q + 1),)),
+        "scores": launching.Scratch((entries,)),
+        "dscores": launching.Scratch((entries,)),
+        "losses": launching.Scratch((rows,)),
     }
 
 
@@ -181,10 +161,14 @@ def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
     names = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
     tile = shapes.on(device, shapes_sparse.gradient_tile, p, align)
 
-    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
+    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> launching.Launch:
         return FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile)
 
-    first = [launch(loss_parts.note, (len(of_rows.tensor),), NOTE)] if len(of_rows.tensor) and not p.has_target else []
+    first = (
+        [launch(loss_parts.note, (len(of_rows.tensor),), of_bands.NOTE)]
+        if len(of_rows.tensor) and not p.has_target
+        else []
+    )
     chunks = []
     for at in range(0, rows, rows_of_chunk(p)):
         count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
@@ -196,9 +180,10 @@ def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
                 else [launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here)]
             ),
             launch(selected_loss.score, (count,), t.score, **here),
-            launch(selected_loss.compare, (count,), NOTE, **here),
+            launch(selected_loss.compare, (count,), of_bands.NOTE, **here),
         ]
-        chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, fixed | here, names)))
-    where, keys = Where(m.strides.tensor, to_write.tensor, len(e)), int(e.kv_len.sum())
-    tables = m.strides, m.lengths, listed, of_rows, to_write
-    return Gradient(first, tables, buffers, chunks, where, keys, p.select_count, p.dim_index)
+        launches += gradient_launches(FAMILY, sizes, tile, align, count, fixed | here, names)
+        chunks.append((count * p.select_count, launches))
+    writes = [("dk", 0, p.dim_index, Where(m.strides.tensor, to_write.tensor, len(e)))]
+    tables, keys = (m.strides, m.lengths, listed, of_rows, to_write), int(e.kv_len.sum())
+    return Gradient(first, tables, buffers, chunks, writes, keys, p.dim_index, of_token=p.select_count)

@@ -29,8 +29,7 @@ def columns_ahead(at, within, there):
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """Returns max(0, keys . rows) [keys, rows]; NaN for NaN; both are in column blocks (D1, D2: widths of the last
-    two)."""
+    """Returns max(0, keys . rows) [keys, rows], NaN for NaN; both in column blocks (D1, D2: the last two)."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -13,13 +13,7 @@ import triton.language as tl
 
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import LOG2E, heads_at, load_part, rows_at
-from fusion_attention.backends.triton.indexer.loss_parts import (
-    at_least,
-    columns_at,
-    difference,
-    given_difference,
-    steps,
-)
+from fusion_attention.backends.triton.indexer import loss_parts
 from fusion_attention.backends.triton.selected.selection import token_at
 
 
@@ -36,8 +30,8 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
            BC: tl.constexpr):  # fmt: skip
     """Writes p, the mean over heads of the attention's probabilities, for BK entries of a token's list to dscores,
     which compare() overwrites by dI; grid (tiles of entries, tokens)."""
-    STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
-    BLOCKS: tl.constexpr = steps(GROUP, BH)  # of the heads that share a key head
+    STEPS: tl.constexpr = loss_parts.steps(DIM, BC) + loss_parts.steps(DIM_ROPE, BC)
+    BLOCKS: tl.constexpr = loss_parts.steps(GROUP, BH)  # of the heads that share a key head
     at_token = tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + at_token)
     slot, lane, d = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BH), tl.arange(0, BC)
@@ -59,9 +53,9 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
         h = hk * GROUP + inner + lane
         in_group = lane < GROUP - inner
         lse = tl.load(of_notes + h, mask=in_group, other=float("inf"))
-        of_q, step_q, width = columns_at(c, q, q_rope, at_q, at_qr, head_q, head_qr, DIM, DIM_ROPE, BC)
-        of_k, step_k, _ = columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k, stride_kr, DIM,
-                                     DIM_ROPE, BC)  # fmt: skip
+        of_q, step_q, width = loss_parts.columns_at(c, q, q_rope, at_q, at_qr, head_q, head_qr, DIM, DIM_ROPE, BC)
+        of_k, step_k, _ = loss_parts.columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k,
+                                                stride_kr, DIM, DIM_ROPE, BC)  # fmt: skip
         there_q, there_k = in_group[:, None], there[:, None]
         if (DIM % BC != 0) or (DIM_ROPE % BC != 0):
             there_q, there_k = there_q & (d < width)[None, :], there_k & (d < width)[None, :]
@@ -100,7 +94,7 @@ def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.in
         ahead = listed(of_keys, k + BK, slots)
         rows = load_part(index_k + at_k, key.to(tl.int64) * stride_k, key >= 0, 0, E, DIM_INDEX, True)
         s = tl.dot(rows, tl.trans(query), input_precision="ieee")
-        each = at_least(s, 0.0) * w[None, :]
+        each = loss_parts.at_least(s, 0.0) * w[None, :]
         if PADDED:  # zeros of lanes without a head, multiplied by an infinite key, are NaN
             each = tl.where(there[None, :], each, 0.0)
         tl.store(out + k, tl.sum(each, 1), mask=k < slots)
@@ -146,12 +140,12 @@ def compare(keys, scores, dscores, losses, target, values, strides, tokens, coun
         if GIVEN:
             p = tl.load(of_p + k, mask=valid, other=0.0)
             y = tl.exp2((x - most) * LOG2E) / normaliser
-            gap, loss = given_difference(p, tl.sum(mass, 0), y, valid)
+            gap, loss = loss_parts.given_difference(p, tl.sum(mass, 0), y, valid)
             if values is not None:
                 tl.store(of_y + k, y, mask=valid)
         else:
             p = tl.load(of_p + k, mask=k < slots, other=0.0)
-            gap, loss = difference(p, x, most, normaliser, valid, True)
+            gap, loss = loss_parts.difference(p, x, most, normaliser, valid, True)
         lost += loss
         tl.store(of_gap + k, gap, mask=k < slots)
     tl.store(losses + first + at_token, tl.sum(lost, 0))

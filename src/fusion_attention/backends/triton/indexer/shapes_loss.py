@@ -86,8 +86,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """Returns the tile shapes of the loss over selected keys on a chip of CHIPS; None if there are none for the
-    problem's sizes."""
+    """Returns the tiles of the loss over selected keys on a chip of CHIPS; None if there are none."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)

@@ -29,8 +29,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Returns columns c of the rows at base + offset; zeros in missing rows (`there` is false) and, if MASKED, from
-    column DIM on."""
+    """Loads columns c of rows; zeros in missing rows (`there` is false) and, if MASKED, from column DIM on."""
     at = base + offset[:, None] + c[None, :]
     if MASKED:
         return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
@@ -81,8 +80,7 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (memory, stride of a token) of the source of the tile of slots from `slot` on; sources: result of
-    sources_of()."""
+    """Returns (memory, stride of a token) of the source of a tile of slots; sources: of sources_of()."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])

@@ -14,30 +14,12 @@ that only passes a value on.
 import triton
 import triton.language as tl
 
+from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
-from fusion_attention.backends.triton.common.kernels import (
-    add_three,
-    heads_at,
-    inner_three,
-    lengths_at,
-    load_part,
-    load_three,
-    store_three,
-    zeros_three,
-)
 from fusion_attention.backends.triton.common.pages import cache_at, clamped
 from fusion_attention.backends.triton.decode.kernel import share_at, write_rows
 from fusion_attention.backends.triton.dense.forward import weigh
-from fusion_attention.backends.triton.selected.selection import (
-    band_of,
-    compressed_end,
-    entry_ahead,
-    in_band,
-    list_at,
-    named,
-    slots_read,
-    token_at,
-)
+from fusion_attention.backends.triton.selected import selection
 
 # Arguments whose values are not compiled into a kernel (no specialisation).
 PAGES = ("width", "step", "last", "width_compressed", "step_compressed", "last_compressed")
@@ -54,10 +36,10 @@ def entry_once(entries, n, slots, BLOCK: tl.constexpr):
     wait for each other.
     """
     if n.shape[0] != 32:
-        return entry_ahead(entries, n, slots, BLOCK)
+        return selection.entry_ahead(entries, n, slots, BLOCK)
     else:
         copies = n[:, None] + tl.zeros([1, COPIES], tl.int32)
-        return tl.max(entry_ahead(entries, copies, slots, BLOCK), 1)
+        return tl.max(selection.entry_ahead(entries, copies, slots, BLOCK), 1)
 
 
 @triton.jit
@@ -94,7 +76,7 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """Returns int32 keys of slots n: those of their entries or from `first` on; in_band() tests if they are visible."""
     if LISTED:
-        return named(entry, n, end, BLOCK)
+        return selection.named(entry, n, end, BLOCK)
     else:
         return tl.where(n < slots, first + n, -1)
 
@@ -136,20 +118,22 @@ def attend(state, query, rope, memory, caches, entries, table, last, first, end,
     if LISTED:
         entry = entry_once(entries, begin + n, slots, BLOCK)
     key = key_of(entry, begin + n, slots, first, end, LISTED, BLOCK)
-    page = page_of(table, key, in_band(key, first, end), last, PAGE)
+    page = page_of(table, key, selection.in_band(key, first, end), last, PAGE)
     if LISTED:
         entry_next = entry_once(entries, begin + BN + n, slots, BLOCK)
     for n0 in tl.range(begin, slots, BN):
         key_next = key_of(entry_next, n0 + BN + n, slots, first, end, LISTED, BLOCK)
-        page_next = page_of(table, key_next, in_band(key_next, first, end), last, PAGE)
+        page_next = page_of(table, key_next, selection.in_band(key_next, first, end), last, PAGE)
         if LISTED:
             entry_next = entry_once(entries, n0 + 2 * BN + n, slots, BLOCK)
-        there = in_band(key, first, end)
-        keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), there, True, D0, D1, D2, DIM)
-        s = inner_three(query, keys, D1, D2)
+        there = selection.in_band(key, first, end)
+        keys = common.load_three(
+            k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), there, True, D0, D1, D2, DIM
+        )
+        s = common.inner_three(query, keys, D1, D2)
         if R:
             offset = offset_within(cache_r, key, page, PAGE, NEAR)
-            tail = load_part(k_rope + cache_r[0], offset, there, 0, R, DIM_ROPE, True)
+            tail = common.load_part(k_rope + cache_r[0], offset, there, 0, R, DIM_ROPE, True)
             s = tl.dot(rope, tl.trans(tail), s, input_precision="ieee")
         if not RAW:
             s = s * scale
@@ -163,8 +147,8 @@ def attend(state, query, rope, memory, caches, entries, table, last, first, end,
         values = keys
         if not SHARED:
             offset = offset_within(cache_v, key, page, PAGE, NEAR)
-            values = load_three(v + cache_v[0], offset, there, True, V0, V1, V2, DIM_V)
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+            values = common.load_three(v + cache_v[0], offset, there, True, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = common.add_three((acc0, acc1, acc2), p, values, V1, V2)
         key, page = key_next, page_next
     return acc0, acc1, acc2, m, l
 
@@ -188,32 +172,32 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
     (RATIO), slots of the band come first.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
-    b, row = token_at(tokens, tl.program_id(0) // programs)
+    b, row = selection.token_at(tokens, tl.program_id(0) // programs)
     hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
-    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    _, kv_len, lo, hi, prefix, _ = common.lengths_at(lengths, count, b)
     if PAGE:
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
         table += b * step
-    first, end = band_of(row, kv_len, lo, hi, prefix)
+    first, end = selection.band_of(row, kv_len, lo, hi, prefix)
     entries = indices
     if SELECT:
-        entries = list_at(indices, strides, count, b, hk, row)
+        entries = selection.list_at(indices, strides, count, b, hk, row)
     slots = tl.maximum(end - first, 0)
     if not RATIO:
-        slots = slots_read(entries, end, SELECT, BLOCK)
+        slots = selection.slots_read(entries, end, SELECT, BLOCK)
 
-    at_q, head_q, token_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
-    query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
+    at_q, head_q, token_q = common.heads_at(strides, count, b, layout_index.Q, ALIGN)
+    query = common.load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
     cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
     cache_v, cache_r, rope = cache_k, cache_k, query[0]
     if not SHARED:
         cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
     if R:
-        at_r, head_r, token_r = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
-        rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
+        at_r, head_r, token_r = common.heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        rope = common.load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
         cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
 
-    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    acc0, acc1, acc2 = common.zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     begin, last_slot = 0, slots
@@ -225,13 +209,13 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
         first, end, begin, last_slot, scale, exponent, not RATIO, BLOCK, SHARED, RAW, PAGE, NEAR, D0, D1, D2, DIM, R,
         DIM_ROPE, V0, V1, V2, DIM_V, BN)  # fmt: skip
     if RATIO:
-        end = compressed_end(lengths, count, b, row, RATIO)
+        end = selection.compressed_end(lengths, count, b, row, RATIO)
         if PAGE_COMPRESSED:
             end = tl.minimum(end, width_compressed * PAGE_COMPRESSED)
             table_compressed += b * step_compressed
         last_slot = end
         if SELECT:
-            last_slot = slots_read(entries, end, SELECT, BLOCK)
+            last_slot = selection.slots_read(entries, end, SELECT, BLOCK)
         if SPLIT:
             last_slot = tl.minimum(last_slot, begin + per - slots)
             begin = tl.maximum(begin - slots, 0)
@@ -250,7 +234,7 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
     if SPLIT:
         slot = tl.program_id(0) // programs * tl.num_programs(1) + tl.program_id(1)
         at = share_at(slot, hk, GROUP, h - hk * GROUP, heads_kv, BUFFER)
-        store_three(partials, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
+        common.store_three(partials, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
         tl.store(partials + at + DIM_V, m, mask=valid)
         tl.store(partials + at + DIM_V + 1, l, mask=valid)
     else:

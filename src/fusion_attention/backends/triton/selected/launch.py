@@ -36,8 +36,7 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
-    """Returns int32 [tokens, 2]: (sequence, query row within it) of each token, for the tokens of all sequences in
-    order."""
+    """Returns int32 [tokens, 2]: (sequence, query row within it) of each token of all sequences."""
     return np.stack(divided(extents.q_len, 1)[:2], 1).astype(np.int32)
 
 
@@ -68,8 +67,7 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns the views of operands that the problem uses, by name; "v" is None if values are the first columns of
-    keys."""
+    """Returns the views that the problem uses, by name; "v" is None if values are the first columns of keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -82,50 +80,30 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
     }  # fmt: skip
 
 
-def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """Returns the compile-time arguments that all kernels with lists have; tile: the kernel's shape; align: alignment
-    of rows, in elements of q."""
-    p = problem
-    return launch_dense.widths(p) | {
-        "GROUP": p.group,
-        "RAW": launch_dense.raw(p),
-        "SELECT": p.select_count,
-        "BLOCK": p.select_block,
-        "RATIO": p.compressed_ratio,
-        "ALIGN": align,
-        "BM": tile.BM,
-        "BN": tile.BN,
-    }
-
-
-def forward_constants(
-    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
+def constants(
+    problem: Problem, tile: shapes.Tile, align: int, is_near: bool, split: bool, page_compressed: int
 ) -> launching.Constants:
-    """Returns the compile-time arguments of the forward kernel; tile: its shape; align: alignment of rows, in elements
-    of q.
+    """Returns the compile-time arguments of the kernels of a forward, of which each takes its own; tile: the kernel's
+    shape; align: alignment of rows, in elements of q.
 
     is_near: int32 holds the offsets of keys. split: several programs compute a token. page_compressed: tokens of a page
     of compressed keys, 0 without pages.
     """
     p = problem
-    more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
-    more |= {"BUFFER": launch_decode.buffer(p), "SPLIT": split, "PAGE_COMPRESSED": page_compressed}
-    return constants(p, tile, align) | more
-
-
-def recompute_constants(
-    problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
-) -> launching.Constants:
-    """Returns the compile-time arguments of recompute_lists(); is_near: int32 holds the offsets of keys;
-    page_compressed: tokens of a page of compressed keys, 0 without pages."""
-    tile = shapes.recompute_tile("recompute_out", problem)
-    constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
-    return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
+    return launch_dense.constants(p, tile, align) | {
+        "SELECT": p.select_count,
+        "BLOCK": p.select_block,
+        "RATIO": p.compressed_ratio,
+        "SHARED": shapes_sparse.shared(p),
+        "NEAR": is_near,
+        "BUFFER": launch_decode.buffer(p),
+        "SPLIT": split,
+        "PAGE_COMPRESSED": page_compressed,
+    }
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
-    """Returns the number of programs that share the query heads of a token: at most BM heads each, all of one key
-    head."""
+    """Returns the number of programs that share a token's query heads: at most BM heads of one key head each."""
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
@@ -139,11 +117,6 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
     return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
-
-
-def programs_per_token(most: int, keys_per_split: int) -> int:
-    """Returns the number of programs for a token with `most` keys, if each program computes keys_per_split of them."""
-    return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
@@ -165,7 +138,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     every tile shape and the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
-    shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    shares = -(-most // slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
     return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
 
 
@@ -204,12 +177,14 @@ def ready(p: Problem, m: CallMemory) -> launching.Ready:
     arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | m.fixed
     arguments |= of_pages | {"heads_kv": p.heads_kv, "tokens": listed.tensor}
     is_near, recompute = near(m.views, m.capacity), shapes.recompute_tile("recompute_out", p)
-    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, page_compressed)
+    count = len(listed.tensor)
     most = sum(slots(p, m.capacity))
     keys_per_split = slots_per_program(p, most, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = m.strides, m.lengths, listed
-    shares, names = programs_per_token(most, keys_per_split), list(m.given)
-    constexprs = forward_constants(p, tile, align, is_near, shares > 1, page_compressed)
+    shares, names = -(-most // keys_per_split), list(m.given)
+    of_forward, of_recompute = (
+        constants(p, one, align, is_near, shares > 1, page_compressed) for one in (tile, recompute)
+    )
     scratch: dict[str, launching.Scratch] = {}
     if shares > 1:
         joined = m.on(f"shares {shares}", lambda e: work(p, e, shares))
@@ -217,11 +192,10 @@ def ready(p: Problem, m: CallMemory) -> launching.Ready:
         scratch["partials"] = launching.Scratch((count * shares * p.heads_q * launch_decode.buffer(p),))
         tables, names = (*tables, joined), [*names, "partials"]
     grid = count * programs(p, tile), max(shares, 1)
-    launches = [FAMILY.launch(sparse_forward, grid, arguments, names, constexprs, tile)]
+    launches = [FAMILY.launch(sparse_forward, grid, arguments, names, of_forward, tile)]
     if shares > 1:
-        grid, of_join = (count * p.group, p.heads_kv), launch_decode.join_constants(constexprs)
-        launches.append(FAMILY.launch(join, grid, arguments, names, of_join, launch_decode.JOIN))
-    launches.append(
-        FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, names, recomputed, recompute)
-    )
+        grid = count * p.group, p.heads_kv
+        launches.append(FAMILY.launch(join, grid, arguments, names, of_forward, launch_decode.JOIN))
+    tokens_of = (count * programs(p, recompute),)
+    launches.append(FAMILY.launch(recompute_lists, tokens_of, arguments, names, of_recompute, recompute))
     return launching.Ready(launches, tables, scratch)

@@ -9,7 +9,7 @@ the columns of dk, dk_rope and dv, one after the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,21 @@ import torch
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
-from fusion_attention.backends.triton.common.launching import Constants, Schedule, Scratch, bytes_of, launch_some
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule, Scratch, bytes_of
+from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.dense.backward import prepare
-from fusion_attention.backends.triton.dense.launch import PLANES, query_tiles, widths
+from fusion_attention.backends.triton.dense.launch import PLANES, constants, float32, query_tiles
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes_backward as cuts
 from fusion_attention.backends.triton.selected.backward import backward_rows, backward_slots, weigh_slots
 from fusion_attention.backends.triton.selected.launch import slots
 from fusion_attention.backends.triton.selected.launch import tokens as listed_tokens
-from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.selected.launch_key_sum import Gradient, Where
 from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
-from fusion_attention.memory import empty
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 # True: slots are added to sums of keys by atomic additions, in no fixed order, instead of rows that are sorted and
@@ -39,13 +39,19 @@ BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 ATOMIC = False
 PREPARE = shapes.Tile(16, 16, 8, 1)
 RECOMPUTE = SlotTile(0, 16, 32, 4, 1)
+ABSENT = frozenset(
+    ("v", "q_rope", "k_rope", "indices", "k_compressed", "v_compressed", "dlse", "sink", "partials", "large")
+)
+FAMILY = Family(
+    prepare, read_lists, weigh_slots, backward_rows, backward_slots, recompute_rows, recompute_slots,
+    sources=("dq", "dq_rope", "dk", "dk_rope", "dv", "dk_compressed", "dv_compressed"),
+)  # fmt: skip
 MOST_PROGRAMS = 65535  # limit of the second and third axis of a grid
 ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multiples of this number of columns
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Returns ({gradient: its first column}, number of columns) of a gradient row: dk, dk_rope and dv that a token adds
-    to one key, side by side."""
+    """Returns ({gradient: first column}, columns) of a gradient row: dk, dk_rope and dv of one key, side by side."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -81,8 +87,7 @@ def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """Returns the bytes of scratch per query token with `slots` keys; row: dtype of its contributions to gradients of
-    keys."""
+    """Returns the bytes of scratch per query token with `slots` keys; row: dtype of gradient rows."""
     sums = 0 if ATOMIC else problem.heads_kv * slots * launch_key_sum.BYTES_OF_ENTRY
     return sums + bytes_of(buffers_of(problem, 1, slots, row))
 
@@ -136,8 +141,7 @@ def keys_of(extents: Extents) -> int:
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
-    """Returns the views of operands and gradients that the backward's kernels use, by their names in the layout
-    table."""
+    """Returns the views that the backward's kernels use, by their names in the layout table."""
     p = problem
     results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -154,177 +158,102 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
     return results
 
 
-@dataclass(eq=False)
-class Prepared:
-    """The parts of a run that depend on the memory layout only: tables, tile shapes, and compile-time values.
-
-    Attributes:
-        strides: the layout table.
-        lengths: the table of lengths.
-        by_row: tiles of query rows, for prepare().
-        tokens: (sequence, row) of every token.
-        by_key, by_compressed_key: key_tiles() of keys and of compressed keys.
-        align: alignment of rows, in elements of q.
-        cuts: the tile shape of each kernel, by name.
-        slots: the result of slots_of().
-    """
-
-    strides: layout_table.Copied
-    lengths: layout_table.Copied
-    by_row: layout_table.Copied
-    tokens: layout_table.Copied
-    by_key: layout_table.Copied
-    by_compressed_key: layout_table.Copied | None
-    align: int
-    cuts: dict[str, SlotTile]
-    slots: tuple[int, int]
-    keys: int  # number of keys of all sequences and heads
-
-    def read(self) -> None:
-        """Makes the current stream wait until all tables have been copied."""
-        for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key, self.by_compressed_key):
-            if table is not None:
-                table.read()
-
-
-def prepare_layout(
-    problem: Problem,
-    extents: Extents,
-    device_tables: layout_table.DeviceTables,
-    views: dict[str, Any],
-    given: dict[str, Any],
-) -> Prepared:
-    """Returns the tables, tile shapes and compile-time values of run() for one memory layout: that of `views` and of
-    their tensors `given`, both by name."""
-    p, count = problem, len(extents)
-    device, like = layout_table.one_device(given), given["q"]
-    total = np.full(count, 1, np.int64)
-    flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
-    capacity = device_tables.capacity
-    ids = {"ids": launch_key_sum.numbered(like, capacity.kv_len, p.heads_kv)}
-    second = None
-    if capacity.compressed is not None:
-        lengths, first = capacity.compressed.kv_len, int(capacity.kv_len.sum())
-        ids["ids_compressed"] = launch_key_sum.numbered(like, lengths, p.heads_kv, first)
-        second = device_tables.on(device, "compressed keys", lambda e: launch_key_sum.key_tiles(e, True))
-    table = layout_table.strides(views | {"flat": flat} | ids, count)
-    align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
-    assert chip is not None  # reasons_against() ensures it
-    tiles = {kernel: cuts.tile_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
-    return Prepared(
-        layout_table.Copied.of(table, device),
-        device_tables.on(device, "lengths", layout_table.lengths),
-        device_tables.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
-        device_tables.on(device, "tokens", listed_tokens),
-        device_tables.on(device, "keys", launch_key_sum.key_tiles),
-        second,
-        align,
-        tiles,
-        slots_of(p, capacity, tiles),
-        keys_of(capacity) * p.heads_kv,
-    )
-
-
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients of attention to selected keys to the views in `g`, from the saved out and statistics in
-    `o`."""
-    p, result = problem, views_of(problem, o, g)
-    given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
-    prepared = schedule.once(
-        layout_table.layout(result, given), lambda: prepare_layout(p, extents, schedule.device_tables, result, given)
-    )
-    prepared.read()
-    like, tokens = given["q"], schedule.rows
-    given |= {"strides": prepared.strides.tensor, "lengths": prepared.lengths.tensor, "tokens": prepared.tokens.tensor}
-    given |= {"count": len(extents), "plane": tokens * p.heads_q}
-    given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
-    given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
-    partials = note_rows(p, prepared, given, o)
-    sums, row = KeySum(like, prepared.keys, columns_of(p)[1]), rows_dtype(p, given["dk"].dtype == torch.float32)
-    if tokens:
-        per = tokens_of(p, tokens, prepared.slots[1], row)
-        buffers = buffers_of(p, per, prepared.slots[1], row)
-        given |= {name: empty(like, shape, dtype) for name, (shape, dtype, _) in buffers.items()}
-        for first in range(0, tokens, per):  # all chunks use the same memory, one after the other
-            run_chunk(p, prepared, sums, given | {"first": first}, min(per, tokens - first))
-    where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
-    for name, first in columns_of(p)[0].items():
-        sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
-        if prepared.by_compressed_key is not None:
-            second = replace(where, tiles=prepared.by_compressed_key.tensor, ids="ids_compressed")
-            name = f"{name}_compressed"
-            sums.write(given[name], name, first, result[name].dim, p.heads_kv, second)
+    """Writes the gradients of attention to selected keys to `g`, from the saved out and statistics in `o`."""
+    views = views_of(problem, o, g)
+    given = layout_table.tensors(views)
+    if problem.has_sink:
+        given["sink"] = float32(o.sink)
+    layout = layout_table.layout(views, given)
+    schedule.once(layout, lambda: ready(problem, extents, schedule, views, given)).run(given)
     if g.dsink is not None:
-        g.dsink.copy_(torch.zeros_like(g.dsink) if partials is None else partials.sum(0))
+        g.dsink.copy_(given["partials"].sum(0) if "partials" in given else torch.zeros_like(g.dsink))
 
 
-def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
-    """Computes lse and D of every query row and head by prepare(), into given["flat"].
+def ready(
+    p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Gradient:
+    """Returns the launches that run() starts, for the memory layout of `views` and of the tensors `given`, by name."""
+    like, rows, capacity, count = given["q"], schedule.rows, schedule.device_tables.capacity, len(e)
+    more = {"ids": launch_key_sum.numbered(like, capacity.kv_len, p.heads_kv)}
+    if capacity.compressed is not None:
+        first = int(capacity.kv_len.sum())
+        more["ids_compressed"] = launch_key_sum.numbered(like, capacity.compressed.kv_len, p.heads_kv, first)
+    more["flat"] = RowView((like,), e.q_start * p.heads_q, p.heads_q, np.full(count, 1, np.int64), 1)
+    m = CallMemory(views, given, schedule.device_tables, more)
+    chip = shapes.chip_of(m.device)
+    assert chip is not None  # reasons_against() ensures it
+    tiles = {kernel: cuts.tile_of(kernel, p, chip, m.align) for kernel in cuts.KERNELS}
+    slots = slots_of(p, capacity, tiles)
+    row = rows_dtype(p, given["dk"].dtype == torch.float32)
+    by_row, listed = m.on(f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)), m.on("tokens", listed_tokens)
+    scratch = {"flat": Scratch((PLANES * rows * p.heads_q,))}
+    if p.dtype == "float16":
+        scratch["large"] = Scratch((count * p.heads_kv,), torch.int32, cleared=True)
+    if p.has_sink and len(by_row.tensor):
+        scratch["partials"] = Scratch((len(by_row.tensor), p.heads_q))
+    per = tokens_of(p, rows, slots[1], row)
+    scratch |= buffers_of(p, per, slots[1], row) if rows else {}
+    names = [*given, *scratch, *(("rows",) if ATOMIC else ())]
+    fixed = dict.fromkeys(ABSENT - {*names}) | m.fixed | {
+        "tokens": listed.tensor, "tiles": by_row.tensor, "plane": rows * p.heads_q, "scale": p.scale,
+        "exponent": p.scale * common.LOG2E.value,
+    }  # fmt: skip
 
-    Returns float32 [tiles of rows, heads_q], what each tile adds to dsink; None without a sink or without rows.
-    """
-    p, tiles = problem, prepared.by_row.tensor
-    if not len(tiles):
-        return None
-    partials = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
-    sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
-    buffers = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "partials": partials, "tiles": tiles}
-    launch_some(prepare, (len(tiles), p.heads_q), given | buffers, prepare_constants(p, prepared.align), PREPARE)
-    return partials
+    def launched(step: Step, **numbers: int) -> Launch:
+        return FAMILY.launch(step.kernel, step.grid, fixed | numbers, names, step.constexprs, step.tile, step.renamed)
 
-
-def run_chunk(p: Problem, prepared: Prepared, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
-    """Computes the gradients of the query rows of a chunk of `tokens` tokens, and adds those of their keys to `sums`.
-
-    given: kernel arguments by name; "first" is the chunk's first token.
-    """
-    given = {"rows": sums.total} | given | {"scale": p.scale, "exponent": p.scale * common.LOG2E.value}
-    for name in ("v", "q_rope", "k_rope", "indices", "k_compressed", "v_compressed"):
-        given.setdefault(name, None)
-    token_heads = tokens * p.heads_kv
-    for one in launches(p, prepared.cuts, prepared.align, prepared.slots, ATOMIC):
-        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "token_heads": token_heads}.get(n, n) for n in one.grid)
-        named = {name: given[source] for name, source in one.renamed.items()}
-        launch_some(one.kernel, grid, given | named, one.constexprs, one.tile)
-    if not ATOMIC:
-        slots = prepared.slots[1]
-        entries = token_heads * slots
-        sums.add(given["rows"][:entries], given["ids"][:entries], p.heads_kv * slots)
+    of_rows = Step(prepare, (len(by_row.tensor), p.heads_q), constants(p, PREPARE, m.align), PREPARE, {})
+    chunks = []
+    for first in range(0, rows, per):
+        steps = launches(p, tiles, m.align, slots, ATOMIC, min(per, rows - first))
+        entries = min(per, rows - first) * p.heads_kv * slots[1]
+        chunks.append((entries, [launched(step, first=first) for step in steps]))
+    by_key = m.on("keys", launch_key_sum.key_tiles)
+    tables: tuple[layout_table.Copied, ...] = m.strides, m.lengths, by_row, listed, by_key
+    sources = {"": Where(m.strides.tensor, by_key.tensor, count)}
+    if capacity.compressed is not None:
+        by_compressed = m.on("compressed keys", lambda e: launch_key_sum.key_tiles(e, True))
+        sources["_compressed"] = Where(m.strides.tensor, by_compressed.tensor, count, "ids_compressed")
+        tables = *tables, by_compressed
+    starts, columns = columns_of(p)
+    dims = {"dk": p.dim_qk, "dk_rope": p.dim_rope, "dv": p.dim_v}
+    writes = [(f"{n}{s}", first, dims[n], where) for n, first in starts.items() for s, where in sources.items()]
+    return Gradient(
+        [launched(of_rows)] if len(by_row.tensor) else [], tables, scratch, chunks, writes,
+        keys_of(capacity) * p.heads_kv, columns, p.heads_kv, p.heads_kv * slots[1],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
-    """A launch for a chunk; the words tokens, heads_kv and token_heads in `grid` represent numbers that run_chunk()
-    knows.
-
-    renamed: argument name of the kernel -> name of the tensor in the arguments of the chunk.
-    """
+    """The arguments of launching.Family.launch() for a launch of a chunk."""
 
     kernel: Any
-    grid: tuple[Any, ...]
+    grid: tuple[int, ...]
     constexprs: Constants
     tile: Any
     renamed: dict[str, str]
 
 
 def launches(
-    problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool = False
+    problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool, tokens: int
 ) -> list[Step]:
-    """Returns the launches of a chunk, in order.
+    """Returns the launches of a chunk of `tokens` tokens, in order.
 
     tiles: tile shape by kernel name. slots: (places for keys of the band, all places) of a token. atomic: True if
     contributions to gradients of keys are added atomically, without a memory for rows.
     """
-    p, (band, slots_of_token) = problem, slots
+    p, (band, slots_of_token), token_heads = problem, slots, tokens * problem.heads_kv
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
     lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots_of_token, "N": cuts.ENTRIES}
     lists |= {"RATIO": 1, "COMPRESSED": p.compressed_ratio, "BAND": band}
     tile = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
-    grid = slots_of_token // tile.BN, -(-p.group // tile.BH), "token_heads"
+    grid = slots_of_token // tile.BN, -(-p.group // tile.BH), token_heads
     results = [
-        Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
+        Step(read_lists, (tokens, p.heads_kv), lists, cuts.LISTS, {}),
         Step(weigh_slots, grid, shared | sources | sizes | known_of(tile), tile, {}),
     ]
     tile = tiles["backward_rows"]
@@ -337,27 +266,28 @@ def launches(
                 "WRITTEN": layout_index.AT[written],
                 "FIRST": first,
             } | known_of(panel)
-            grid = count, -(-p.group // tile.BH), "token_heads"
+            grid = count, -(-p.group // tile.BH), token_heads
             step = Step(backward_rows, grid, shared | sources | constexprs, panel, {"k": read, "out": written})
             results.append(step)
-    results += slot_launches(p, tiles["backward_slots"], shared, slots_of_token, atomic)
-    return results + recomputed(results, atomic)
+    results += slot_launches(p, tiles["backward_slots"], shared, slots_of_token, atomic, token_heads)
+    return results + recomputed(results, atomic, token_heads)
 
 
-def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
+def recomputed(steps: list[Step], atomic: bool, token_heads: int) -> list[Step]:
     """Returns the launches that recompute results of `steps` for tokens flagged as not finite, one per result; atomic:
     True if gradients of keys are added atomically, which are then not recomputed."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
     for one in first:
-        kernel, constexprs = recomputes[one.kernel], one.constexprs | known_of(RECOMPUTE)
-        constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-        results.append(Step(kernel, ("token_heads",), constexprs, RECOMPUTE, one.renamed))
+        constexprs = one.constexprs | known_of(RECOMPUTE)
+        results.append(Step(recomputes[one.kernel], (token_heads,), constexprs, RECOMPUTE, one.renamed))
     return results
 
 
-def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
+def slot_launches(
+    p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool, token_heads: int
+) -> list[Step]:
     """Returns the launches that write what each place of a token adds to gradients of keys: dk, dk_rope, dv; if values
     are stored in keys, dk is the sum of both.
 
@@ -380,7 +310,7 @@ def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, ato
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
             constexprs |= {} if both else {"also": None, "weights_also": None}
             constexprs |= {"large": None} if name == "dv" else {}
-            grid = (slots // tile.BN, "token_heads", count) if atomic else (slots // tile.BN, count, "token_heads")
+            grid = (slots // tile.BN, token_heads, count) if atomic else (slots // tile.BN, count, token_heads)
             result.append(Step(backward_slots, grid, shared | constexprs | known_of(panel), panel, renamed))
     return result
 
@@ -388,11 +318,3 @@ def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, ato
 def known_of(tile: SlotTile) -> Constants:
     """Returns the compile-time arguments that describe a tile: BH (heads), BN (slots) and BC (columns)."""
     return {"BH": tile.BH, "BN": tile.BN, "BC": tile.BC}
-
-
-def prepare_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernel prepare(); align: alignment of rows, in elements of q."""
-    constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
-    return constexprs | {
-        "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
-    }  # fmt: skip

@@ -10,14 +10,14 @@ An entry is one gradient row with the id of its key; a token has `of_token` entr
 all sequences and heads: numbered().
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
-from fusion_attention.backends.triton.common.launching import launch_some
+from fusion_attention.backends.triton.common.launching import Launch, Ready, launch_some
 from fusion_attention.backends.triton.selected.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
@@ -68,8 +68,7 @@ def key_tiles(extents: Extents, compressed: bool = False) -> np.ndarray:
 
 
 def block_of(of_token: int) -> int:
-    """Returns the number of tokens whose rows are summed one after the other as one block; of_token: entries (rows) per
-    token."""
+    """Returns the number of tokens that are summed as one block; of_token: entries (rows) per token."""
     return max(1, BLOCK // of_token)
 
 
@@ -167,3 +166,43 @@ class KeySum:
         tables = {"strides": where.strides, "tiles": where.tiles, "count": where.count}
         arguments = {"total": self.total, "out": out, **tables}
         launch_some(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, constexprs, WRITE)
+
+
+@dataclass(eq=False)
+class Gradient(Ready):
+    """The launches of gradients over lists for chunks of tokens, and the sums of their gradient rows per key.
+
+    Attributes:
+        chunks: (number of entries, launches) of each chunk, which use the same scratch; `launches` of Ready run once,
+            before them.
+        writes: (name of a gradient of keys, its first column in a gradient row, its dim, source of keys).
+        keys: number of keys of all sequences and heads.
+        columns: elements of a gradient row.
+        heads: number of key heads.
+        of_token: entries per token.
+    """
+
+    chunks: list[tuple[int, list[Launch]]] = field(default_factory=list)
+    writes: list[tuple[str, int, int, Where]] = field(default_factory=list)
+    keys: int = 0
+    columns: int = 0
+    heads: int = 1
+    of_token: int = 1
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches chunk after chunk, sums the gradient rows of all chunks per key, and writes the sums.
+
+        given: the tensors of this run by kernel argument name, to which scratch is added. Without scratch for gradient
+        rows, kernels add to the sums themselves.
+        """
+        total = KeySum(given["q"], self.keys, self.columns)
+        given["rows"] = total.total
+        super().run(given)
+        for entries, launches in self.chunks:
+            for each in launches:
+                each.start(given)
+            if "rows" in self.scratch:
+                rows = given["rows"].view(-1, self.columns)[:entries]
+                total.add(rows, given["ids"][:entries], self.of_token)
+        for name, first, dim, where in self.writes:
+            total.write(given[name], name, first, dim, self.heads, where)

@@ -137,8 +137,7 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """Returns the number of heads of a token that one launch computes, at most `columns`; more heads need several
-    launches."""
+    """Returns the heads of a token that one launch computes, at most `columns`; more need several launches."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
@@ -176,8 +175,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
-    """Returns the sizes that determine the kernels of the gradient of an indexer's scores, for a selection or a
-    loss."""
+    """Returns the sizes that determine the kernels of the gradient of an indexer's scores."""
     p = problem
     if isinstance(p, IndexerProblem):
         return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)

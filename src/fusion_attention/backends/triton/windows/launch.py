@@ -17,13 +17,11 @@ TILE = shapes.Tile(16, 128, 4, 1)  # rows and channels of a program
 RANGES = 64  # ranges of results; different programs add up their gradients of the bias
 
 
-def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
-    """Returns {kernel name: its compile-time arguments} for the three kernels of pooling; align: alignment of rows, in
-    elements."""
+def constants_of(p: PoolingProblem, align: int) -> Constants:
+    """Returns the compile-time arguments of the kernels of pooling; align: of rows, in elements."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
-    rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
-    return {"pool": channels | window | rows, "pool_gradient": channels | window | rows, "pool_bias": channels | window}
+    return channels | window | {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
 
 
 def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, Scratch]:
@@ -67,7 +65,7 @@ def _ready(
 
     more: further arguments by kernel argument name.
     """
-    given = {name: layout_table.tensor_of(view) for name, view in views.items() if view is not None} | more
+    given = layout_table.tensors(views) | more
     key = kernels, layout_table.layout(views, given)
     ready = schedule.once(key, lambda: _launches(p, CallMemory(views, given, schedule.device_tables), kernels))
     ready.run(given)
@@ -85,14 +83,14 @@ def _launches(p: PoolingProblem, m: CallMemory, kernels: tuple[str, ...]) -> Rea
     scratch = buffers_of(p, e) if "pool_gradient" in kernels and p.has_bias else {}
     if not scratch and "pool_gradient" in kernels:
         fixed["notes"] = None
-    blocks = -(-p.dim // constexprs["pool"]["BD"])
+    blocks = -(-p.dim // constexprs["BD"])
     grids = {
         "pool": (results, p.heads, blocks),
         "pool_gradient": (results, p.heads, blocks),
         "pool_bias": (p.ratio * (1 + p.overlap), blocks, RANGES),
     }
     launches = [
-        FAMILY.launch(kernel, grids[name], fixed, [*m.given, *scratch], constexprs[name], TILE)
+        FAMILY.launch(kernel, grids[name], fixed, [*m.given, *scratch], constexprs, TILE)
         for kernel in (pool, pool_gradient, pool_bias)
         if (name := kernel.__name__) in kernels and (results or name == "pool_bias")
     ]
