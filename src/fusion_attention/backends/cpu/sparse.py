@@ -114,8 +114,7 @@ def arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Returns the tensors of a call with selected keys or of the indexer, in the order of the core's arguments.
 
-    Each is a result of rows_of() or key_rows(); None for absent ones. sink, dsink: addresses of float32 numbers, 0:
-    none.
+    Each is a result of rows_of() or key_rows(), or None. sink, dsink: addresses of float32 numbers; 0: none.
     """
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys

@@ -139,8 +139,7 @@ def _dequantised(
 ) -> torch.Tensor:
     """Returns keys or values [heads_kv, length, dim] of sequence b, with the common prefix first.
 
-    Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, and of the common prefix or
-    None.
+    Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, of the common prefix or None.
     """
     own, common = views
     shared = min(problem.common_keys, length)

@@ -112,11 +112,9 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-    """Returns a hashable key of a call's memory layout: devices, dtypes, strides and alignments of its views and
-    tensors.
+    """Returns a hashable key of a call's memory layout: devices, dtypes, strides and alignments of views and tensors.
 
-    Two calls with equal keys, problems and lengths differ only in addresses, so they use the same tables, tiles and
-    constants.
+    Two calls with equal keys, problems and lengths differ only in addresses, so they share tables, tiles and constants.
     """
     results: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
     for view in views.values():

@@ -108,8 +108,7 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """Returns (most tiles of rows whose keys are split into ranges, most ranges of these tiles), the size of the memory
-    of partial results.
+    """Returns (most tiles of rows whose keys are split into ranges, most ranges of these tiles).
 
     wanted: the desired number of ranges of all sequences.
     """
@@ -195,8 +194,7 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
     result = schedule.once(
-        layout_table.layout(views, given),
-        lambda: ready(p, extents, CallMemory(views, given, schedule.device_tables)),
+        layout_table.layout(views, given), lambda: ready(p, extents, CallMemory(views, given, schedule.device_tables))
     )
     result.run(given | launch_dense.draws(o))
 

@@ -120,8 +120,7 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
     """Returns the list of tiles of keys, int32 [tiles, 8], the longest first, for backward_key().
 
     An entry has the sequence, the first key and the end, the first query row and the number of tiles of rows that see
-    it, and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
-    contributes.
+    it, and, if `mean`, the number of tiles that may have empty rows, whose mean of V includes every key.
     """
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
@@ -313,8 +312,7 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Writes the gradients `g`: the three kernels of the backward, then those that recompute rows which are not finite.
 
-    If keep_prob is tiny, the kernels compute gradients divided by keep_rest(): dP * M - D with M = 1 / keep_prob would
-    overflow.
+    For a tiny keep_prob, kernels compute gradients divided by keep_rest(), because dP / keep_prob - D would overflow.
     """
     p, by = problem, keep_rest(problem)
     if g.dbias is not None and g.owns_dbias:  # kernels add to dbias

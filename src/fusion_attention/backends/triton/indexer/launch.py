@@ -45,8 +45,7 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """Returns the number of keys that a query row's buffer of candidates holds; when it is full, only the top_k largest
-    remain.
+    """Returns the keys that a query row's buffer of candidates holds; when it is full, the top_k largest remain.
 
     block: number of keys that index_choice scans per iteration (BN of its tile).
     """
@@ -60,8 +59,7 @@ def row_tiles(extents: Extents) -> np.ndarray:
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """Returns int [tiles]: the end of the keys that rows of each tile see; no row of the tile sees this key or a later
-    one.
+    """Returns int [tiles]: the end of the keys that rows of each tile see.
 
     tiles: the result of row_tiles(). ratio: tokens that a (compressed) key represents.
     """
@@ -70,8 +68,7 @@ def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the number of tiles of query rows whose scores and candidates fit the memory limit of a chunk; at least
-    1.
+    """Returns the tiles of query rows (at least 1) whose scores and candidates fit the memory limit of a chunk.
 
     pitch: float32 elements that a row's scores occupy, the most visible keys rounded up to tiles.
     """
@@ -188,8 +185,7 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 def row_type(sizes: Sizes) -> torch.dtype:
     """Returns the dtype of gradient rows, what one (token, selected key) pair adds to dk: bfloat16 for bfloat16
-    operands whose heads all fit into one launch; else float32, as float16 might overflow or several launches add to a
-    row."""
+    operands whose heads fit into one launch; else float32, as float16 may overflow and several launches add up."""
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 

@@ -65,8 +65,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: launching.Sched
 
 
 def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two tables, int32 [.., 8]: an entry for every range of keys of every tile of rows, and one for every
-    tile.
+    """Returns two tables, int32 [.., 8]: an entry for every range of keys of every tile of rows, one for every tile.
 
     An entry has the sequence, first row and end, first key, number of iterations, number of the range (in the second
     table, number of ranges), 0, and the tile's first row among the rows of all sequences.
@@ -185,8 +184,7 @@ class Work:
     def keys(self, e: Extents) -> np.ndarray:
         """Returns the table of tiles of keys, int32 [tiles, 8], for lengths within the planned capacity.
 
-        Columns: sequence, first key, end, the tiles of rows that see it (first and end), its place in the sums of keys,
-        BN, 0.
+        Columns: sequence, first key, end, tiles of rows that see it (first, end), place in the sums of keys, BN, 0.
         """
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32

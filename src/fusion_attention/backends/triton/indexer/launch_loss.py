@@ -16,11 +16,7 @@ from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss as of_bands
 from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
 from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
-from fusion_attention.backends.triton.indexer.launch import (
-    gradient_buffers,
-    gradient_launches,
-    list_constants,
-)
+from fusion_attention.backends.triton.indexer.launch import gradient_buffers, gradient_launches, list_constants
 from fusion_attention.backends.triton.selected import launch as launch_sparse
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse

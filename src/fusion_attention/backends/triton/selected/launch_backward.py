@@ -62,11 +62,10 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """Returns (places for keys of the band, places for all keys) that each token has in the backward, rounded up to the
-    largest BN of `tiles` (by kernel name).
+    """Returns (places for keys of the band, places for all keys) of a token, rounded up to the largest BN of `tiles`.
 
-    Both numbers are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few
-    kernels are compiled.
+    Both are compile-time values. Those that follow from lengths are rounded up to powers of two, so that few kernels
+    are compiled. tiles: by kernel name.
     """
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))

@@ -73,8 +73,7 @@ def block_of(of_token: int) -> int:
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Returns the largest number of tokens that is at most `tokens` and a multiple of a block of tokens; at least one
-    block.
+    """Returns the largest multiple of a block of tokens that is at most `tokens`; at least one block.
 
     of_token: entries (rows to sum) per token.
     """
@@ -83,8 +82,7 @@ def whole_blocks(tokens: int, of_token: int) -> int:
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """Returns (an upper limit of the number of keys whose sums several programs compute, number of blocks of entries),
-    for `entries` entries with `of_token` per token."""
+    """Returns (most keys whose sums several programs compute, blocks), for `entries` with `of_token` per token."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
