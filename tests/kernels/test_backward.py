@@ -1,5 +1,5 @@
-"""The backward's rows by tensor descriptors or by pointers, its masks in tiles that rows see whole or in part, and
-float16's dS, under Triton's interpreter."""
+"""Rows by tensor descriptors, and by pointers where a descriptor cannot say how they lie; the backward's masks in tiles
+that rows see whole or in part, and float16's dS; under Triton's interpreter."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,23 +19,40 @@ import fusion_attention as fa
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.backends.triton.dense.backward import backward_key, backward_query
+from fusion_attention.backends.triton.dense.forward import forward
+from fusion_attention.contract import bind
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents
-from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, run
+from fusion_attention.ops.training import api_definition
+from fusion_attention.ops.training.forward_backward import DenseForward
+from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, golden, lowered, run
 
 CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
 LONG, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, shapes.TMA)
+HIGHEST = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a descriptor too
 
 
 @pytest.fixture
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
-    """Of every launch of the backward's two loops, whether rows came by descriptors."""
-    descriptors_used: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
-    watch(
-        monkeypatch,
-        lambda kernel, named: descriptors_used[kernel].append(named["TMA"]) if kernel in descriptors_used else None,
-    )
-    return descriptors_used
+    """Of every launch of the forward and of the backward's two loops, whether rows came by descriptors."""
+    used: dict[Any, list[bool]] = {forward: [], backward_query: [], backward_key: []}
+    watch(monkeypatch, lambda kernel, named: used[kernel].append(named["TMA"]) if kernel in used else None)
+    return used
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("TND", "float16", (70, 0, 9), (100, 5, 40), dim_qk=24, dim_v=96, dim_rope=16, **CAUSAL),
+        Case("BNSD", "bfloat16", (20,), (40,), dim_qk=576, dim_v=48, scale=0.04, **CAUSAL),
+    ],
+    ids=lambda case: case.id,
+)
+def test_high_tiles(case: Case, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "row_of", lambda *_: (HIGHEST, HIGHEST, 1))
+    args = aligned(arguments(case))
+    check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
+    assert by_descriptors[forward] == [True]
 
 
 @pytest.mark.sampled(2)
@@ -59,11 +76,31 @@ def test_rows_by_descriptors(
     monkeypatch.setattr(shapes, "row_of", lambda *_: (tile, tile, 1))
     args = aligned(arguments(case))
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
-    assert list(by_descriptors.values()) == [[True], [True]]
+    assert list(by_descriptors.values()) == [[True]] * 3
 
 
 def rows(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("key", "described"),
+    [
+        (rows(1, 40, 2, 16), True),
+        (rows(1, 1, 2, 16).expand(1, 40, 2, 16), False),  # one row for all keys
+        (rows(1, 80, 1, 16).as_strided((1, 40, 2, 16), (1280, 8, 16, 1)), False),  # a row of 16 at every eighth element
+        (rows(1, 40, 2, 18)[..., :16], False),  # rows of 72 bytes
+    ],
+    ids=["apart", "expanded", "overlapping", "odd strides"],
+)
+def test_rows_that_no_descriptor_describes(
+    key: torch.Tensor, described: bool, by_descriptors: dict[Any, list[bool]]
+) -> None:
+    q, v = rows(1, 20, 2, 16, seed=4), rows(1, 40, 2, 16, seed=5)
+    out = fa.attention(q, key, v, band=Band.causal(), backend="triton")
+    assert by_descriptors[forward] == [described]
+    call = api_definition.dense_call(bind(api_definition.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
+    compare("out", out, expected_of(DenseForward(call))["out"])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +120,7 @@ def test_gradients_that_no_descriptor_describes(
     leaves = [t.clone().requires_grad_() for t in given]
     out = fa.attention(*leaves, band=Band.causal(), backend="triton")
     results = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
-    assert list(by_descriptors.values()) == described
+    assert list(by_descriptors.values())[1:] == described
     args = dict(zip("qkv", given, strict=True)) | {"layout": "BSND", "band": Band.causal()}
     wanted = expected_of_call(Call(args, dout))
     check("gradients", results, {name: wanted[name] for name in results})
@@ -107,7 +144,7 @@ def test_gradients_have_the_same_bits_by_descriptors_and_by_pointers(by_descript
     args = aligned(arguments(case))
     odd = args | {name: torch.nn.functional.pad(args[name], (0, 1))[..., :-1] for name in ("query", "dy")}
     same_bits(*(run(lowered(case, given), given["dy"], "triton") for given in (args, odd)))
-    assert list(by_descriptors.values()) == [[True, False], [True, False]]
+    assert list(by_descriptors.values()) == [[True, False]] * 3
 
 
 def gradients(band: Band) -> list[torch.Tensor]:

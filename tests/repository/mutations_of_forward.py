@@ -2,7 +2,7 @@
 
 from mutant import package
 
-DESCRIPTORS, GLUON = "kernels/test_descriptors.py", "backends/test_triton_gluon.py"
+DESCRIPTORS, GLUON = "kernels/test_backward.py", "backends/test_triton_gluon.py"
 FORWARD = [
     package("Triton: the second part of rows is the first again", "backends/triton/common/kernels.py",
           "x1 = rows[1].load([j0, W0])", "x1 = rows[1].load([j0, 0])", f"{DESCRIPTORS}::test_high_tiles"),
