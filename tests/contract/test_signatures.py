@@ -74,37 +74,10 @@ def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pyt
     assert passed(monkeypatch, function, given) == inputs | {"k": "the keys", "v": "the values"}
 
 
-KEYWORD_ONLY_FROM = {
-    "attention": "layout",
-    "npu_block_sparse_attention": "q_input_layout",
-    "npu_block_sparse_attention_backward": None,
-    "cann_ops_transformer.block_sparse_attention": "q_input_layout",
-    "cann_ops_transformer.block_sparse_attention_grad": "q_input_layout",
-    "lightning_indexer": "layout",
-    "sparse_attention": "layout",
-    "compressed_attention": "ratio",
-    "indexer_loss": "layout",
-    "indexer_target_loss": "layout",
-    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
-    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
-    "cann_ops_transformer.dense_lightning_indexer_softmax_lse": "cu_seqlens_q",
-    "cann_ops_transformer.sparse_flash_mla": None,
-    "cann_ops_transformer.sparse_flash_mla_grad": None,
-    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "sparse_indices",
-    "cann_ops_transformer.lightning_indexer": "cu_seqlens_q",
-}
-
-
-@pytest.mark.parametrize("name", KEYWORD_ONLY_FROM)
-def test_what_may_be_positional(name: str) -> None:
-    parameters = inspect.signature(INTERFACES[name]).parameters.values()
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert (keywords or [None])[0] == KEYWORD_ONLY_FROM[name]
-
-
-# Signatures of torch_npu that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
+# Parameters by name, with defaults except None; those after * are keyword-only.
+# torch_npu's functions that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
 TORCH_NPU = {
-    "npu_block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
+    "npu_block_sparse_attention": "query key value block_sparse_mask block_shape * q_input_layout='TND'"
     " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
     " actual_seq_lengths_kv softmax_lse_flag=0",
     "npu_block_sparse_attention_backward": "d_out query key value attention_out softmax_lse block_sparse_mask"
@@ -113,33 +86,24 @@ TORCH_NPU = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH_NPU)
-def test_torch_npu_signatures(name: str) -> None:
-    results = []
-    for p in inspect.signature(INTERFACES[name]).parameters.values():
-        has_no_default = p.default is p.empty or p.default is None
-        results.append(p.name if has_no_default else f"{p.name}={p.default!r}")
-    assert results == TORCH_NPU[name].split()
-
-
 # The functions of CANN's package, as its own Python has them.
 LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
 SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
 MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
-OF_ONE = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata"
+OF_ONE = "* cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata"
 OF_LOSS = f"{OF_ONE} layout_q='TND' layout_k='TND' mask_mode=3 cmp_ratio=1"
 CANN_OPS = {
-    "cann_ops_transformer.block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
-    " kv_input_layout='TND' num_key_value_heads=1 scale_value=1.0 inner_precise=1 actual_seq_lengths"
-    " actual_seq_lengths_kv return_softmax_lse=False mask_type=0 quant_mode=0 block_size=0 pre_tokens=2147483647"
-    " next_tokens=2147483647 dst_type_max=0.0 atten_mask block_table q_dequant_scale k_dequant_scale v_dequant_scale"
-    " p_quant_scale attention_out_dtype",
+    "cann_ops_transformer.block_sparse_attention": "query key value block_sparse_mask block_shape *"
+    " q_input_layout='TND' kv_input_layout='TND' num_key_value_heads=1 scale_value=1.0 inner_precise=1"
+    " actual_seq_lengths actual_seq_lengths_kv return_softmax_lse=False mask_type=0 quant_mode=0 block_size=0"
+    " pre_tokens=2147483647 next_tokens=2147483647 dst_type_max=0.0 atten_mask block_table q_dequant_scale"
+    " k_dequant_scale v_dequant_scale p_quant_scale attention_out_dtype",
     "cann_ops_transformer.block_sparse_attention_grad": "d_out query key value attention_out softmax_lse"
-    " block_sparse_mask block_shape q_input_layout='BNSD' kv_input_layout='BNSD' num_key_value_heads=1 scale_value=1.0"
-    " actual_seq_lengths actual_seq_lengths_kv atten_mask mask_type=0",
-    "cann_ops_transformer.lightning_indexer": "q k w topk cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
-    " block_table output_idx_offset metadata max_seqlen_q=-1 layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1"
-    " return_value=0",
+    " block_sparse_mask block_shape * q_input_layout='BNSD' kv_input_layout='BNSD' num_key_value_heads=1"
+    " scale_value=1.0 actual_seq_lengths actual_seq_lengths_kv atten_mask mask_type=0",
+    "cann_ops_transformer.lightning_indexer": "q k w topk * cu_seqlens_q cu_seqlens_k seqused_q seqused_k"
+    " cmp_residual_k block_table output_idx_offset metadata max_seqlen_q=-1 layout_q='BSND' layout_k='BSND'"
+    " mask_mode=0 cmp_ratio=1 return_value=0",
     "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "q k w sparse_indices attn_softmax_l1_norm "
     + OF_LOSS,
     "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": "q k w attn_softmax_l1_norm softmax_lse " + OF_LOSS,
@@ -150,18 +114,29 @@ CANN_OPS = {
     " return_softmax_lse=False",
     "cann_ops_transformer.sparse_flash_mla_grad": "q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices"
     f" cmp_sparse_indices {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale cmp_ratio {MODES_OF_TWO}",
-    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k"
-    " seqused_q seqused_k cmp_residual_k topk_length metadata softmax_scale=1.0 max_seqlen_k=0 cmp_ratio=1 mask_mode=0"
-    " layout_q='BSND' layout_k='BSND'",
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "q k softmax_lse * sparse_indices cu_seqlens_q"
+    " cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata softmax_scale=1.0 max_seqlen_k=0 cmp_ratio=1"
+    " mask_mode=0 layout_q='BSND' layout_k='BSND'",
 }
 
 
-@pytest.mark.parametrize("name", CANN_OPS)
-def test_signatures_of_cann_ops_transformer(name: str) -> None:
-    parameters = inspect.signature(INTERFACES[name]).parameters.values()
-    has_no_default = {p.name for p in parameters if p.default is p.empty or p.default is None}
-    results = [p.name if p.name in has_no_default else f"{p.name}={p.default!r}" for p in parameters]
-    assert results == CANN_OPS[name].split()
+# The first keyword-only parameter of our own functions.
+KEYWORDS = {"compressed_attention": "ratio"} | dict.fromkeys(
+    ("attention", "lightning_indexer", "sparse_attention", "indexer_loss", "indexer_target_loss"), "layout"
+)
+
+
+@pytest.mark.parametrize("name", [*TORCH_NPU, *CANN_OPS, *KEYWORDS])
+def test_signatures(name: str) -> None:
+    parameters = list(inspect.signature(INTERFACES[name]).parameters.values())
+    words = [p.name if p.default in (p.empty, None) else f"{p.name}={p.default!r}" for p in parameters]
+    keyword_only = [p.kind is p.KEYWORD_ONLY for p in parameters]
+    if name in KEYWORDS:
+        assert parameters[keyword_only.index(True)].name == KEYWORDS[name]
+        return
+    if any(keyword_only):
+        words.insert(keyword_only.index(True), "*")
+    assert words == (TORCH_NPU | CANN_OPS)[name].split()
 
 
 FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1
@@ -284,4 +259,4 @@ def test_every_record_is_compared() -> None:
     assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_") and name not in declared()}
-    assert set(KEYWORD_ONLY_FROM) == set(INTERFACES) - set(declared())
+    assert {*TORCH_NPU, *CANN_OPS, *KEYWORDS} == set(INTERFACES) - set(declared())
