@@ -1,6 +1,5 @@
 """Fused inference attention: golden against dense formulas, back ends against golden."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +7,13 @@ import torch
 from support.bits import same, same_bits
 from support.fused import FusedCase, answer, arguments
 from support.fused_cases import CASES, PROMPTS
+from support.inference_calls import in_float64, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.contract import CallCache, bind
+from fusion_attention.contract import bind
 from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall
-from fusion_attention.plan import compute
 from fusion_attention.testing import check, expected_of
 from fusion_attention.torch_ops import dispatch
 
@@ -33,31 +32,10 @@ def lowered(case: FusedCase, **changes: Any) -> InferenceCall:
     return record.lower(bind(record, arguments(case) | changes))  # type: ignore[no-any-return]
 
 
-def in_float64(call: InferenceCall) -> InferenceCall:
-    """The same call in float64; stored integers and their scales stay."""
-
-    def promote(t: Any) -> Any:
-        if isinstance(t, tuple):
-            return tuple(map(promote, t))
-        return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-
-    names = ("q", "k", "v", "bias", "q_rope", "k_rope", "k_common", "v_common")
-    changed = {name: promote(getattr(call, name)) for name in names}
-    return replace(call, problem=replace(call.problem, dtype="float64"), call_cache=CallCache(), **changed)
-
-
-def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:
-    results = call.results()
-    for tensor in results.values():
-        tensor.view(-1).view(torch.uint8).fill_(0xA5)
-    compute(call, results, backend)
-    return [*results.values()]
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
-    for got, want in zip(run(in_float64(lowered(case)), "golden"), answer(case), strict=True):
+    for got, want in zip(run(in_float64(lowered(case)), "golden").values(), answer(case), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
 
@@ -66,9 +44,7 @@ def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
 def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
     call = lowered(case)
     assert cpu.reasons_against(call.problem, HOST) == []
-    got, want = (
-        dict(zip(call.results(), run(*one), strict=True)) for one in ((call, "cpu"), (in_float64(call), "golden"))
-    )
+    got, want = run(call, "cpu"), run(in_float64(call), "golden")
     dtype = torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype)
     assert got["attention_out"].dtype == dtype
     check(case.id, got, expected_of(call, want))
@@ -132,8 +108,8 @@ def test_packed_rows_without_heads(case: FusedCase) -> None:
     assert args is not None
     call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
     want, _ = answer(case)
-    torch.testing.assert_close(run(in_float64(call), "golden")[0], want, rtol=1e-12, atol=1e-12)
-    check(case.id, {"attention_out": run(call, "cpu")[0]}, expected_of(call, {"attention_out": want}))
+    torch.testing.assert_close(run(in_float64(call), "golden")["attention_out"], want, rtol=1e-12, atol=1e-12)
+    check(case.id, run(call, "cpu"), expected_of(call, {"attention_out": want}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -149,7 +125,7 @@ def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
     early = record.lower(bind(record, args))
     for t, values in originals.items():
         t.copy_(values)
-    assert all(map(same, run(early, "golden"), want))
+    same_bits(run(early, "golden"), want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -163,11 +139,10 @@ def test_shapes_are_known_without_memory(case: FusedCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.full], ids=lambda case: case.id)
 def test_threads_change_no_bit(case: FusedCase) -> None:
-    result, threads = [], torch.get_num_threads()
+    threads, want = torch.get_num_threads(), run(lowered(case), "cpu")
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            result.append(run(lowered(case), "cpu"))
+            same_bits(run(lowered(case), "cpu"), want)
     finally:
         torch.set_num_threads(threads)
-    assert all(same(*pair) for other in result[1:] for pair in zip(other, result[0], strict=True))
