@@ -28,6 +28,7 @@ from fusion_attention.ops.training import definitions as training
         range(3, 13, 5),
         np.array([3, 8]),
         np.array([3, 8], np.int32),
+        np.array([[1, 3], [2, 8]])[:, 1],
         torch.tensor([3, 8]),
         torch.tensor([3, 8], dtype=torch.int32),
         torch.tensor([3, 0, 8])[::2],

@@ -20,7 +20,6 @@ from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
 
 ROWS = torch.randn(300, 2, 16)
-ENDS, LENGTHS = [50, 100, 150], [100, 150]
 HALF = torch.float16
 
 
@@ -43,43 +42,10 @@ def ends(count: int = 150) -> dict[str, Any]:
     return {"actual_seq_qlen": [50, 100, count], "actual_seq_kvlen": [50, 100, 300]}
 
 
-def indexed(interface: Callable[..., Any], **options: Any) -> Any:
-    return interface(ROWS, ROWS[:, :1], ROWS[..., 0], **options)
-
-
-LISTS = torch.zeros(300, 1, 4, dtype=torch.int32)
 # Calls over 300 rows whose last sequence ends before them; each names the parameter.
 SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
-    "dense": ("actual_seq_qlen", lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends())),
-    "tensors": (
-        "actual_seq_qlen",
-        lambda: npu.npu_fusion_attention_v3(
-            ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **{name: torch.tensor(n) for name, n in ends().items()}
-        ),
-    ),
-    "pythonic": ("q_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=LENGTHS, kv_len=[100, 200])),
-    "keys": ("kv_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200], kv_len=LENGTHS)),
-    "indexer": (
-        "actual_seq_lengths_query",
-        lambda: indexed(
-            npu.npu_lightning_indexer,
-            sparse_count=4,
-            layout_query="TND",
-            layout_key="TND",
-            actual_seq_lengths_query=ENDS,
-            actual_seq_lengths_key=[50, 100, 300],
-        ),
-    ),
-    "own indexer": (
-        "q_len",
-        lambda: indexed(fa.lightning_indexer, top_k=4, layout="TND", q_len=LENGTHS, kv_len=[100, 200]),
-    ),
-    "selection": (
-        "q_len",
-        lambda: fa.sparse_attention(
-            ROWS, ROWS[:, :1], None, LISTS, layout="TND", q_len=LENGTHS, kv_len=[100, 200], causal=False
-        ),
-    ),
+    "rows": ("actual_seq_qlen", lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends())),
+    "keys": ("kv_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200], kv_len=[100, 150])),
 }
 
 
@@ -91,8 +57,7 @@ def test_sequences_that_end_before_their_tensor(name: str) -> None:
     text = rf"\w+: {param}: expected sequences that take up all {axis} rows of the tensor \(the rows behind .* {fate}"
     (result,) = warned(call)
     assert re.match(text, result), result
-    error = refused(call) if name != "indexer" else ""  # its other sizes are not the chip's either
-    assert name == "indexer" or re.search(rf"got {axis}=300, (q|kv)_len=\[", error), error
+    assert re.search(rf"got {axis}=300, (q|kv)_len=\[", refused(call))
 
 
 def test_ends_are_asked_whether_they_are_lengths() -> None:
@@ -156,12 +121,7 @@ DROPPED: dict[str, tuple[str, Callable[[], Any]]] = {
         "pse: .*slopes have none: pass the biases themselves",
         lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=SLOPES, pse_type=2, scale=0.25),
     ),
-    "decode": ("q: .*train with attention", lambda: fa.decode_attention(WANTING[:, :1], (CACHE, CACHE))),
     "keys": ("k: ", lambda: fa.decode_attention(Q[:, :1], ([WANTING], [CACHE[:, :6]]))),
-    "incre": (
-        "query: .*train with npu_fusion_attention",
-        lambda: npu.npu_incre_flash_attention(FLAT, SLOTS, SLOTS, scale_value=0.125),
-    ),
 }
 
 

@@ -1,11 +1,10 @@
-"""Fused inference attention through torch_npu's functions: lengths, errors, traces, output buffers."""
+"""Fused inference attention through torch_npu's functions: errors, traces, output buffers."""
 
 import importlib
 import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
@@ -18,8 +17,6 @@ from fusion_attention import ContractError, npu
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample, violation
 from fusion_attention.ops.fused import definitions as fused
-from fusion_attention.ops.fused.quant_rules import LATENTS, QUERY
-from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -41,27 +38,6 @@ def packed(**more: Any) -> dict[str, Any]:
     heads = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.125, "input_layout": "TND"}
     cache = {"key": rows(12, 2, 64, seed=1), "value": rows(12, 2, 64, seed=2)}
     return {"query": rows(8, 4, 64), **cache, **heads, **more}
-
-
-# -------------------------------------------------------------------------------------------------------------- lengths
-
-
-@pytest.mark.parametrize(
-    "form",
-    [tuple, np.array, lambda n: np.array(n, np.int32), torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)],
-    ids=["tuple", "numpy", "numpy int32", "tensor", "tensor int32"],
-)
-def test_lengths_may_have_any_form(form: Any) -> None:
-    q_ends, kv_ends = [3, 8], [5, 12]
-    want = FIA(**packed(actual_seq_lengths=q_ends, actual_seq_lengths_kv=kv_ends, softmax_lse_flag=True))
-    got = FIA(**packed(actual_seq_lengths=form(q_ends), actual_seq_lengths_kv=form(kv_ends), softmax_lse_flag=True))
-    same_bits(got, want)
-
-
-def test_a_slice_of_lengths_is_read_where_it_lies() -> None:
-    table = np.array([[1, 5], [2, 12]])
-    want = FIA(**packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=[5, 12]))
-    same_bits(FIA(**packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=table[:, 1])), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
@@ -131,40 +107,11 @@ def test_a_gradient_is_never_dropped(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ no memory
 
-CALLS = [(op, {"input_layout": layout}) for op in TORCH for layout in op.layouts]
-CALLS += [(op, {"softmax_lse_flag": True, "input_layout": layout}) for op in TORCH[1:] for layout in op.layouts]
-CALLS += [
-    (fused.TORCH_V1, {"quant_scale2": "1"}),
-    (fused.TORCH_V1, {**PAGES, "S1": 1, "key": "8 N2 16 D", "value": "8 N2 16 D"}),
-    (fused.TORCH_V1, {**PAGES, "S1": 1, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"}),
-    (
-        fused.TORCH_V1,
-        {
-            "S1": 1,
-            **dict.fromkeys(("key", "value"), ("B S2 16", "int32")),
-            **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), "128"),
-        },
-    ),
-    (fused.TORCH_V2, {"quant_scale2": "1", "out_dtype": 1}),
-    (fused.TORCH_V2, LATENTS),
-    (fused.TORCH_V1, QUERY),
-    (fused.TORCH_PFA, QUERY),
-]
-
 
 def results(op: Op, args: Args) -> list[Tensor]:
     result = dispatch.results(op, args)
     nothing = torch.empty(0, device=args["query"].device)
     return [result.get(name, nothing) for name in op.results]
-
-
-@pytest.mark.parametrize(("op", "settings"), CALLS, ids=[f"{op.name}-{n}" for n, (op, _) in enumerate(CALLS)])
-def test_meta_tensors_give_the_shapes_of_others(op: Op, settings: Args) -> None:
-    args = sample(op, **settings)
-    bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
-    for real, meta in zip(results(op, args), results(op, bare), strict=True):
-        assert meta.is_meta
-        assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
 
 
 @pytest.mark.parametrize("op", TORCH[1:], ids=lambda op: op.name)
@@ -306,26 +253,6 @@ def test_out_in_a_graph() -> None:
 # ------------------------------------------------------------------------------------------------------------- one core
 
 
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NSD"])
-@pytest.mark.parametrize("mode", [0, 2, 3, 4])
-def test_prompts_are_one_operator(layout: str, mode: int) -> None:
-    both = (fused.TORCH_V1, fused.TORCH_PFA)
-    mask = {"atten_mask": "2048 2048"} if mode else {}
-    window = {"pre_tokens": 2, "next_tokens": 1} if mode in (0, 4) else {}
-    first, second = (sample(op, input_layout=layout, sparse_mode=mode, **mask, **window) for op in both)
-    same_bits(results(both[0], first)[0], results(both[1], second)[0])
-
-
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
-@pytest.mark.parametrize("more", [{}, {"atten_mask": "B S2"}, {"actual_seq_lengths_kv": [2, 6]}], ids=str)
-def test_one_token_is_one_operator(layout: str, more: Args) -> None:
-    args = sample(fused.TORCH_V1, input_layout=layout, S1=1, **more)
-    old = sample(inference.TORCH, input_layout=layout)
-    old |= {name: args[name] for name in old.keys() & args.keys() if "lengths" not in name}
-    old["actual_seq_lengths"] = args["actual_seq_lengths_kv"]
-    same_bits(results(fused.TORCH_V1, args)[0], results(inference.TORCH, old)[0])
-
-
 def test_ten_more_is_the_same_mode() -> None:
     for mode in range(5):
         more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
@@ -360,15 +287,6 @@ def test_every_layout_runs_in_two_phases(op: Op) -> None:
         out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
         assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
         same_bits(out, results(op, args)[0])
-
-
-def test_versions_give_the_same_bits() -> None:
-    layouts = [layout for layout in fused.PROMPT_V1.layouts if layout != "SH"]
-    for layout in layouts:
-        result = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
-        assert len(result) == 8
-        for other in result[1:]:
-            same_bits(other, result[0])
 
 
 # ------------------------------------------------------------------------------------------------- two things at a time

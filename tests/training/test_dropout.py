@@ -139,12 +139,6 @@ def test_drawn_bits_lie_as_the_chips_do(size: tuple[int, ...]) -> None:
         assert (np.unpackbits(mask_of(3, 0, size=size, p=p).numpy(), bitorder="little")[:count] == value).all()
 
 
-def test_the_module_torch_npu_draws_masks_too(torch_npu: Any) -> None:
-    query = torch.empty(0, device="npu")
-    mask = torch_npu._npu_dropout_gen_mask(query, SIZES, 1 - KEEP, 9, 2, parallel=False)
-    assert torch.equal(mask.cpu(), mask_of(9, 2))
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

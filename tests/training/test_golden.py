@@ -12,7 +12,7 @@ from support.oracle import INF, Call, Results, buffer, forward, keep_of, load, m
 
 from fusion_attention.backends import golden
 from fusion_attention.ir.mask import Band
-from fusion_attention.ir.problem import Extents, Grads, Problem, Stats
+from fusion_attention.ir.problem import Grads, Problem, Stats
 
 PROBLEM = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
 
@@ -264,14 +264,3 @@ def test_only_what_was_asked_for_is_written() -> None:
     dk = buffer(call.k, 6)
     golden.attention_backward(call.problem, call.extents, None, operands, Grads(rows(call.dout), None, dk, None))
     agree({"dk": read(dk, call.k)}, {"dk": want["dk"]})
-
-
-def test_the_interface() -> None:
-    call = make(PROBLEM)
-    assert golden.NAME == "golden"
-    assert golden.reasons_against(call.problem, torch.device("cpu")) == []
-    assert golden.schedule(call.problem, call.extents, "attention_backward") is None
-    sizes = [golden.workspace_bytes(call.problem, call.extents, f"attention_{way}") for way in ("forward", "backward")]
-    assert 4 * 8 * 5 * 7 < sizes[0] < sizes[1]
-    nothing = Extents(*[np.zeros(0, np.int64)] * 6)
-    assert golden.workspace_bytes(call.problem, nothing, "attention_backward") == 0

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
@@ -248,11 +247,7 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def freed(*shape: int) -> torch.Tensor:
-    """A tensor that lost its memory."""
-    tensor = torch.zeros(shape)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+# The faults of lengths, storages, devices and layouts of memory that all definitions refuse are in tests/contract.
 
 
 @pytest.mark.parametrize(
@@ -261,7 +256,6 @@ def freed(*shape: int) -> torch.Tensor:
         ({"input_layout": "BSND"}, "input_layout: expected one of SBH, TND, got 'BSND'"),
         ({"input_softmax_layout": "BNSD"}, "input_softmax_layout: expected"),
         ({"cur_attn_out": torch.zeros(5, 4, 9)}, "cur_attn_out: expected axis 2 to be D=8 as in prev_attn_out, got 9"),
-        ({"cur_attn_out": torch.zeros(5, 4, 8).half()}, "cur_attn_out: expected"),
         ({"cur_attn_out": None}, "cur_attn_out: expected a value"),
         ({"prev_softmax_sum": torch.zeros(5, 4, 1)}, "prev_softmax_sum: expected axis 2 to be 8, got 1"),
         ({"cur_softmax_max": torch.zeros(5, 4, 8).half()}, "cur_softmax_max: expected float32"),
@@ -269,19 +263,9 @@ def freed(*shape: int) -> torch.Tensor:
         ({"actual_seq_qlen": [5, 2]}, r"actual_seq_qlen: expected .* got actual_seq_qlen=\[5, 2\]"),
         ({"actual_seq_qlen": [-1, 5]}, "actual_seq_qlen: expected"),
         ({"actual_seq_qlen": [2, 6]}, "actual_seq_qlen: expected ascending cumulative ends"),
-        ({"actual_seq_qlen": torch.tensor([2.5])}, "actual_seq_qlen: expected"),
-        ({"actual_seq_qlen": "x"}, "actual_seq_qlen: expected"),
         ({"prev_attn_out": torch.zeros(6, 4, 8), "cur_attn_out": torch.zeros(6, 4, 8)}, "prev_softmax_max: expected a"),
         ({"input_layout": "SBH"}, r"prev_softmax_max: expected 4 dimensions \[L, N, S, 8\] in layout SBH"),
-        ({"input_layout": np.array([2, 5])}, "input_layout: expected"),
-        ({"actual_seq_qlen": [1.5, 5]}, r"actual_seq_qlen: expected .* got \[1.5, 5\]"),
-        ({"actual_seq_qlen": "25"}, "actual_seq_qlen: expected .* got '25'"),
-        ({"actual_seq_qlen": [False, True]}, "actual_seq_qlen: expected"),
-        ({"actual_seq_qlen": torch.zeros(2, dtype=torch.int64, device="meta")}, "actual_seq_qlen: expected"),
         ({"prev_attn_out": torch.tensor(0.0)}, r"prev_attn_out: expected 3 dimensions .* got 0 dimensions"),
-        ({"prev_attn_out": torch.zeros(5, 4, 8).to_sparse()}, "prev_attn_out: expected a dense tensor, got a sparse"),
-        ({"cur_softmax_sum": torch.zeros(5, 4, 8, device="meta")}, "cur_softmax_sum: expected a tensor on cpu as prev"),
-        ({"cur_softmax_max": freed(5, 4, 8)}, "cur_softmax_max: expected a storage that holds its elements"),
     ],
 )
 def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
@@ -296,16 +280,13 @@ def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
         ([], [], 0, "lse: expected a tensor or a list of tensors"),
         (torch.zeros(2, 3), [torch.zeros(3, 8)], 0, r"lse: expected tensors \[rows\], one per rank"),
         ([torch.zeros(3)], [torch.zeros(3, 8)] * 2, 0, "lse: expected as many tensors as local_out has"),
-        ([torch.zeros(3)] * 2, [torch.zeros(3, 8), torch.zeros(3, 9)], 0, r"local_out: expected \[rows, D\] of"),
+        ([torch.zeros(3)] * 2, [torch.zeros(3, 8), torch.zeros(3, 9)], 0, r"local_out: expected tensors \[rows, D\]"),
         ([torch.zeros(3), torch.zeros(4)], [torch.zeros(3, 8)] * 2, 0, r"lse: expected tensors \[rows\], one per rank"),
         ([torch.zeros(3).half()], [torch.zeros(3, 8)], 0, "lse: expected float32, got float16"),
         ([torch.zeros(3)], [torch.zeros(3, 8)], 2, r"update_type: expected update_type in \(0, 1\), got 2"),
         ([torch.zeros(3)], [torch.zeros(3, 8).int()], 0, "local_out: expected float16 or bfloat16 or float32"),
         ([torch.zeros(3)], 100, 0, "local_out: expected a tensor or a list of tensors, got 100"),
         ([torch.zeros(3)], [torch.zeros(3, 8)], torch.tensor([0, 1]), "update_type: expected an int"),
-        ([torch.zeros(3)], [torch.zeros(3, 8).to_sparse()], 0, "local_out: expected a dense tensor"),
-        ([torch.zeros(3, device="meta")], [torch.zeros(3, 8)], 0, "local_out: expected a tensor on meta as lse"),
-        ([freed(3)], [torch.zeros(3, 8)], 0, "lse: expected a storage that holds its elements"),
     ],
 )
 def test_a_list_that_does_not_fit(lse: Any, outs: Any, kind: int, text: str) -> None:
