@@ -5,7 +5,6 @@ from fusion_attention.contract.arguments import array_of as array_of
 from fusion_attention.contract.arguments import intact as intact
 from fusion_attention.contract.arguments import lost as lost
 from fusion_attention.contract.arguments import members as members
-from fusion_attention.contract.arguments import no_tensor as no_tensor
 from fusion_attention.contract.arguments import reach as reach
 from fusion_attention.contract.arguments import span as span
 from fusion_attention.contract.arguments import to_array as to_array
@@ -30,7 +29,6 @@ from fusion_attention.contract.record import REQUIRED as REQUIRED
 from fusion_attention.contract.record import RUNTIME as RUNTIME
 from fusion_attention.contract.record import STAGES as STAGES
 from fusion_attention.contract.record import TILING as TILING
-from fusion_attention.contract.record import WARNED as WARNED
 from fusion_attention.contract.record import Array as Array
 from fusion_attention.contract.record import Attr as Attr
 from fusion_attention.contract.record import BackendError as BackendError

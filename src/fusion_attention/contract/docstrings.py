@@ -28,7 +28,9 @@ def docstring(op: Op) -> str:
         "Raises": raised,
     }
     parts = [op.summary, op.spell(op.formula)]
-    parts += [f"{title}:\n" + "\n".join(map(_flowed, lines)) for title, lines in sections.items() if lines]
+    for title, entries in sections.items():
+        wrapped = ("    " + "\n        ".join(_LINE.findall(entry)) for entry in entries)
+        parts += [f"{title}:\n" + "\n".join(wrapped)] if entries else []
     parts += [f"Source: {op.page}.", "Example:\n    " + op.example.replace("\n", "\n    ") if op.example else ""]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -67,8 +69,3 @@ def _shapes(op: Op, p: Tensor) -> str:
 
 def _either(words: Sequence[str], last: str = "or") -> str:
     return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def _flowed(text: str) -> str:
-    """Returns `text`, an entry of a docstring's section, with line breaks and indentation."""
-    return "    " + "\n        ".join(_LINE.findall(text))

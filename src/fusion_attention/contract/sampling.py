@@ -170,7 +170,8 @@ def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[st
         return
     if not p.optional:
         yield "missing", {**legal, p.name: None}, NULL_POINTER
-    if p.dtypes and p.name != _first_tensor(op):
+    first = next(other for other in op.params if isinstance(other, Tensor))
+    if p.dtypes and p is not first:  # The other tensors must have the dtype of the first.
         # Tensors that must have the same dtype change with it.
         along = [t.name for t in op.tensors() if t is p or (t.dtypes == f"={p.name}" and legal[t.name] is not None)]
         yield "dtype", {**legal, **{name: legal[name].to(torch.complex64) for name in along}}, INVALID
@@ -182,8 +183,3 @@ def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[st
     if words and any(words[0] in q.words(op.layout_of(q, legal)) for q in earlier if legal[q.name] is not None):
         longer = torch.cat((legal[p.name], legal[p.name][:1]))
         yield "axes", {**legal, p.name: longer}, INVALID
-
-
-def _first_tensor(op: Op) -> str:
-    """Returns the name of the operator's first tensor, whose dtype the other tensors must have."""
-    return next(p.name for p in op.params if isinstance(p, Tensor))

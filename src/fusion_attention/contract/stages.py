@@ -40,7 +40,8 @@ def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, A
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _refuse(_presence(op, values))
-    names: dict[str, Any] = {**op.neutral, **values, "missing": _missing(op, given)}
+    lacking = (p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
+    names: dict[str, Any] = {**op.neutral, **values, "missing": tuple(lacking)}
     ask(op, [r for r in rules if r.stage == "presence"], names)
     typed, _ = _broken(op, [r for r in rules if r.stage == "dtype"], names)
     _refuse(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
@@ -73,11 +74,6 @@ def _value(op: Op, p: Param, value: Any) -> Any:
     if isinstance(p, Tensors) and p.optional and isinstance(value, tuple) and not value:
         return None  # an empty list
     return value
-
-
-def _missing(op: Op, given: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the names of the attributes that `given`, the arguments in order, lacks; they have their default."""
-    return tuple(p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
 
 
 def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:

@@ -57,8 +57,8 @@ def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
         (),
         rules=(
             *(
-                invalid(f"holds_rows({c}, {n})", f"{c}: pages [pages, page size, ...] of such rows ({n} is [tokens, "
-                        f"...])",
+                invalid(f"holds_rows({c}, {n})",
+                        f"{c}: pages [pages, page size, ...] of such rows ({n} is [tokens, ...])",
                         invalid={c: "P Ps N2 5"})
                 for c, n in zip(caches, names, strict=True)
             ),

@@ -96,16 +96,15 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
     )
 
 
-def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
-    """Rules: tensor `tensor` has axis `dim`, of even size; more: settings of a sample call with an odd size."""
-    present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
+def two_halves(**more: Any) -> tuple[Rule, ...]:
+    """Rules: the tensor `input` has axis `dim`, of even size; more: settings of a sample call with an odd size."""
     return (
-        invalid(present, f"{dim}: an axis of {tensor} ({advice})", invalid={dim: 4}),
+        invalid("has_axis(input, dim)", "dim: an axis of input (negative axes count from the end)", invalid={"dim": 4}),
         invalid(
-            f"halves({tensor}, {dim})",
-            f"{tensor}: an even size along {dim} (it is divided into two halves)",
-            when=present,
-            invalid={tensor: "3 5", **more},
+            "halves(input, dim)",
+            "input: an even size along dim (it is divided into two halves)",
+            when="has_axis(input, dim)",
+            invalid={"input": "3 5", **more},
         ),
     )
 

@@ -60,7 +60,7 @@ def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     return APART if is_separate(v) else gamma.shape[0]
 
 
-def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
+def quantised(name: str, text: str, width: str) -> tuple[Tensor, Rule]:
     """The parameter for scales or offsets of int8 rows of a cache, one per element, and its rule; width: expression."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
@@ -72,15 +72,12 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
 
 
 SCALES = {"k_rope_scale": ("4", "float32"), "c_kv_scale": ("8", "float32")}
+KEY_WIDTH, VALUE_WIDTH = "key_width(kv, gamma, v)", "value_width(gamma, v)"
 NUMBERS = [
-    quantised(
-        "k_rope_scale", "Scales of int8 k_cache, one per element of a row.", "key_width(kv, gamma, v)", "k_cache"
-    ),
-    quantised(
-        "c_kv_scale", "Scales of int8 ckv_cache, one per element of a row.", "value_width(gamma, v)", "ckv_cache"
-    ),
-    quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
-    quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
+    quantised("k_rope_scale", "Scales of int8 k_cache, one per element of a row.", KEY_WIDTH),
+    quantised("c_kv_scale", "Scales of int8 ckv_cache, one per element of a row.", VALUE_WIDTH),
+    quantised("k_rope_offset", "Added to scaled rows of k_cache.", KEY_WIDTH),
+    quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", VALUE_WIDTH),
 ]
 IS_LATENT = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
 KV_RMSNORM_ROPE = auxiliary(
@@ -150,10 +147,7 @@ KV_RMSNORM_ROPE = auxiliary(
                 when=IS_LATENT,
                 invalid={name: words},
             )
-            for name, width, words in (
-                ("k_cache", "key_width(kv, gamma, v)", "B 1 6 5"),
-                ("ckv_cache", "value_width(gamma, v)", "B 1 6 7"),
-            )
+            for name, width, words in (("k_cache", KEY_WIDTH, "B 1 6 5"), ("ckv_cache", VALUE_WIDTH, "B 1 6 7"))
         ),
         invalid(
             "k_cache.dim() != 4 or ckv_cache.dim() != 4 or k_cache.shape[:3] == ckv_cache.shape[:3]",

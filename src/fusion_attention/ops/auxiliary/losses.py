@@ -41,8 +41,7 @@ def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor
     """The definition of the loss, or of its gradient, with these parameters; rows: name of the tensor [T, C]."""
     has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
                        f"target: labels below the number of columns of {rows} (or ignore_index)", code=INVALID,
-                       reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4,
-                                                                                               5])})  # fmt: skip
+                       reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.arange(6)})  # fmt: skip
     some = invalid(f"{rows}.shape[1] > 0", f"{rows}: [rows, classes] (at least one class)", when=f"{rows}.dim() == 2",
                    invalid={"C": 0, "target": torch.full((6,), -100)})  # fmt: skip
     sample = more.pop("sample", {})
@@ -71,8 +70,7 @@ CROSS_ENTROPY = loss(
 l = -(1 - s) * weight[y] * log_prob[y] - s / C * sum_c weight[c] * log_prob[c]
 loss = l,  sum(l),  or sum(l) / sum(weight[y])""",
     returns="(loss, log_prob, zloss, lse_for_zloss); the loss alone is differentiable. If all rows are ignored, the "
-    "mean "
-    "is NaN.",
+    "mean is NaN.",
     tex=r"l = -(1 - s)\, w_y \log p_y - \frac{s}{C} \sum_c w_c \log p_c \qquad p = \operatorname{softmax}(x)",
     example="""\
 >>> loss, *_ = npu_cross_entropy_loss(torch.zeros(3, 4), torch.tensor([0, 3, -100]))

@@ -177,8 +177,7 @@ GROUPED = auxiliary(
         **dict.fromkeys(("split_item", "group_list_type", "act_type"), int | None),
     },
     returns="A list of results; rows of no group are zeros. Differentiable for floating-point tensors. A trace, in "
-    "which "
-    "lengths are unknown, multiplies all rows by all matrices.",
+    "which lengths are unknown, multiplies all rows by all matrices.",
     example="""\
 >>> x, weight = torch.ones(3, 2), torch.stack((torch.eye(2), 2 * torch.eye(2)))
 >>> ends = torch.tensor([1, 3])

@@ -29,13 +29,8 @@ WEIGHTS = (
     floats("rmsnorm_gamma_ckv", "Weights of the norm of the key's latent.", like="token_x", shape="Ckv"),
 )
 ROPE = tuple(
-    floats(
-        f"rope_{name}",
-        f"{'Sines' if name == 'sin' else 'Cosines'} of the tokens, [.., Dr], in npu_interleave_rope's order of "
-        f"elements.",
-        like="token_x",
-    )
-    for name in ("sin", "cos")
+    floats(f"rope_{name}", f"{of} of the tokens, [.., Dr], in npu_interleave_rope's order of elements.", like="token_x")
+    for name, of in (("sin", "Sines"), ("cos", "Cosines"))
 )
 TOKENS = floats("token_x", "[T, H] or [B, S, H].")
 INDEX = Tensor(

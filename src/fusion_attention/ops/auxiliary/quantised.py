@@ -275,9 +275,8 @@ MATMUL = auxiliary(
         Tensor("scale", "Scales of columns: [1] or [N]; integers from npu_trans_quant_param. With blocks: [blocks, N].",
                dtypes=SCALES),
         Tensor("offset", "Offset of int8 results: [1] or [N]; without effect beside an integer scale. With blocks: "
-               "[N], "
-               "added before pertoken_scale: the chip subtracts 8 from every element of x1, and offset compensates "
-               "this.", optional=True, dtypes="float32"),
+               "[N], added before pertoken_scale: the chip subtracts 8 from every element of x1, and offset "
+               "compensates this.", optional=True, dtypes="float32"),
         Tensor("pertoken_scale", "Scales of rows of x1: [M]. With blocks: [M, 1].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
                dtypes=f"int32 {FLOATS}"),

@@ -77,8 +77,7 @@ indices = the sparse_count largest I in descending order; of equal ones the lowe
     sample={"query_quant_mode": 0, "key_quant_mode": 0},
     keywords="actual_seq_lengths_query",
     returns="Indices as npu_lightning_indexer returns them. The chip rounds scores to float16, so more of them are "
-    "equal "
-    "there.",
+    "equal there.",
     example="""\
 >>> q, key = (torch.randint(-9, 9, shape).to(torch.int8) for shape in ((1, 6, 4, 16), (1, 9, 1, 16)))
 >>> weights, scale, key_scale = torch.rand(1, 6, 4), torch.ones(1, 6, 4), torch.ones(1, 9, 1)
@@ -100,11 +99,9 @@ RESERVED = tuple(
 )
 ATTENTION_PARAMS = (
     Tensor("query", "Query rows of latent and rope parts; the last rope_head_dim elements are the rope part.",
-           dtypes="float16 bfloat16",
-           shape=rows("1", "N1", "D")),
+           dtypes="float16 bfloat16", shape=rows("1", "N1", "D")),
     Tensor("key", "Rows of W bytes: the latent as int8, the rope part in query's dtype, and the float32 scales of "
-           "tiles; "
-    "W is 656 if D is 576.",
+           "tiles; W is 656 if D is 576.",
            dtypes="int8", cast=INT8, shape=BYTES, form=key_layout,
            make=lambda shape: torch.ones(shape, dtype=torch.int8)),
     Tensor("value", "Not read: the values are the latents of key.", dtypes="int8", cast=INT8),

@@ -108,8 +108,7 @@ INIT = moe(
         Tensor("x", "A row for every token.", dtypes=f"{FLOATS} int8", shape="T H"),
         Tensor("expert_idx", "The experts of every token.", dtypes="int32 int64", shape="T K", make=counting(3)),
         Tensor("scale", "Without quantisation: [T], returned in the order of the rows. Dynamic: factors [experts, H] "
-               "or "
-               "[1, H]. Static: [1].", optional=True, dtypes="float32"),
+               "or [1, H]. Static: [1].", optional=True, dtypes="float32"),
         Tensor("offset", "Static quantisation: [1].", optional=True, dtypes="float32"),
         Attr("active_num", "Largest number of rows; -1 and 0: all.", default=-1, domain="active_num >= -1"),
         Attr("expert_capacity", "Without effect: for drop_pad_mode 1.", default=-1),
@@ -178,8 +177,7 @@ FINALIZE = moe(
         floats("bias", "Bias of every expert.", shape="E H", like="expanded_permuted_rows", optional=True),
         floats("scales", "Weights of the experts of each token.", shape="T K", optional=True),
         Tensor("expanded_src_to_dst_row", "Per token and expert the index of its row; rows that do not exist are read "
-               "as "
-               "zeros.", dtypes="int32 int64", shape="P", make=counting(12)),
+               "as zeros.", dtypes="int32 int64", shape="P", make=counting(12)),
         Tensor("export_for_source_row", "The experts of every token; required for bias.", optional=True,
                default=REQUIRED, dtypes="int32 int64", shape="T K", make=counting(3)),
         one_of("drop_pad_mode", "Index of expert j of token i in expanded_src_to_dst_row: 0, 1: j * T + i; 2, 3: "

@@ -22,9 +22,9 @@ def elements(shape: np.ndarray) -> int:
     return math.prod(shape.tolist()) if (shape >= 0).all() else -1
 
 
-def permuted(tensor: torch.Tensor, perm: np.ndarray | None, usual: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
-    """The tensor with permuted axes; perm None: `usual`."""
-    return tensor.permute(usual if perm is None else tuple(map(int, perm)))
+def permuted(tensor: torch.Tensor, perm: np.ndarray | None) -> torch.Tensor:
+    """A tensor of three axes with permuted axes; perm None: in their order."""
+    return tensor if perm is None else tensor.permute(*map(int, perm))
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w: np.ndarray | None) -> bool:

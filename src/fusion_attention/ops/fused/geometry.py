@@ -11,18 +11,9 @@ import torch
 
 from fusion_attention.contract import members
 from fusion_attention.ir.mask import INFINITE, UNLIMITED
+from fusion_attention.ops.shared.params import WORDS as WORDS
+from fusion_attention.ops.shared.params import words_of
 
-# Axis words of each tensor layout: batch B, sequence S, packed rows T, heads N and elements D of one head.
-WORDS = {
-    "BSH": "B S N*D",
-    "BSND": "B S N D",
-    "BNSD": "B N S D",
-    "NBSD": "N B S D",
-    "TND": "T N D",
-    "NTD": "N T D",
-    "SH": "T N*D",
-    "NSD": "N S D",
-}
 UNTRANSPOSED = ("BSH", "BSND", "BNSD")
 MIXED = ("BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
 PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
@@ -49,12 +40,8 @@ def of_output(layout: str) -> str:
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
     """Axis words of query (side "1"), key (side "2") or output rows by input_layout; dim: of their elements."""
-    results = {}
-    for layout in (*LAYOUTS, "SH"):
-        letters = WORDS[of_output(layout) if output else of_inputs(layout)]
-        sides = {"B": "B", "D": dim, **{axis: axis + side for axis in "STN"}}
-        results[layout] = "".join(sides.get(c, c) for c in letters)
-    return results
+    of = of_output if output else of_inputs
+    return {layout: words_of(of(layout), side, dim) for layout in (*LAYOUTS, "SH")}
 
 
 def lse_words() -> dict[str, str]:
@@ -97,11 +84,6 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
     """The layout of a key or value tensor of a call with arguments `n`."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
-
-
-def key_heads(n: Mapping[str, Any]) -> int:
-    """Number of a call's key heads; num_key_value_heads 0: as many as query heads."""
-    return int(n["num_key_value_heads"] or n["N1"])
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths
@@ -241,7 +223,8 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     if "query" not in n:
         return _sizes(n)
     key, value = members(n["key"]), members(n["value"])
-    layout, heads, paged = n["input_layout"], key_heads(n), n["block_table"] is not None
+    layout, paged = n["input_layout"], n["block_table"] is not None
+    heads = int(n["num_key_value_heads"] or n["N1"])
     results = [form_of(t, key_layout(n, t), heads) or (0, 0, 0, 0) for t in key]
     of_value = form_of(value[0], key_layout(n, value[0]), heads)
     tokens = np.array([form[2] for form in results], np.int64)

@@ -11,20 +11,19 @@ import torch
 
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents
+from fusion_attention.ops.shared.params import WORDS
 
 Result = TypeVar("Result")
 
+
+def _positions(words: str) -> tuple[int | None, int, int | None]:
+    """The positions of batch, tokens and heads in axis words; None: there is no such axis."""
+    at = {axis: position for position, axis in enumerate(words.split())}
+    return at.get("B"), at["S" if "S" in at else "T"], at.get("N")
+
+
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
-LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
-    "BSH": (0, 1, None),
-    "SBH": (1, 0, None),
-    "BSND": (0, 1, 2),
-    "BNSD": (0, 2, 1),
-    "NBSD": (1, 2, 0),
-    "TND": (None, 0, 1),
-    "NTD": (None, 1, 0),
-    "SH": (None, 0, None),
-}
+LAYOUTS = {layout: _positions(words) for layout, words in WORDS.items()}
 # Maximum number of cached views per Extents; a full cache is cleared.
 _ENTRIES = 256
 
@@ -64,10 +63,8 @@ def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[
 def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
     """The shape of a tensor in a layout: `heads` rows of `dim` elements per token; tokens: of each of `batch` padded
     sequences, or of all packed ones."""
-    at_batch, at_token, at_head = LAYOUTS[layout]
-    axes = {at_token: tokens} | ({} if at_batch is None else {at_batch: batch})
-    axes |= {len(axes): heads * dim} if at_head is None else {at_head: heads, len(axes) + 1: dim}
-    return tuple(axes[axis] for axis in range(len(axes)))
+    sizes = {"B": batch, "S": tokens, "T": tokens, "N": heads, "D": dim, "N*D": heads * dim}
+    return tuple(sizes[axis] for axis in WORDS[layout].split())
 
 
 def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """Parameters of several groups of operators, functions that make tensors of sample calls, and the default scale."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,19 @@ from fusion_attention.contract import Attr, Tensor
 
 FLOATS = "float16 bfloat16 float32"
 OWN_FLOATS = f"{FLOATS} float64"  # in this library's functions
+# Axes of rows in each layout: batch B, tokens S of a padded sequence or T of all packed ones, heads N and elements D of
+# a head; N*D: heads and elements share an axis.
+WORDS = {
+    "BSH": "B S N*D",
+    "SBH": "S B N*D",
+    "BSND": "B S N D",
+    "BNSD": "B N S D",
+    "NBSD": "N B S D",
+    "TND": "T N D",
+    "NTD": "N T D",
+    "SH": "T N*D",
+    "NSD": "N S D",
+}
 
 
 def spelled(param: Any, name: str, **changes: Any) -> Any:
@@ -24,16 +38,14 @@ def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: 
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
+def words_of(layout: str, side: str, dim: str) -> str:
+    """Axis words of query (side "1") or key (side "2") rows in a layout; dim: word of their elements."""
+    return re.sub("[STND]", lambda axis: dim if axis[0] == "D" else axis[0] + side, WORDS[layout])
+
+
 def rows(side: str, dim: str) -> dict[str, str]:
     """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
-    s, n, t = f"S{side}", f"N{side}", f"T{side}"
-    return {
-        "BSH": f"B {s} {n}*{dim}",
-        "SBH": f"{s} B {n}*{dim}",
-        "BSND": f"B {s} {n} {dim}",
-        "BNSD": f"B {n} {s} {dim}",
-        "TND": f"{t} {n} {dim}",
-    }
+    return {layout: words_of(layout, side, dim) for layout in ("BSH", "SBH", "BSND", "BNSD", "TND")}
 
 
 def one_of(name: str, text: str, values: tuple[Any, ...], **fields: Any) -> Attr:

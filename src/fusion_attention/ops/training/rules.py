@@ -266,17 +266,14 @@ FOR_ROPE = (
 # ---------------------------------------------------------------------------------------------- packed statistics
 
 
-def _climbing(heads: int = 4) -> Settings:
-    """Settings of sample calls: each score of a row is the row's index in [T1, N1 = heads], token-major."""
-    place = torch.arange(8.0 * heads).reshape(8, heads, 1)
-    lengths = torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1)
-    first = torch.eye(8)[0]
-    return {
-        "query": (place * first).half(),
-        "key": first.expand(12, heads // 2, 8).half().contiguous(),
-        "softmax_max": place.expand(8, heads, 8).contiguous(),
-        "softmax_sum": lengths.expand(8, heads, 8).contiguous(),
-    }
+# Settings of sample calls: each score of a row is the row's index in [T1, N1], token-major.
+_PLACE, _FIRST = torch.arange(32.0).reshape(8, 4, 1), torch.eye(8)[0]
+_CLIMBING = {
+    "query": (_PLACE * _FIRST).half(),
+    "key": _FIRST.expand(12, 2, 8).half().contiguous(),
+    "softmax_max": _PLACE.expand(8, 4, 8).contiguous(),
+    "softmax_sum": torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1).expand(8, 4, 8).contiguous(),
+}
 
 
 STATISTICS = (
@@ -288,7 +285,7 @@ STATISTICS = (
         when="pse is None and N1 > 1",
         only=rules.PACKED,
         needs=("dy",),
-        invalid=_climbing(),
+        invalid=_CLIMBING,
     ),
 )
 
