@@ -20,10 +20,10 @@ from fusion_attention.contract import (
     ContractWarning,
     Failure,
     Op,
-    Rule,
     Tensor,
     Tensors,
     bind,
+    dtype_text,
     members,
 )
 from fusion_attention.ops import RECORDS
@@ -145,16 +145,10 @@ def explain(text: str, *, log: str = "") -> Explanation:
     if not log and is_log(text):
         return explain_log(read_log(text))
     log_read = read_log(log) if log else None
-    return explain_call(parse_call(text), log_read)
-
-
-def explain_call(call: Written, log: Log | None = None) -> Explanation:
-    """Returns the explanation of a parsed call; log: the chip's log of it, or None."""
+    call = parse_call(text)
     op = RECORDS[call.operator]
     args, wrong = _arguments(op, call)
-    if wrong:
-        return _explained(op, wrong, log)
-    return explain_arguments(op, args, log)
+    return _explained(op, wrong, log_read) if wrong else explain_arguments(op, args, log_read)
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
@@ -266,14 +260,11 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_taken(p: Any, value: Any) -> Any:
     """Returns an argument of parameter p for bind(): tensors on meta, a number for a 0-dim attribute."""
-    if isinstance(p, Tensor):
-        if isinstance(value, torch.Tensor):
-            return value.to("meta")
-        if isinstance(p, Tensors) and isinstance(value, (list, tuple)):
-            return [one.to("meta") if isinstance(one, torch.Tensor) else one for one in value]
-    elif isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
+    if isinstance(p, Tensors) or (isinstance(p, Tensor) and isinstance(value, torch.Tensor)):
+        return _without_memory(value)
+    if isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
         raise WrittenError(f"{p.shown}: write its numbers, as in {p.shown}=[3, 8], because rules read them")
-    elif isinstance(p, Attr) and isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
+    if isinstance(p, Attr) and isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
         return value.item()
     return value
 
@@ -293,7 +284,10 @@ def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool)
         except (RuntimeError, NotImplementedError) as error:  # a rule needs the content of a tensor
             raise WrittenError(f"{op.name} cannot be checked without the content of its tensors: {error}") from None
     where = "chip" if strict and op.source else "everywhere"
-    results = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
+    results = []
+    for f in failures:
+        chip = f.rule is not None and f.rule.level == "limit"
+        results.append(Finding("chip" if chip else where, f.param, f.expected, f.got, f.advice, f.code, f.cann))
     notes = [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
     return results + [_note(op, text) for text in dict.fromkeys(notes)]
 
@@ -321,18 +315,9 @@ def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) 
 
 def _without_memory(value: Any) -> Any:
     """Returns a tensor, or a list of tensors, on device meta, and other values unchanged."""
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return [one.to("meta") for one in value]
-    return value
-
-
-def _where(rule: Rule | None, where: str) -> str:
-    """Returns Finding.where of a violated rule: "chip" for a limit, else the given value."""
-    if rule is not None and rule.level == "limit" and where == "everywhere":
-        return "chip"
-    return where
+    if isinstance(value, (list, tuple)):
+        return [_without_memory(one) for one in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _note(op: Op, text: str) -> Finding:
@@ -392,7 +377,7 @@ def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict
         warnings.simplefilter("ignore")
         bound = bind(op, args, strict=False, check_content=False, reads=False, memory=in_memory)
         call = op.lower(bound)
-        results = {name: _shape_of(t) for name, t in call.results().items()}
+        results = {name: f"{dtype_text(t)}{list(t.shape)}" for name, t in call.results().items()}
     names = bound.names
     axes = {
         n: v for n, v in names.items() if type(v) is int and re.fullmatch(r"[A-Z][A-Za-z]?\d?", n) and n not in args
@@ -405,10 +390,6 @@ def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict
         reasons = reasons_of(name, call.problem, torch.device("cuda" if name == "triton" else "cpu"))
         computes[name] = " ".join(reasons) or "yes"
     return {"sizes": {**axes, **lengths}, "results": results, "computes": computes}
-
-
-def _shape_of(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:

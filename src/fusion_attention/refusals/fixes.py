@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import REQUIRED, Array, Attr, Op, Param
+from fusion_attention.contract import REQUIRED, Array, Attr, Op
 
 Args = Mapping[str, Any]
 Fix = tuple[str, dict[str, Any]]  # description and changed arguments
@@ -17,49 +17,43 @@ TRIANGLE = "torch.ones(2048, 2048, dtype=torch.bool).triu(1)"
 _LENGTHS = 4096  # largest number of elements of a list of lengths that is changed
 
 
-def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
-    """Returns single changes that make a call legal; empty if no single change does.
+def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
+    """Returns at most three single changes that make a call legal; empty if no single change does.
 
     Args:
         op: the operator's definition.
         args: arguments by canonical name, tensors without memory.
         is_legal: returns True for a call that breaks no rule.
-        most: the largest number of changes to return.
     """
     for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
         legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
-        if result := list(islice(legal, most)):
+        if result := list(islice(legal, 3)):
             return result  # kinds are ordered by frequency: rarer kinds are not tried if a common one fits
     return []
 
 
-def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
-    """Yields the operator's parameters that are lists of integers, with their values in `args`."""
+def _of_lengths(op: Op, args: Args, title: str, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
+    """Yields a change of all lists of lengths of a call together, and of each list alone; title: its description."""
+    lists = []
     for p in op.params:
         value = args.get(p.name)
         if isinstance(p, Array) and value is not None:
             numbers = value.tolist() if isinstance(value, torch.Tensor) else value
             listed = isinstance(numbers, (list, tuple)) and 0 < len(numbers) <= _LENGTHS
-            if listed and all(type(n) is int for n in numbers):
-                yield p, list(numbers)
-
-
-def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
-    """Yields a change of all lists of lengths of a call together, and of each list alone."""
-    lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
+            if listed and all(type(n) is int for n in numbers) and change(list(numbers)) != list(numbers):
+                lists.append((p, change(list(numbers))))
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
-        text = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
-        yield text, {p.name: change(numbers) for p, numbers in several}
+        text = ", ".join(f"{p.shown}={_short(numbers)}" for p, numbers in several)
+        yield f"{title}: {text}", {p.name: numbers for p, numbers in several}
 
 
 def _cumulative(op: Op, args: Args) -> Iterator[Fix]:
-    for text, changes in _of_all(op, args, lambda numbers: list(accumulate(numbers))):
-        yield f"cumulative ends in place of lengths: {text}", changes
+    return _of_lengths(op, args, "cumulative ends in place of lengths", lambda numbers: list(accumulate(numbers)))
 
 
 def _without_zero(op: Op, args: Args) -> Iterator[Fix]:
-    for text, changes in _of_all(op, args, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers):
-        yield f"without the leading 0 of cu_seqlens: {text}", changes
+    title = "without the leading 0 of cu_seqlens"
+    return _of_lengths(op, args, title, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers)
 
 
 def _mask(op: Op, args: Args) -> Iterator[Fix]:
@@ -111,18 +105,15 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
     """Yields fixes of the dtype of all floating-point tensors: the query's, then bfloat16 and float16."""
-    first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
-    floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
-    if not first or first not in floating:
+    tensors = {p.name: t for p in op.tensors() if isinstance(t := args.get(p.name), torch.Tensor)}
+    floating = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    first = next(iter(tensors), "")
+    if first not in floating:
         return
     for dtype in dict.fromkeys((floating[first].dtype, torch.bfloat16, torch.float16)):
         changes = {name: t.to(dtype) for name, t in floating.items() if t.dtype != dtype}
         shown = ", ".join(op.by_name[name].shown for name in changes)
         yield f"{shown} in {str(dtype).removeprefix('torch.')}", changes
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:

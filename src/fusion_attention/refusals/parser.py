@@ -298,8 +298,10 @@ class _Reader:
             return Band(*args, **words)
         if dotted in ("math.sqrt", "sqrt"):
             return math.sqrt(*args)
-        if dotted in (*_BUILTINS, "range") and dotted not in self.names:
-            return _call_of_builtin(dotted, args, node)
+        if dotted == "range" and dotted not in self.names:
+            return list(range(*_range_ends(args, node)))
+        if dotted in _BUILTINS and dotted not in self.names:
+            return _BUILTINS[dotted](*args)
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, torch.Tensor):
@@ -384,12 +386,6 @@ def _range_ends(args: list[Any], node: ast.Call) -> list[Any]:
     if not all(type(n) is int and abs(n) <= LONGEST for n in args):
         raise WrittenError(f"{_shown(node)}: expected a range within {LONGEST}")
     return args
-
-
-def _call_of_builtin(name: str, args: list[Any], node: ast.Call) -> Any:
-    if name == "range":
-        return list(range(*_range_ends(args, node)))
-    return _BUILTINS[name](*args)
 
 
 # ------------------------------------------------------------------------------------------------------------- text
