@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support.planted import Capture
+from support.planted import Capture, fault
 
 Tensor = torch.Tensor
 
@@ -82,20 +82,20 @@ def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, top, weights.sum(-1, keepdim=True)
 
 
-def attended(x: Call, lists: Tensor | None = None, **fault: Any) -> Tensor:
+def attended(x: Call, lists: Tensor | None = None, **options: Any) -> Tensor:
     """Computes the output; options: as of scored()."""
-    weights, _, total = softmax(*scored(x, lists, **fault))
+    weights, _, total = softmax(*scored(x, lists, **options))
     out = weights.to(x.q.dtype).float() @ x.v.transpose(1, 2).float() / total.where(total > 0, 1.0)
     return out.transpose(1, 2).to(x.q.dtype)
 
 
 def differentiated(
-    x: Call, lists: Tensor | None = None, *, delta: float = 1.0, of_dk: float = 1.0, **fault: Any
+    x: Call, lists: Tensor | None = None, *, delta: float = 1.0, of_dk: float = 1.0, **options: Any
 ) -> Capture:
     """Computes dq, dk and dv from q, k, v, lists and dout, without statistics; every option is a fault."""
     dout = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(x.rng.randrange(1 << 30))).to(x.q.dtype)
     _, top, total = softmax(*scored(x))
-    scores, times = scored(x, lists, **fault)
+    scores, times = scored(x, lists, **options)
     p = ((scores - top).exp().nan_to_num(0.0) * times / total.where(total > 0, 1.0)).nan_to_num(0.0)
     q, do, k, v = (t.transpose(1, 2).float() for t in (x.q, dout, x.k, x.v))
     out = attended(x).transpose(1, 2).float()
@@ -174,26 +174,22 @@ def chosen(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Fault = Callable[[int], tuple[Capture, tuple[str, ...]]]
+Planted = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
 
 
-def _list(change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> Fault:
-    def fault(seed: int) -> tuple[Capture, tuple[str, ...]]:
-        x = drawn(seed, ends)
-        return capture(x, change(x)), (word,)
-
-    return fault
+@fault
+def _list(seed: int, change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> Planted:
+    x = drawn(seed, ends)
+    return capture(x, change(x)), (word,)
 
 
-def _backward(word: str, fault: Callable[[Call], dict[str, Any]]) -> Fault:
-    def planted(seed: int) -> tuple[Capture, tuple[str, ...]]:
-        x = drawn(seed, True)
-        return differentiated(x, **fault(x)), (word,)
-
-    return planted
+@fault
+def _backward(seed: int, word: str, options: Callable[[Call], dict[str, Any]]) -> Planted:
+    x = drawn(seed, True)
+    return differentiated(x, **options(x)), (word,)
 
 
-def _twice(seed: int) -> tuple[Capture, tuple[str, ...]]:
+def _twice(seed: int) -> Planted:
     x = drawn(seed, True)
     while x.block > 1:
         seed += 100
@@ -201,17 +197,18 @@ def _twice(seed: int) -> tuple[Capture, tuple[str, ...]]:
     return capture(x, attended(x, once=True)), ()
 
 
-def _index(word: str, **fault: object) -> Fault:
-    return lambda seed: (chosen(drawn_indexer(seed), **fault), (word,))  # type: ignore[arg-type]
+@fault
+def _index(seed: int, word: str, **options: Any) -> Planted:
+    return chosen(drawn_indexer(seed), **options), (word,)
 
 
-def _unread(seed: int) -> tuple[Capture, tuple[str, ...]]:
+def _unread(seed: int) -> Planted:
     x = drawn_indexer(seed)
     tile = x.rng.choice([16, 32])
     return chosen(x, unread=((x.k.shape[1] - 1) // tile * tile, x.k.shape[1])), ("",)
 
 
-FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[int], Planted], tuple[str, ...]]] = {
     "the last entry is not read": (
         _list(lambda x: attended(x, _without_last(x.lists)), "the last before -1"), ("list-shortened",)
     ),
@@ -245,10 +242,10 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
-    program, names = FAULTS[fault]
-    result, words = program(1000 * seed + [*FAULTS].index(fault))
+def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+    program, names = FAULTS[name]
+    result, words = program(1000 * seed + [*FAULTS].index(name))
     return result, names, words
 
 

@@ -5,13 +5,17 @@ mistake, or "" for none. Sums are in float32; weights are rounded where a device
 """
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
+from fusion_attention.ops import RECORDS
 from fusion_attention.testing.cases import Case, arguments, part, seen, stats_part
+from fusion_attention.testing.python_calls import pythonic
 
 Tensor = torch.Tensor
 LANES = 8
@@ -235,33 +239,30 @@ def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: 
 # -------------------------------------------------------------------------------------------------------------- calls
 
 
+def inputs_of(operator: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that an operator has and that are not None."""
+    names = RECORDS[operator].by_name
+    return {n: v for n, v in args.items() if n in names and v is not None and n not in ("dy", "seed", "offset")}
+
+
 def planted_call(
     case: Case, wrong: str, operator: str = "npu_fusion_attention_v2", rough: Rounding = Rounding()
 ) -> Capture:
     """Makes a capture of a training call with an operator of CANN."""
-    from fusion_attention.ops import RECORDS
-
     args = arguments(case)
     if wrong == "input-layout":
         args |= {name: args[name].contiguous() for name in ("key", "value")}
-    names = RECORDS[operator].by_name
-    inputs = {n: v for n, v in args.items() if n in names and v is not None and n not in ("dy", "seed", "offset")}
     results = forward(case, args, wrong, rough)
-    return Capture(wrong.partition(":")[0], operator, inputs, results, case.id)
+    return Capture(wrong.partition(":")[0], operator, inputs_of(operator, args), results, case.id)
 
 
 def made_gradient(case: Case, wrong: str) -> Capture:
     """Makes a capture of a training gradient."""
-    args = arguments(case)
+    args, operator = arguments(case), "npu_fusion_attention_grad_v2"
     saved = forward(case, args)
-    saved_names = {"attention_in": saved["attention_out"], "softmax_max": saved["softmax_max"],
-                   "softmax_sum": saved["softmax_sum"]}  # fmt: skip
-    from fusion_attention.ops import RECORDS
-
-    names = RECORDS["npu_fusion_attention_grad_v2"].by_name
-    inputs = {n: v for n, v in {**args, **saved_names}.items() if n in names and v is not None}
-    inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
-    return Capture(wrong, "npu_fusion_attention_grad_v2", inputs, backward(case, args, saved, wrong), case.id)
+    given = {**args, **saved, "attention_in": saved["attention_out"]}
+    inputs = inputs_of(operator, given) | {"dy": args["dy"]}
+    return Capture(wrong, operator, inputs, backward(case, args, saved, wrong), case.id)
 
 
 # ----------------------------------------------------------------------------------- unnamed mistakes and our functions
@@ -269,15 +270,12 @@ def made_gradient(case: Case, wrong: str) -> Capture:
 
 def made_own(case: Case, wrong: str) -> Capture:
     """Makes a capture of fusion_attention.attention."""
-    from fusion_attention.testing.python_calls import pythonic
-
     args = arguments(case)
     given = pythonic(case, args)
     assert given is not None
     inputs = {n: v for n, v in given.items() if v is not None}
-    return Capture(
-        wrong.partition(":")[0], "attention", inputs, {"out": forward(case, args, wrong)["attention_out"]}, case.id
-    )
+    out = {"out": forward(case, args, wrong)["attention_out"]}
+    return Capture(wrong.partition(":")[0], "attention", inputs, out, case.id)
 
 
 UNNAMED = {
@@ -292,8 +290,59 @@ UNNAMED = {
 
 def made_unnamed(case: Case, what: str) -> Capture:
     """Makes a capture with a mistake that the judge has no name for."""
-    result = planted_call(case, "", "npu_fusion_attention_v2")
-    result.outputs["attention_out"] = UNNAMED[what](result.outputs["attention_out"].float()).to(
-        result.outputs["attention_out"].dtype
-    )
+    result = planted_call(case, "")
+    out = result.outputs["attention_out"]
+    result.outputs["attention_out"] = UNNAMED[what](out.float()).to(out.dtype)
     return result
+
+
+# ------------------------------------------------------------------------------------ faults of other simulated kernels
+
+C = TypeVar("C")
+R = TypeVar("R")
+P = ParamSpec("P")
+# Changes a result [B, heads, rows, elements] in place; returns the text of the change's parameters in the diagnosis.
+Edit = Callable[[Tensor, random.Random], str]
+
+
+def fault(program: Callable[Concatenate[C, P], R]) -> Callable[P, Callable[[C], R]]:
+    """Takes a function of a call and of a fault's parameters: f(call, a, b) becomes f(a, b)(call)."""
+
+    def given(*parameters: P.args, **options: P.kwargs) -> Callable[[C], R]:
+        return lambda call: program(call, *parameters, **options)
+
+    return given
+
+
+def moved(change: Callable[[Tensor], Tensor], word: str) -> Edit:
+    def edit(result: Tensor, rng: random.Random) -> str:
+        result.copy_(change(result))
+        return word
+
+    return edit
+
+
+def shifted_rows(*distances: int) -> Edit:
+    def edit(result: Tensor, rng: random.Random) -> str:
+        by = rng.choice(distances)
+        result.copy_(result.roll(by, 2))
+        return f"row r {'-' if by > 0 else '+'} {abs(by)}"
+
+    return edit
+
+
+def rolled_columns(result: Tensor, rng: random.Random) -> str:
+    by = rng.choice([1, 4, 8])
+    result.copy_(result.roll(by, 3))
+    return f"columns rolled by {by}"
+
+
+def head_factor(result: Tensor, rng: random.Random) -> str:
+    by = rng.choice([0.5, 2.0, -1.0])
+    result[:, rng.randrange(result.shape[1])] *= by
+    return f"{by:g} times"
+
+
+def zero_tail(result: Tensor, rng: random.Random) -> str:
+    result[:, :, result.shape[2] // 16 * 16 - 16 :] = 0
+    return ""

@@ -90,30 +90,16 @@ def operator_of(case: Case, number: int) -> str:
     return OPERATORS[number % 3] if is_simple else "npu_fusion_attention_v2"
 
 
-def planted() -> Iterator[tuple[str, Make]]:
-    """Yields (name, function that makes a capture) for all mistakes of training attention."""
-    for wrong, cases in DENSE.items():
-        for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", partial(planted_call, case, wrong, operator_of(case, i))
-    for wrong, cases in GRADIENTS.items():
-        for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", partial(made_gradient, case, wrong)
-    for wrong, cases in OTHER_CASES.items():
-        for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", partial(made_own, case, wrong)
+def planted(wrongs: bool = True) -> Iterator[tuple[str, Make]]:
+    """Yields (name, function that makes a capture); wrongs: with mistakes, else the same calls without them."""
+    for make, mistakes in ((planted_call, DENSE), (made_gradient, GRADIENTS), (made_own, OTHER_CASES)):
+        for wrong, cases in mistakes.items():
+            for i, case in enumerate(cases):
+                operator = (operator_of(case, i),) if mistakes is DENSE else ()
+                yield f"{'' if wrongs else 'right-'}{wrong}-{i}", partial(make, case, wrong * wrongs, *operator)
 
 
-def correct() -> Iterator[tuple[str, Make]]:
-    """Yields the same calls as planted(), without mistakes."""
-    for wrong, cases in DENSE.items():
-        for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", partial(planted_call, case, "", operator_of(case, i))
-    for wrong, cases in GRADIENTS.items():
-        for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", partial(made_gradient, case, "")
-    for wrong, cases in OTHER_CASES.items():
-        for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", partial(made_own, case, "")
+correct = partial(planted, False)
 
 
 def noisy() -> Iterator[tuple[str, Make]]:

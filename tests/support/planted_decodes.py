@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support.planted import Capture
+from support.planted import Capture, fault
 
 Tensor = torch.Tensor
 
@@ -116,56 +116,47 @@ def capture(x: Call, out: Tensor) -> Capture:
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Fault = Callable[[Call], tuple[Capture, tuple[str, ...]]]
+Planted = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
 
 
-def _tables(change: Callable[[Tensor, Call], Tensor], sides: str, word: str) -> Fault:
-    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
-        changed = change(x.table.clone(), x)
-        tables = (changed if "k" in sides else x.table, changed if "v" in sides else x.table)
-        return capture(x, paged(x, tables=tables)), (word,)
-
-    return fault
+@fault
+def _tables(x: Call, change: Callable[[Tensor], Tensor], sides: str, word: str) -> Planted:
+    changed = change(x.table.clone())
+    tables = (changed if "k" in sides else x.table, changed if "v" in sides else x.table)
+    return capture(x, paged(x, tables=tables)), (word,)
 
 
-def _dropped(x: Call) -> tuple[Capture, tuple[str, ...]]:
+def _dropped(x: Call) -> Planted:
     return capture(x, paged(x, beyond="dropped")), ("the last, partial tile of", f" {x.page}")
 
 
-def _one_page(x: Call) -> tuple[Capture, tuple[str, ...]]:
+def _one_page(x: Call) -> Planted:
     table = x.table.clone()
     b = x.rng.randrange(3)
     page = x.rng.randrange(x.lengths[b] // x.page)
     table[b, page] = x.rng.choice([n for n in range(len(x.pool[0])) if n != x.table[b, page]])
-    return capture(x, paged(x, tables=(table, table))), (
-        f"page {page} of sequence {b}",
-        f"block {int(table[b, page])},",
-    )
+    words = f"page {page} of sequence {b}", f"block {int(table[b, page])},"
+    return capture(x, paged(x, tables=(table, table))), words
 
 
-def _splits(merge: str, word: str) -> Fault:
-    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
-        count = x.rng.choice([2, 3, 4, 8])
-        return capture(x, paged(x, splits=count, merge=merge)), (word, f"{count} splits")
-
-    return fault
+@fault
+def _splits(x: Call, merge: str, word: str) -> Planted:
+    count = x.rng.choice([2, 3, 4, 8])
+    return capture(x, paged(x, splits=count, merge=merge)), (word, f"{count} splits")
 
 
-def _lost_split(x: Call) -> tuple[Capture, tuple[str, ...]]:
+def _lost_split(x: Call) -> Planted:
     count = x.rng.choice([2, 3, 4])
     lost = x.rng.randrange(count)
     return capture(x, paged(x, splits=count, lost=lost)), (f"split {lost} of {count} splits",)
 
 
-def _fixed(word: str, **fault: Any) -> Fault:
-    return lambda x: (capture(x, paged(x, **fault)), (word,))
+@fault
+def _fixed(x: Call, word: str, **options: Any) -> Planted:
+    return capture(x, paged(x, **options)), (word,)
 
 
-def _of_heads(word: str, change: Callable[[Tensor, int], Tensor]) -> Fault:
-    return lambda x: (capture(x, paged(x, heads=change)), (word,))
-
-
-def _modulo(x: Call) -> tuple[Capture, tuple[str, ...]]:
+def _modulo(x: Call) -> Planted:
     heads, group = x.pool[0].shape[2], x.q.shape[1] // x.pool[0].shape[2]
     other = torch.arange(heads * group) % heads
     rows = [attended(x, x.q[b], *(x.gathered(side, x.table, b, n)[:, other] for side in (0, 1)))
@@ -176,13 +167,10 @@ def _modulo(x: Call) -> tuple[Capture, tuple[str, ...]]:
 Meaning = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _quantised(kind: str, read: Callable[[Tensor, Tensor, Tensor], Tensor], word: str) -> Fault:
-    """Returns a fault of an integer cache; read: dequantises stored [S, N2, D] with scale and offset incorrectly."""
-
-    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
-        return stored(x, kind, read), (word,)
-
-    return fault
+@fault
+def _quantised(x: Call, kind: str, read: Meaning, word: str) -> Planted:
+    """Has an integer cache; read: dequantises stored [S, N2, D] with scale and offset incorrectly."""
+    return stored(x, kind, read), (word,)
 
 
 def stored(x: Call, kind: str, read: Meaning) -> Capture:
@@ -220,8 +208,9 @@ def stored(x: Call, kind: str, read: Meaning) -> Capture:
 Position = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
 
 
-def _scales_in_pages(place: Callable[[Call], Position], word: str) -> Fault:
-    return lambda x: (stored_in_pages(x, place(x)), (word,))
+@fault
+def _scales_in_pages(x: Call, place: Callable[[Call], Position], word: str) -> Planted:
+    return stored_in_pages(x, place(x)), (word,)
 
 
 def stored_in_pages(x: Call, place: Position) -> Capture:
@@ -262,12 +251,12 @@ def _next(axis: int) -> Meaning:
 
 
 # Name of a fault: (the fault, names of the mistakes that describe it).
-FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
-    "entries a column to the right": (_tables(lambda t, x: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
-    "entries a column to the left": (_tables(lambda t, x: t.roll(1, 1), "kv", "to the left"), ("page-table",)),
-    "values a column to the right": (_tables(lambda t, x: t.roll(-1, 1), "v", "values alone"), ("page-table",)),
-    "keys a column to the left": (_tables(lambda t, x: t.roll(1, 1), "k", "keys alone"), ("page-table",)),
-    "the first sequence's pages": (_tables(lambda t, x: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
+FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
+    "entries a column to the right": (_tables(lambda t: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
+    "entries a column to the left": (_tables(lambda t: t.roll(1, 1), "kv", "to the left"), ("page-table",)),
+    "values a column to the right": (_tables(lambda t: t.roll(-1, 1), "v", "values alone"), ("page-table",)),
+    "keys a column to the left": (_tables(lambda t: t.roll(1, 1), "k", "keys alone"), ("page-table",)),
+    "the first sequence's pages": (_tables(lambda t: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
     "slots after the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
     "the last, partial page left out": (_dropped, ("tile-skipped",)),
@@ -280,8 +269,8 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "splits without their sums": (_splits("sums", "without the sums"), ("tile-softmax",)),
     "a split left out": (_lost_split, ("split-left-out", "tile-left-out", "tile-skipped")),
     "heads modulo N2": (_modulo, ("gqa-order",)),
-    "values of the next head": (_of_heads("values", lambda t, n: t.roll(-1, 1) if n else t), ("head-offset",)),
-    "keys of the next head": (_of_heads("keys", lambda t, n: t if n else t.roll(-1, 1)), ("head-offset",)),
+    "values of the next head": (_fixed("values", heads=lambda t, n: t.roll(-1, 1) if n else t), ("head-offset",)),
+    "keys of the next head": (_fixed("keys", heads=lambda t, n: t if n else t.roll(-1, 1)), ("head-offset",)),
     "scales of the next head": (_quantised("channel", _next(1), "next head"), ("dequantisation",)),
     "scales of the next channel": (_quantised("channel", _next(2), "next channel"), ("dequantisation",)),
     "scales of the next token": (_quantised("token", _next(0), "next token"), ("dequantisation",)),
@@ -304,15 +293,15 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
 _FLAT = ("zeros after the last key", "the new token left out")
 
 
-def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
-    program, names = FAULTS[fault]
-    wanted, n = fault == "heads modulo N2", 1000 * seed + [*FAULTS].index(fault)
+def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+    program, names = FAULTS[name]
+    wanted, n = name == "heads modulo N2", 1000 * seed + [*FAULTS].index(name)
     x = drawn(n)
     while wanted and x.q.shape[1] == x.pool[0].shape[2]:
         n += 100
         x = drawn(n)
-    if fault in _FLAT:  # the fault is visible if no key dominates
+    if name in _FLAT:  # the fault is visible if no key dominates
         x = replace(x, scale=x.scale / 4)
     result, words = program(x)
     return result, names, words

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.planted import Edit, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
 
 from fusion_attention.judging.calls import Recorded, recorded
 
 Tensor = torch.Tensor
 Grads = dict[str, Tensor]
-_OF_ROWS = {"dq"}
 
 
 @dataclass(frozen=True)
@@ -190,31 +190,26 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-# Returns (wrong gradients, texts of the fault's parameters in the diagnosis).
-Fault = Callable[[Call], tuple[Grads, tuple[str, ...]]]
+Planted = tuple[Grads, tuple[str, ...]]  # wrong gradients, and texts of the fault's parameters in the diagnosis
 
 
-def _fixed(*words: str, **fault: Any) -> Fault:
-    return lambda x: (kernel(x, **fault), words)
+@fault
+def _fixed(x: Call, *words: str, **options: Any) -> Planted:
+    return kernel(x, **options), words
 
 
-def _scaled(dq: float | None, dk: float | None, word: str) -> Fault:
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        scales = tuple(x.scale if by is None else by if word == "not at all" else by * x.scale for by in (dq, dk))
-        return kernel(x, scales=scales), (word,)
-
-    return fault
+@fault
+def _scaled(x: Call, dq: float | None, dk: float | None, word: str) -> Planted:
+    scales = tuple(x.scale if by is None else by if word == "not at all" else by * x.scale for by in (dq, dk))
+    return kernel(x, scales=scales), (word,)
 
 
-def _of_heads(weights: Callable[[Call], tuple[list[float], str]]) -> Fault:
-    """Returns a fault that sums dk and dv over a group's heads with other weights."""
-
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        factors, word = weights(x)
-        by = torch.tensor(factors).repeat(x.k.shape[1])[:, None, None]
-        return kernel(x, times=lambda kind, i, j: 1.0 if kind == "dq" else by), (word,)
-
-    return fault
+@fault
+def _of_heads(x: Call, weights: Callable[[Call], tuple[list[float], str]]) -> Planted:
+    """Sums dk and dv over a group's heads with other weights."""
+    factors, word = weights(x)
+    by = torch.tensor(factors).repeat(x.k.shape[1])[:, None, None]
+    return kernel(x, times=lambda kind, i, j: 1.0 if kind == "dq" else by), (word,)
 
 
 def _one(x: Call, value: float, other: float) -> tuple[list[float], str]:
@@ -227,88 +222,68 @@ def _mean(x: Call) -> tuple[list[float], str]:
     return [1 / x.group] * x.group, "mean"
 
 
-def _tile(kinds: str, factor: float, which: str) -> Fault:
-    """Returns a fault that counts a tile of keys (dq) or of rows (dk, dv) `factor` times; which: "inner" or "last"."""
-
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        of = "keys" if "dq" in kinds else "rows"
-        tiles = x.tiles(of)
-        number = len(tiles) - 1 if which == "last" else x.rng.randrange(0, len(tiles) - 1)
-
-        def times(kind: str, i: int, j: int) -> float:
-            return factor if kind in kinds and (j if kind == "dq" else i) == number else 1.0
-
-        return kernel(x, times=times), (f"{of} {number * x.tile} to", "twice" if factor else "left out")
-
-    return fault
+def _side(kinds: str) -> str:
+    """The tiles that a gradient is summed over: of keys for dq, of rows for dk and dv."""
+    return "keys" if "dq" in kinds else "rows"
 
 
-def _update(kind: str, factor: float) -> Fault:
-    """Returns a fault in one addition of a concurrent sum: of one tile to one tile of a head's gradient."""
+@fault
+def _tile(x: Call, kinds: str, factor: float, which: str) -> Planted:
+    """Counts a tile of keys (dq) or of rows (dk, dv) `factor` times; which: "inner" or "last"."""
+    tiles = x.tiles(_side(kinds))
+    number = len(tiles) - 1 if which == "last" else x.rng.randrange(0, len(tiles) - 1)
 
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        rows, keys = len(x.tiles("rows")), len(x.tiles("keys"))
-        b, h = x.rng.randrange(2), x.rng.randrange(x.q.shape[1])
-        i = x.rng.randrange(rows)
-        offset = x.k.shape[2] - x.q.shape[2]
-        last = min((i * x.tile + offset) // x.tile, keys - 1) if x.causal else keys - 1
-        j = x.rng.randrange(last + 1)
-        by = torch.ones(2, x.q.shape[1], 1, 1)
-        by[b, h] = factor
+    def times(kind: str, i: int, j: int) -> float:
+        return factor if kind in kinds and (j if kind == "dq" else i) == number else 1.0
 
-        def times(of: str, m: int, n: int) -> Tensor | float:
-            return by if of == kind and (m, n) == (i, j) else 1.0
-
-        first = f"keys {j * x.tile} to" if kind == "dq" else f"rows {i * x.tile} to"
-        return kernel(x, times=times), (first, "twice" if factor else "left out")
-
-    return fault
+    return kernel(x, times=times), (f"{_side(kinds)} {number * x.tile} to", "twice" if factor else "left out")
 
 
-def _stored(kinds: str) -> Fault:
-    """Returns a fault that stores the last tile's contribution instead of adding it."""
+@fault
+def _update(x: Call, kind: str, factor: float) -> Planted:
+    """Counts one addition of a concurrent sum `factor` times: of one tile to one tile of a head's gradient."""
+    rows, keys = len(x.tiles("rows")), len(x.tiles("keys"))
+    b, h = x.rng.randrange(2), x.rng.randrange(x.q.shape[1])
+    i = x.rng.randrange(rows)
+    offset = x.k.shape[2] - x.q.shape[2]
+    last = min((i * x.tile + offset) // x.tile, keys - 1) if x.causal else keys - 1
+    j = x.rng.randrange(last + 1)
+    by = torch.ones(2, x.q.shape[1], 1, 1)
+    by[b, h] = factor
 
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        of = "keys" if "dq" in kinds else "rows"
-        last = len(x.tiles(of)) - 1
+    def times(of: str, m: int, n: int) -> Tensor | float:
+        return by if of == kind and (m, n) == (i, j) else 1.0
 
-        def times(kind: str, i: int, j: int) -> float:
-            return float(kind not in kinds or (j if kind == "dq" else i) == last)
-
-        return kernel(x, times=times), (f"{of} {last * x.tile} to", "alone")
-
-    return fault
-
-
-def _diagonal(kinds: str) -> Fault:
-    """Returns a fault that omits the tile on the diagonal; rows and keys have the same length."""
-
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        which = f"the last visible tile of {x.tile} keys" if "dq" in kinds else f"the first visible tile of {x.tile}"
-        return kernel(x, times=lambda kind, i, j: float(kind not in kinds or i != j)), (which, "left out")
-
-    return fault
+    first = f"keys {j * x.tile} to" if kind == "dq" else f"rows {i * x.tile} to"
+    return kernel(x, times=times), (first, "twice" if factor else "left out")
 
 
-def _stale(kind: str) -> Fault:
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        of = "keys" if kind == "dq" else "rows"
-        number = x.rng.randrange(1, len(x.tiles(of)))
-        return kernel(x, stale=(kind, number)), (f"{of} {number * x.tile} to",)
+@fault
+def _stored(x: Call, kinds: str) -> Planted:
+    """Stores the last tile's contribution instead of adding it."""
+    last = len(x.tiles(_side(kinds))) - 1
 
-    return fault
+    def times(kind: str, i: int, j: int) -> float:
+        return float(kind not in kinds or (j if kind == "dq" else i) == last)
 
-
-def _edited(edit: Callable[[Grads, Call], str]) -> Fault:
-    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
-        grads = kernel(x)
-        word = edit(grads, x)
-        return grads, (word,)
-
-    return fault
+    return kernel(x, times=times), (f"{_side(kinds)} {last * x.tile} to", "alone")
 
 
-def _summed_in_turns(x: Call) -> tuple[Grads, tuple[str, ...]]:
+@fault
+def _diagonal(x: Call, kinds: str) -> Planted:
+    """Omits the tile on the diagonal; rows and keys have the same length."""
+    which = f"the last visible tile of {x.tile} keys" if "dq" in kinds else f"the first visible tile of {x.tile}"
+    return kernel(x, times=lambda kind, i, j: float(kind not in kinds or i != j)), (which, "left out")
+
+
+@fault
+def _stale(x: Call, kind: str) -> Planted:
+    number = x.rng.randrange(1, len(x.tiles(_side(kind))))
+    return kernel(x, stale=(kind, number)), (f"{_side(kind)} {number * x.tile} to",)
+
+
+@fault
+def _summed_in_turns(x: Call) -> Planted:
     """Sums dk and dv of key head n over the query heads n, n + N2, ..."""
     heads = x.k.shape[1]
     order = torch.arange(x.q.shape[1]).view(x.group, heads).T.reshape(-1)
@@ -317,65 +292,24 @@ def _summed_in_turns(x: Call) -> tuple[Grads, tuple[str, ...]]:
     return grads | {name: of[name] for name in ("dk", "dv")}, ("h % N2 = n",)
 
 
-def _exchanged(one: str, other: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        grads[one], grads[other] = grads[other], grads[one]
-        return f"{one} and {other}"
-
-    return edit
+@fault
+def _exchanged(x: Call, one: str, other: str) -> Planted:
+    grads = kernel(x)
+    return grads | {one: grads[other], other: grads[one]}, (f"{one} and {other}",)
 
 
-def _next_head(name: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        grads[name] = grads[name].roll(-1, 1)
-        return "head"
-
-    return edit
-
-
-def _shifted(name: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        by = x.rng.choice([1, 16])
-        grads[name] = grads[name].roll(by, 2)
-        return f"row r - {by}"
-
-    return edit
+@fault
+def _edited(x: Call, name: str, edit: Edit) -> Planted:
+    """Changes one gradient after it is computed."""
+    grads = kernel(x)
+    word = edit(grads[name], x.rng)
+    return grads, (word,)
 
 
-def _factor(name: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        by = x.rng.choice([0.5, 2.0, -1.0])
-        grads[name][:, x.rng.randrange(grads[name].shape[1])] *= by
-        return f"{by:g} times"
-
-    return edit
-
-
-def _sink(by: float, word: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        grads["dsink"] *= by
-        return word
-
-    return edit
-
-
-def _zero_tail(name: str) -> Callable[[Grads, Call], str]:
-    def edit(grads: Grads, x: Call) -> str:
-        grads[name][:, :, grads[name].shape[2] // 16 * 16 - 16 :] = 0
-        return ""
-
-    return edit
-
-
-def _rolled(grads: Grads, x: Call) -> str:
-    by = x.rng.choice([1, 4, 8])
-    grads["dk"] = grads["dk"].roll(by, 3)
-    return f"columns rolled by {by}"
-
-
+_NEXT_HEAD = moved(lambda t: t.roll(-1, 1), "head")
 _LOG2E = 1 / math.log(2)
 # Name of a fault: (the fault, names of the mistakes that describe it, properties of calls that can have it).
-FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
+FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, Any]]] = {
     "no delta": (_fixed(delta="missing"), ("delta-missing",), {}),
     "delta is added": (_fixed("added", delta="added"), ("delta-wrong",), {}),
     "delta of the next head": (_fixed("next head", delta="next"), ("delta-wrong",), {"grouped": True}),
@@ -404,15 +338,23 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
     "dk and dv without the diagonal": (_diagonal("dk dv"), ("update-lost",), {"causal": True, "square": True}),
     "dq with stale keys": (_stale("dq"), ("update-stale",), {"causal": False}),
     "dv with stale rows of dout": (_stale("dv"), ("update-stale",), {"causal": False}),
-    "the sink's gradient has the other sign": (_edited(_sink(-1.0, "sign")), ("sink-gradient",), {"sink": True}),
-    "the sink's gradient times 2": (_edited(_sink(2.0, "2 times")), ("sink-gradient",), {"sink": True}),
-    "dq and dk exchanged": (_edited(_exchanged("dq", "dk")), ("gradients-exchanged",), {"group": 1, "square": True}),
-    "dk and dv exchanged": (_edited(_exchanged("dk", "dv")), ("gradients-exchanged",), {}),
-    "dv of another head": (_edited(_next_head("dv")), ("rows-moved",), {}),
-    "dq of another head": (_edited(_next_head("dq")), ("rows-moved",), {}),
-    "rows of dk shifted": (_edited(_shifted("dk")), ("rows-moved",), {}),
-    "a head of dv times a factor": (_edited(_factor("dv")), ("output-factor",), {}),
-    "the last rows of dk are zeros": (_edited(_zero_tail("dk")), ("rows-unwritten", "tile-skipped"), {}),
+    "the sink's gradient has the other sign": (
+        _edited("dsink", moved(lambda t: -t, "sign")),
+        ("sink-gradient",),
+        {"sink": True},
+    ),
+    "the sink's gradient times 2": (
+        _edited("dsink", moved(lambda t: 2 * t, "2 times")),
+        ("sink-gradient",),
+        {"sink": True},
+    ),
+    "dq and dk exchanged": (_exchanged("dq", "dk"), ("gradients-exchanged",), {"group": 1, "square": True}),
+    "dk and dv exchanged": (_exchanged("dk", "dv"), ("gradients-exchanged",), {}),
+    "dv of another head": (_edited("dv", _NEXT_HEAD), ("rows-moved",), {}),
+    "dq of another head": (_edited("dq", _NEXT_HEAD), ("rows-moved",), {}),
+    "rows of dk shifted": (_edited("dk", shifted_rows(1, 16)), ("rows-moved",), {}),
+    "a head of dv times a factor": (_edited("dv", head_factor), ("output-factor",), {}),
+    "the last rows of dk are zeros": (_edited("dk", zero_tail), ("rows-unwritten", "tile-skipped"), {}),
     "heads in turns": (_fixed("h % N2", heads=("kv", lambda h, group: h)), ("gqa-order",), {"grouped": True}),
     "keys of the next head": (
         _fixed("keys of the", heads=("k", lambda h, group: h // group + 1)),
@@ -424,8 +366,8 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
         ("head-offset",),
         {},
     ),
-    "dk and dv of heads in turns": (_summed_in_turns, ("gqa-order",), {"grouped": True}),
-    "columns of dk rolled": (_edited(_rolled), ("columns-order",), {}),
+    "dk and dv of heads in turns": (_summed_in_turns(), ("gqa-order",), {"grouped": True}),
+    "columns of dk rolled": (_edited("dk", rolled_columns), ("columns-order",), {}),
     "P not divided by the sum": (_fixed("not divided", total="missing"), ("probabilities-wrong",), {}),
     "P of the next head's statistics": (_fixed("next head", total="next"), ("probabilities-wrong",), {"grouped": True}),
     "P with 2^s for e^s": (_fixed("2^s for e^s", base=math.log(2)), ("probabilities-wrong",), {}),
@@ -433,9 +375,9 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def planted(fault: str, seed: int) -> tuple[Recorded, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong gradients, names of the fault's mistakes, texts of its parameters)."""
-    program, names, wanted = FAULTS[fault]
-    x = drawn(1000 * seed + [*FAULTS].index(fault), **wanted)
+def planted(name: str, seed: int) -> tuple[Recorded, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+    program, names, wanted = FAULTS[name]
+    x = drawn(1000 * seed + [*FAULTS].index(name), **wanted)
     grads, words = program(x)
     return x.recorded(grads), names, words

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.planted import Capture
+from support.planted import Capture, Edit, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
 
 Tensor = torch.Tensor
 
@@ -136,67 +136,62 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-# Returns (wrong output, texts of the fault's parameters in the diagnosis).
-Words = tuple[str, ...]
-Fault = Callable[[Call], tuple[Tensor, Words]]
+Words = tuple[str, ...]  # texts of the fault's parameters in the diagnosis
+Planted = tuple[Tensor, Words]  # a wrong output, and the words
 
 
-def _fixed(word: str, **fault: Any) -> Fault:
-    """Returns a fault without drawn parameters; word: its text, with {tile} for the tile's size."""
-    return lambda x: (kernel(x, **fault), (word.format(tile=x.tile),))
+@fault
+def _fixed(x: Call, word: str, **options: Any) -> Planted:
+    """Has no drawn parameters; word: its text, with {tile} for the tile's size."""
+    return kernel(x, **options), (word.format(tile=x.tile),)
 
 
-def _at_tile(which: str, word: str, run: Callable[[Call, int], Tensor]) -> Fault:
-    """Returns a fault of one tile; which: "first", "inner" or "last"."""
-
-    def fault(x: Call) -> tuple[Tensor, Words]:
-        last = len(x.tiles()) - 1
-        number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
-        partial = "the last, partial tile of", f" {x.tile}"
-        return run(x, number), partial if which == "last" else (f"keys {number * x.tile} to", word)
-
-    return fault
+@fault
+def _at_tile(x: Call, which: str, word: str, run: Callable[[Call, int], Tensor]) -> Planted:
+    """Has one tile; which: "first", "inner" or "last"."""
+    last = len(x.tiles()) - 1
+    number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
+    partial = "the last, partial tile of", f" {x.tile}"
+    return run(x, number), partial if which == "last" else (f"keys {number * x.tile} to", word)
 
 
-def _stale(what: str) -> Fault:
+def _stale(what: str) -> Callable[[Call], Planted]:
     word = {"v": "the values", "k": "the keys", "kv": "keys and values"}[what]
     return _at_tile("inner", f"with {word} of the tile before", lambda x, n: kernel(x, moved=(n, what, -x.tile)))
 
 
-def _late(what: str, word: str) -> Fault:
-    return lambda x: (kernel(x, moved=(EVERY, what, -x.tile)), (f"every tile of {x.tile}", f"with {word} of the tile"))
+@fault
+def _late(x: Call, what: str, word: str) -> Planted:
+    return kernel(x, moved=(EVERY, what, -x.tile)), (f"every tile of {x.tile}", f"with {word} of the tile")
 
 
-def _offset(what: str, word: str, by: int) -> Fault:
+def _offset(what: str, word: str, by: int) -> Callable[[Call], Planted]:
     return _at_tile("inner", f"with {word} from one key", lambda x, n: kernel(x, moved=(n, what, by)))
 
 
-def _exchanged(x: Call) -> tuple[Tensor, Words]:
+def _exchanged(x: Call) -> Planted:
     number = x.rng.randrange(len(x.tiles()) - 2)
     return kernel(x, exchanged=(number, number + 1)), (f"keys {number * x.tile} to", "exchanged")
 
 
-def _first(order: str, word: str) -> Fault:
-    def fault(x: Call) -> tuple[Tensor, Words]:
-        last = len(x.tiles()) - 1
-        tiles = [*range(last, -1, -1)] if order == "reversed" else [last, *range(last)]
-        return kernel(x, unscaled="out", order=tiles), (f"accumulator, key tiles of {x.tile}", word)
-
-    return fault
+@fault
+def _first(x: Call, order: str, word: str) -> Planted:
+    last = len(x.tiles()) - 1
+    tiles = [*range(last, -1, -1)] if order == "reversed" else [last, *range(last)]
+    return kernel(x, unscaled="out", order=tiles), (f"accumulator, key tiles of {x.tile}", word)
 
 
-def _stored(edit: Callable[[Tensor, Call], str]) -> Fault:
-    def fault(x: Call) -> tuple[Tensor, Words]:
-        out = kernel(x).clone()
-        word = edit(out, x)
-        return out, (word,)
-
-    return fault
+@fault
+def _stored(x: Call, edit: Edit) -> Planted:
+    out = kernel(x)
+    word = edit(out.transpose(1, 2), x.rng)
+    return out, (word,)
 
 
-def _changed(word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Fault:
-    """Returns a fault that replaces keys and values [B, N1, S2, D]."""
-    return lambda x: (kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,))
+@fault
+def _changed(x: Call, word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Planted:
+    """Replaces keys and values [B, N1, S2, D]."""
+    return kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,)
 
 
 def _neighbour(x: Call, t: Tensor) -> Tensor:
@@ -210,63 +205,19 @@ def _turned(t: Tensor) -> Tensor:
     return squares.flatten(2, 3)[:, :, :keys]
 
 
-def _half_head(out: Tensor, x: Call) -> str:
-    head, by = x.rng.randrange(out.shape[2]), x.rng.choice([0.5, 2.0, -1.0])
-    out[:, :, head] *= by
-    return f"{by:g} times"
-
-
-def _zero_tail(out: Tensor, x: Call) -> str:
-    out[:, out.shape[1] // 16 * 16 - 16 :] = 0
-    return ""
-
-
-def _zero_columns(out: Tensor, x: Call) -> str:
-    first = x.rng.randrange(0, out.shape[3] // 16) * 16
+def _zero_columns(out: Tensor, rng: random.Random) -> str:
+    first = rng.randrange(0, out.shape[3] // 16) * 16
     out[..., first : first + 16] = 0
     return f"columns {first} to {first + 15}"
 
 
-def _exchange_halves(out: Tensor, x: Call) -> str:
-    out.copy_(out.roll(out.shape[3] // 2, 3))
-    return "halves exchanged"
-
-
-def _roll_columns(out: Tensor, x: Call) -> str:
-    by = x.rng.choice([1, 4, 8])
-    out.copy_(out.roll(by, 3))
-    return f"columns rolled by {by}"
-
-
-def _copy_tile(out: Tensor, x: Call) -> str:
-    out[:, -16:] = out[:, -32:-16].clone()
-    return "row r - 16"
-
-
-def _copy_head(out: Tensor, x: Call) -> str:
-    out[:, :, 1] = out[:, :, 0].clone()
-    return "head"
-
-
-def _reverse_heads(out: Tensor, x: Call) -> str:
-    out.copy_(out.flip(2))
-    return "head"
-
-
-def _shift_rows(out: Tensor, x: Call) -> str:
-    by = x.rng.choice([1, -1, 16])
-    out.copy_(out.roll(by, 1))
-    return f"row r {'-' if by > 0 else '+'} {abs(by)}"
-
-
-def _swap_sequences(out: Tensor, x: Call) -> str:
-    out.copy_(out.flip(0))
-    return "sequence b"
-
-
+_HALVES = moved(lambda out: out.roll(out.shape[3] // 2, 3), "halves exchanged")
+_TILE_TWICE = moved(lambda out: torch.cat((out[:, :, :-16], out[:, :, -32:-16]), 2), "row r - 16")
+_HEAD_TWICE = moved(lambda out: torch.cat((out[:, :1], out[:, :1], out[:, 2:]), 1), "head")
+_REVERSED_HEADS, _OTHER_SEQUENCE = moved(lambda out: out.flip(1), "head"), moved(lambda out: out.flip(0), "sequence b")
 _TILES = "key tiles of {tile}"
 # Name of a fault: (the fault, names of the mistakes that describe it).
-FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
     "the accumulator is not rescaled": (_fixed(f"accumulator, {_TILES}", unscaled="out"), ("rescale-missing",)),
     "the sum is not rescaled": (_fixed(f"sum of weights, {_TILES}", unscaled="sum"), ("rescale-missing",)),
     "nothing is rescaled": (
@@ -301,23 +252,23 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "tiles of values transposed": (_changed("values,", lambda x, k, v: (k, _turned(v))), ("tile-transposed",)),
     "values of another sequence": (_changed("values:", lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),
     "keys of another sequence": (_changed("keys:", lambda x, k, v: (k.flip(0), v)), ("sequence-offset",)),
-    "a head times a factor": (_stored(_half_head), ("output-factor",)),
-    "the last rows are zeros": (_stored(_zero_tail), ("rows-unwritten",)),
+    "a head times a factor": (_stored(head_factor), ("output-factor",)),
+    "the last rows are zeros": (_stored(zero_tail), ("rows-unwritten",)),
     "16 columns are zeros": (_stored(_zero_columns), ("rows-unwritten",)),
-    "halves of columns exchanged": (_stored(_exchange_halves), ("columns-order",)),
-    "columns rolled": (_stored(_roll_columns), ("columns-order",)),
-    "a tile of rows stored twice": (_stored(_copy_tile), ("rows-moved",)),
-    "a head is a copy of another": (_stored(_copy_head), ("rows-moved",)),
-    "heads in reverse": (_stored(_reverse_heads), ("rows-moved",)),
-    "rows shifted": (_stored(_shift_rows), ("rows-moved",)),
-    "sequences exchanged": (_stored(_swap_sequences), ("rows-moved",)),
+    "halves of columns exchanged": (_stored(_HALVES), ("columns-order",)),
+    "columns rolled": (_stored(rolled_columns), ("columns-order",)),
+    "a tile of rows stored twice": (_stored(_TILE_TWICE), ("rows-moved",)),
+    "a head is a copy of another": (_stored(_HEAD_TWICE), ("rows-moved",)),
+    "heads in reverse": (_stored(_REVERSED_HEADS), ("rows-moved",)),
+    "rows shifted": (_stored(shifted_rows(1, -1, 16)), ("rows-moved",)),
+    "sequences exchanged": (_stored(_OTHER_SEQUENCE), ("rows-moved",)),
 }  # fmt: skip
 
 
-def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
-    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
-    program, names = FAULTS[fault]
-    x = drawn(1000 * seed + [*FAULTS].index(fault))
+def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
+    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+    program, names = FAULTS[name]
+    x = drawn(1000 * seed + [*FAULTS].index(name))
     out, words = program(x)
     return Capture("", "attention", x.inputs, {"out": out}), names, words
 
