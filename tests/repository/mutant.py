@@ -1,6 +1,9 @@
-"""What a mutation is, and the kinds of sources that they change."""
+"""Defines a mutation, and the kinds of sources that mutations change."""
 
+import re
 from dataclasses import dataclass
+
+_MARK = re.compile(r"\[-(.*?)-\]|\{\+(.*?)\+\}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -20,16 +23,21 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def package(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+def tree(name: str, file: str, edit: str, *tests: str) -> Mutant:
+    """A mutation of a file below the root; edit: a text of it, marked like git's word diff: [-removed-]{+added+}."""
+    return Mutant(name, file, _MARK.sub(r"\1", edit), _MARK.sub(r"\2", edit), tests)
+
+
+def package(name: str, file: str, edit: str, *tests: str) -> Mutant:
     """A mutation of the package."""
-    return Mutant(name, f"src/fusion_attention/{file}", old, new, tuple(f"tests/{test}" for test in tests))
+    return tree(name, f"src/fusion_attention/{file}", edit, *(f"tests/{test}" for test in tests))
 
 
-def capi(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+def capi(name: str, file: str, edit: str, *tests: str) -> Mutant:
     """A mutation of the C API's libraries, which are built anew for it."""
-    return Mutant(name, f"csrc/capi/{file}", old, new, tuple(f"tests/capi/{test}" for test in tests))
+    return tree(name, f"csrc/capi/{file}", edit, *(f"tests/capi/{test}" for test in tests))
 
 
-def core(name: str, file: str, old: str, new: str) -> Mutant:
+def core(name: str, file: str, edit: str) -> Mutant:
     """A mutation of the native core, which its own test without Python judges."""
-    return Mutant(name, f"csrc/{file}", old, new, ("make test-core",))
+    return tree(name, f"csrc/{file}", edit, "make test-core")

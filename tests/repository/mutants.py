@@ -25,8 +25,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+from mutant import Mutant
 from mutations import MUTANTS as OF_THE_PACKAGE
-from mutations import Mutant
 from mutations_site import SITE
 
 T = TypeVar("T")

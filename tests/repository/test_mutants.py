@@ -4,8 +4,8 @@ import ast
 import re
 
 import pytest
+from mutant import Mutant
 from mutants import CORE_TEST, MUTANTS, ROOT, misfit
-from mutations import Mutant
 
 
 @pytest.mark.sampled(1)
