@@ -92,16 +92,13 @@ def ours(name: str) -> bool:
 def imports(path: Path) -> frozenset[str]:
     """What a file imports at once, and modules of this library that it names."""
     results: set[str] = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
+    text = path.read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
             results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            results |= set(re.findall(r"^fusion_attention(?:\.\w+)+$", node.value))
-    return frozenset(results)
+    return frozenset(results.union(re.findall(r"[\"'](fusion_attention(?:\.\w+)+)[\"']", text)))
 
 
 def needed(files: list[Path]) -> set[str]:

@@ -70,17 +70,16 @@ def module_name(target: str) -> str:
 def imports(module: str) -> tuple[tuple[str, int, bool], ...]:
     """(absolute target, line, at the module's top) of every import in a module."""
     tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
-    nested = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.walk(node)
-    }
-    return tuple(
-        (target, getattr(node, "lineno", 0), id(node) not in nested)
-        for node in ast.walk(tree)
-        for target in targets(node, module)
-    )
+    return tuple((target, node.lineno, top) for node, top in statements(tree) for target in targets(node, module))
+
+
+def statements(node: ast.AST, top: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+    """(statement, outside all functions) of every statement beneath a node."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child, top
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from statements(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def package_imports(module: str) -> list[tuple[str, int, bool]]:
@@ -245,7 +244,7 @@ def too_long() -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) >= FILE_LINES:
             results[name] = f"{lines} lines"
-        for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+        for node, _ in statements(ast.parse(text)) if path.suffix == ".py" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = KERNEL_LINES if is_kernel(node) else FUNCTION_LINES
                 if length(node) >= limit:

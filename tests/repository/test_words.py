@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from support.sources import ROOT
@@ -37,28 +38,29 @@ OPENING = re.compile(r"(what|whether|how|who|whoever|whose|those|of|that|where)\
 UPSTREAM = re.compile(r"__deepcopy__|--face\b|`waist`|font-face|`mend`")  # torch's names, and what kept its name
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """(file, line) of every text that people read in the repository, this list apart."""
+@cache
+def texts() -> dict[str, str]:
+    """The texts that people read in the repository by file, without this list."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in listed:
-        path = ROOT / name
-        if path.suffix in (".py", ".pyi", ".md", ".h", ".cpp", ".js", ".html", ".toml", ".yml") and path.is_file():
-            if name.startswith("docs/assets/") or path == Path(__file__):
-                continue
-            for line in path.read_text(encoding="utf-8").splitlines():
-                yield name, line
+    kinds = (".py", ".pyi", ".md", ".h", ".cpp", ".js", ".html", ".toml", ".yml")
+    paths = {name: ROOT / name for name in listed if name.endswith(kinds) and not name.startswith("docs/assets/")}
+    return {n: p.read_text(encoding="utf-8") for n, p in paths.items() if p.is_file() and p != Path(__file__)}
+
+
+def lines_with(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    for name, text in texts().items():
+        if pattern.search(text):  # of few files
+            yield from ((name, line.strip()) for line in text.splitlines() if pattern.search(line))
 
 
 def test_no_word_of_our_own_where_the_field_has_one() -> None:
-    wrong = [f"{name}: {line.strip()}" for name, line in texts() if REPLACED.search(line) and not UPSTREAM.search(line)]
+    wrong = [f"{name}: {line}" for name, line in lines_with(REPLACED) if not UPSTREAM.search(line)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_sources_and_pages_say_what_does_it() -> None:
     """A noun and a verb, in place of `whoever` and `nobody`."""
-    wrong = [
-        f"{name}: {line.strip()}" for name, line in texts() if PROSE.search(line) and not name.startswith("tests/")
-    ]
+    wrong = [f"{name}: {line}" for name, line in lines_with(PROSE) if not name.startswith("tests/")]
     assert not wrong, "\n".join(wrong)
 
 
@@ -95,8 +97,10 @@ def wrong_openings(name: str, nodes: list[ast.AST]) -> Iterator[str]:
 def test_identifiers_are_nouns_of_the_field_and_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """One test, because reading all sources takes most of its time."""
     wrong: list[str] = []
-    for name in {name for name, _ in texts() if name.endswith(".py")}:
-        nodes = list(ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))))
+    for name, text in texts().items():
+        if not name.endswith(".py"):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
         if not LATER.match(name):
             wrong += wrong_names(name, nodes)
         if name.startswith("src/"):
