@@ -93,6 +93,10 @@ class Plan:
     lists: Lists | None = None
     values: bool = True
 
+    def name(self, short: str) -> str:
+        """The parameter of q, k or w."""
+        return short if self.interface == "own" and short != "w" else {"q": "query", "k": "key", "w": "weights"}[short]
+
 
 def draw(rng: Rng) -> Drawn:
     batch = draw_sequences(rng, 300)
@@ -111,8 +115,7 @@ def draw(rng: Rng) -> Drawn:
     _hide(batch)
     packed_rows, table = place_pages(batch, ["k"], is_python) if pages else ({"k": batch.tensor("k", "kv")}, None)
     packed_rows |= {"q": batch.tensor("q", "q"), "w": place_weights(batch, batch.parts["w"], kind, torch.nan)}
-    long = {"q": "query", "k": "key", "w": "weights"}
-    p.call |= {name if is_python and name != "w" else long[name]: tensor for name, tensor in packed_rows.items()}
+    p.call |= {p.name(n): tensor for n, tensor in packed_rows.items()}
     if interface == "npu gradient":
         return _draw_gradient(p)
     if is_python:
@@ -124,29 +127,25 @@ def draw(rng: Rng) -> Drawn:
     dy = None
     if p.values and not pages and maybe(rng, 0.6):
         p.trained = [name for name in ("q", "k", "w") if maybe(rng, 0.7)]
-        names_of = {name: name if is_python and name != "w" else long[name] for name in p.trained}
-        p.call |= {names_of[name]: leaf(p.call[names_of[name]]) for name in p.trained}
+        p.call |= {p.name(n): leaf(p.call[p.name(n)]) for n in p.trained}
         batch.parts["dy"] = [normal(rng, m, 1, count).to(batch.dtype).double() for m in batch.q_len]
         dy = batch.tensor("dy", "q") if p.trained else None
     return Drawn({"interface": interface, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
 
 
 def _hide(batch: Batch) -> None:
-    """Nothing: every key behind a length is NaN already, and each of the others is scored by some row or by none."""
+    """NaN in the keys of sequences without rows."""
     for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
         if m == 0 and n:
             batch.parts["k"][b] = torch.full_like(batch.parts["k"][b], torch.nan)
 
 
 def _run(p: Plan, dy: Tensor | None) -> Results:
-    if p.interface == "own":
-        chosen, values = fa.lightning_indexer(**p.call)
-    else:
-        chosen, values = npu.npu_lightning_indexer(**p.call)
+    function: Any = fa.lightning_indexer if p.interface == "own" else npu.npu_lightning_indexer
+    chosen, values = function(**p.call)
     results = {"indices": chosen, "values": values}
     if p.trained:
-        long = {"q": "query", "k": "key", "w": "weights"}
-        leaves = [p.call[n if p.interface == "own" and n != "w" else long[n]] for n in p.trained]
+        leaves = [p.call[p.name(n)] for n in p.trained]
         results |= {"d" + n: g for n, g in zip(p.trained, torch.autograd.grad(values, leaves, dy), strict=True)}
     return results
 
@@ -206,11 +205,9 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:
     """values[row, places[row]], anything where there is none."""
-    return (
-        values.gather(1, positions.clamp(min=0))
-        if values.shape[1]
-        else torch.zeros(positions.shape, dtype=torch.float64)
-    )
+    if not values.shape[1]:
+        return torch.zeros(positions.shape, dtype=torch.float64)
+    return values.gather(1, positions.clamp(min=0))
 
 
 def _lay(batch: Batch, parts: Sequence[Tensor], fill: float) -> Tensor:
@@ -248,9 +245,7 @@ def _slopes(
         count = scatter_slots(torch.ones_like(dy), lists[s], read, b.kv_len[s])
         terms = scatter_slots(dy.abs(), lists[s], read, b.kv_len[s])
         result.append(scores.gradients(di, count * U * terms, terms))
-    names = ("dq", "dk", "dw")
-    packed_rows = place_gradients(b, result, p.kind)
-    return {n: packed_rows[n] for n in names if n[1:] in p.trained}
+    return {n: value for n, value in place_gradients(b, result, p.kind).items() if n[1:] in p.trained}
 
 
 def _draw_gradient(p: Plan) -> Drawn:

@@ -1,7 +1,7 @@
 """The indexer's loss: indexer_loss, torch_npu's sparse and dense loss functions, and its statistics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_list
 from .storage import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
 
 INDEX = ("iq", "ik", "iw")
+GRADIENTS = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
 LEAST = 1e-8  # of a probability in a logarithm
 
 
@@ -34,9 +35,9 @@ class Plan:
     counts: list[Tensor]
     sink: Tensor | None
     lists: Lists | None
-    trained: list[str]
-    lse: list[Tensor]
-    given: tuple[list[Tensor], list[Tensor]]
+    trained: list[str] = field(default_factory=list)
+    lse: list[Tensor] = field(default_factory=list)
+    given: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     factor: float = 1.0
 
 
@@ -64,20 +65,8 @@ def draw(rng: Rng) -> Drawn:
     ]
     counts = everything if lists is None else [item_counts[0] for item_counts in lists.counts]
     sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) and interface in ("own", "npu sparse") else None
-    p = Plan(
-        batch,
-        index,
-        {},
-        interface,
-        kind,
-        draw_scale(rng, batch.dim + batch.dim_rope),
-        counts,
-        sink,
-        lists,
-        [],
-        [],
-        ([], []),
-    )
+    scale = draw_scale(rng, batch.dim + batch.dim_rope)
+    p = Plan(batch, index, {}, interface, kind, scale, counts, sink, lists)
     denser = maybe(rng, 0.15)
     dense = everything if denser else counts
     if sink is not None and any(_takes_all(p, s, count, sink) for s, count in enumerate(dense)):
@@ -162,9 +151,8 @@ def _peak(scores: Scores, is_visible: Tensor, error: Tensor) -> tuple[Tensor, Te
     if not is_visible.shape[1]:
         return scores.value.new_zeros(len(is_visible), 1), scores.value.new_zeros(len(is_visible), 1)
     top = scores.value.masked_fill(~is_visible, -torch.inf).amax(-1, keepdim=True)
-    return top.masked_fill(~is_visible.any(-1, keepdim=True), 0.0), torch.where(is_visible, error, 0.0).amax(
-        -1, keepdim=True
-    )
+    top = top.masked_fill(~is_visible.any(-1, keepdim=True), 0.0)
+    return top, torch.where(is_visible, error, 0.0).amax(-1, keepdim=True)
 
 
 def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -190,8 +178,7 @@ def _run(p: Plan) -> Results:
         results = {"loss": loss.detach().reshape(1)}
         if p.trained:
             grads = torch.autograd.grad(loss, [p.call[n] for n in p.trained], torch.tensor(p.factor))
-            short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-            results |= {short[n]: g for n, g in zip(p.trained, grads, strict=True)}
+            results |= {GRADIENTS[n]: g for n, g in zip(p.trained, grads, strict=True)}
         return results
     function = getattr(npu, f"{p.interface.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
     return dict(zip(("dq", "dk", "dw", "loss"), function(**p.call), strict=True))
@@ -264,13 +251,11 @@ def _expect(p: Plan) -> dict[str, Value]:
     value = torch.tensor([loss], dtype=torch.float64)
     expected = {"loss": Value(value, doubt + 4 * U * value.abs() + 1e-37, torch.float32)}
     packed_rows = place_gradients(p.index, slopes, p.kind)
-    short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-    requested = [short[n] for n in p.trained] if p.interface == "own" else list(packed_rows)
-    scaled = {
-        n: Value(packed_rows[n].value * p.factor, packed_rows[n].error * abs(p.factor), packed_rows[n].dtype)
-        for n in requested
-    }
-    return expected | scaled
+    requested = [GRADIENTS[n] for n in p.trained] if p.interface == "own" else packed_rows
+    for name in requested:
+        g = packed_rows[name]
+        expected[name] = Value(g.value * p.factor, g.error * abs(p.factor), g.dtype)
+    return expected
 
 
 def _terms(t: Tensor, t_error: Tensor, y: Tensor, y_error: Tensor, selected: bool) -> tuple[Tensor, Tensor]:
