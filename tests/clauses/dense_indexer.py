@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from clauses import indexer_kl_loss_grad as lists
+from clauses.compressed_keys import rows_of, sequences
 from clauses.derived import of_page
 from clauses.dtypes import BF, F32, F64, I32, H
-from clauses.indexer_kl_loss_grad import BSND, ENDS, RESIDUAL, USED, bound, sequences
+from clauses.indexer_kl_loss_grad import BSND, ENDS, RESIDUAL, USED
 from clauses.near import Near, near, softmax
 from clauses.table import INVALID, NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import deeper, draw, drawn, fractal, gapped, ints, longer, to, widened, zeros
@@ -67,15 +68,11 @@ def scores(args: Args) -> Iterator[tuple[int, slice, Near, Near]]:
     """(row, its keys, q k^T by head, I) of every row that sees a key."""
     q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
     w = args["w"].flatten(0, -2)
-    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
-    for b, ((first, rows), (key, keys)) in enumerate(sides):
-        residual = 0 if args[RESIDUAL] is None else int(args[RESIDUAL][b])
-        for i in range(rows):
-            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
-            if visible:
-                products = near(q[first + i]) @ near(k[key : key + visible, 0]).T
-                score = (near(w[first + i])[:, None] * products.relu()).sum(0)
-                yield first + i, slice(key, key + visible), products, score
+    for _, row, key, visible in rows_of(args, ENDS, USED, RESIDUAL):
+        if visible:
+            products = near(q[row]) @ near(k[key : key + visible, 0]).T
+            score = (near(w[row])[:, None] * products.relu()).sum(0)
+            yield row, slice(key, key + visible), products, score
 
 
 def lse(args: Args) -> dict[str, Near]:

@@ -1,14 +1,13 @@
 """The page of aclnnLightningIndexerV2, clause by clause."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
+from clauses.compressed_keys import ends_of, has_bound, rows_of
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
-from clauses.indexer_kl_loss_grad import bound, has_bound, sequences
 from clauses.near import Near, near
 from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import draw, ints, longer, widened, zeros
@@ -42,11 +41,7 @@ def base(
         q=shaped(draw(total, N, D, d=dtype)),
         k=shaped(draw(sum(keys), 1, D, d=dtype)),
         w=shaped(draw(total, N)),
-        **{
-            name: torch.tensor([*accumulate(n, initial=0)], dtype=I32)
-            for name, n in zip(ENDS, (rows, keys), strict=True)
-            if packed
-        },
+        **(ends_of(ENDS, rows, keys) if packed else {}),
         cmpResidualK=torch.tensor(residual, dtype=I32) if has_bound(ratio, mode) else None,
         topk=topk,
         maxSeqlenQ=-1,
@@ -65,20 +60,16 @@ def formula(args: Args) -> dict[str, Near]:
     q, k = (args[name] if args[name].dim() == 3 else args[name].flatten(0, 1) for name in ("q", "k"))
     w, topk, offset = args["w"].flatten(0, -2), args["topk"], args["outputIdxOffset"]
     indices, values = torch.full((len(q), topk), -1), near(torch.full((len(q), topk), -torch.inf))
-    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
-    for b, ((first, rows), (key, keys)) in enumerate(sides):
-        residual = 0 if args["cmpResidualK"] is None else int(args["cmpResidualK"][b])
-        for i in range(rows):
-            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
-            products = near(q[first + i]) @ near(k[key : key + visible, 0]).T
-            scores = (near(w[first + i])[:, None] * products.relu()).sum(0)[0]
-            order = scores.value.sort(descending=True, stable=True).indices[:topk]
-            added = 0 if offset is None else int(offset.flatten()[first + i if offset.dim() > 1 else b])
-            indices[first + i, : len(order)] = order + added
-            values.prepare(slice(first + i, first + i + 1), Near(
-                torch.cat((scores.value[order], values.value[first + i, len(order) :])),
-                torch.cat((scores.slack[order], values.slack[first + i, len(order) :])),
-            ))  # fmt: skip
+    for b, row, key, visible in rows_of(args, ENDS, USED, "cmpResidualK"):
+        products = near(q[row]) @ near(k[key : key + visible, 0]).T
+        scores = (near(w[row])[:, None] * products.relu()).sum(0)[0]
+        order = scores.value.sort(descending=True, stable=True).indices[:topk]
+        added = 0 if offset is None else int(offset.flatten()[row if offset.dim() > 1 else b])
+        indices[row, : len(order)] = order + added
+        values.prepare(slice(row, row + 1), Near(
+            torch.cat((scores.value[order], values.value[row, len(order) :])),
+            torch.cat((scores.slack[order], values.slack[row, len(order) :])),
+        ))  # fmt: skip
     results = {"sparseIndices": near(indices)} | ({"sparseValues": values} if args["returnValue"] else {})
     return {name: t.reshape(tuple(args[name].shape)) for name, t in results.items()}
 

@@ -1,17 +1,16 @@
 """The page of aclnnSparseFlashMlaSoftmaxL1Norm, clause by clause."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
+from clauses.compressed_keys import ends_of, lists_of, rows_of
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
-from clauses.indexer_kl_loss_grad import bound, sequences
 from clauses.near import Near, near
 from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
-from clauses.values import GENERATOR, draw, ints, longer, widened, zeros
+from clauses.values import draw, ints, longer, widened, zeros
 
 PROTOTYPE = prototype("""
     aclTensor q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
@@ -40,12 +39,7 @@ def base(
     def shaped(t: torch.Tensor) -> torch.Tensor:
         return t if packed else t.unflatten(0, (len(rows), -1))
 
-    lists = torch.full((total, 1, K), -1, dtype=I32)
-    for b, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
-        for i in range(count):
-            visible = bound(i, count, keys[b], ratio, residual[b] if mode else 0, mode)
-            entries = torch.randperm(visible, generator=GENERATOR)[:3]
-            lists[start + i, 0, : len(entries)] = entries.to(I32)
+    lists = lists_of(rows, keys, K, ratio, residual, mode)
     out = shaped(torch.empty(total, 1, columns if packed or chosen else keys[0]))
     return filled(
         PROTOTYPE,
@@ -53,11 +47,7 @@ def base(
         k=shaped(draw(sum(keys), 1, D, d=dtype)),
         softmaxLse=(draw(1, total, N) if packed else draw(len(rows), 1, rows[0], N)) + 5,
         sparseIndices=shaped(lists) if chosen else None,
-        **{
-            name: torch.tensor([*accumulate(n, initial=0)], dtype=I32)
-            for name, n in zip(ENDS, (rows, keys), strict=True)
-            if packed
-        },
+        **(ends_of(ENDS, rows, keys) if packed else {}),
         cmpResidualK=torch.tensor(residual, dtype=I32) if mode and ratio > 1 else None,
         softmaxScale=0.04,
         maxSeqlenK=columns if packed and not chosen else 0,
@@ -77,23 +67,19 @@ def formula(args: Args) -> dict[str, Near]:
     lists, counts = (
         args[name] if args[name] is None else args[name].flatten() for name in ("sparseIndices", "topkLength")
     )
-    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
-    for b, ((first, rows), (key, keys)) in enumerate(sides):
-        residual = 0 if args["cmpResidualK"] is None else int(args["cmpResidualK"][b])
-        for i in range(rows):
-            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
-            entries = list(range(visible))
-            if lists is not None:
-                row_list = lists.view(len(q), columns)[first + i, : min(visible, columns)].tolist()
-                row_list = row_list if counts is None else row_list[: int(counts[first + i])]
-                entries = row_list[: row_list.index(-1)] if -1 in row_list else row_list
-            slots = [n for n, entry in enumerate(entries) if entry < visible]
-            if not slots:
-                continue
-            x = near(k[[key + entries[n] for n in slots], 0])
-            p = ((near(q[first + i]) @ x.T) * args["softmaxScale"] - near(lse[first + i][:, None])).exp()
-            mean = p.sum(0) * (1 / q.shape[1])
-            out.prepare(slice(first + i, first + i + 1), mean @ near(torch.eye(columns)[slots]))
+    for _, row, key, visible in rows_of(args, ENDS, USED, "cmpResidualK"):
+        entries = list(range(visible))
+        if lists is not None:
+            row_list = lists.view(len(q), columns)[row, : min(visible, columns)].tolist()
+            row_list = row_list if counts is None else row_list[: int(counts[row])]
+            entries = row_list[: row_list.index(-1)] if -1 in row_list else row_list
+        slots = [n for n, entry in enumerate(entries) if entry < visible]
+        if not slots:
+            continue
+        x = near(k[[key + entries[n] for n in slots], 0])
+        p = ((near(q[row]) @ x.T) * args["softmaxScale"] - near(lse[row][:, None])).exp()
+        mean = p.sum(0) * (1 / q.shape[1])
+        out.prepare(slice(row, row + 1), mean @ near(torch.eye(columns)[slots]))
     return {"out": out.reshape(tuple(args["out"].shape))}
 
 
