@@ -7,6 +7,7 @@ import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
 from clauses.near import Near, cat, near, softmax, stack
+from clauses.selections import flat
 from clauses.table import (
     INVALID,
     NULL,
@@ -178,11 +179,6 @@ def keys_of(args: Args, read: Sequence[Entry]) -> torch.Tensor:
     """The rows of keys, [keys, D]."""
     sources = [flat(args["oriKv"]), args["cmpKv"] if args["cmpKv"] is None else flat(args["cmpKv"])]
     return torch.stack([sources[source][at, 0] for source, at, _ in read])
-
-
-def flat(t: torch.Tensor) -> torch.Tensor:
-    """Rows [T, N, D] of either layout."""
-    return t if t.dim() == 3 else t.flatten(0, 1)
 
 
 def formula(args: Args) -> dict[str, Near]:

@@ -44,6 +44,7 @@ MODES = [of_mode(m, layout, d) for m in range(7) for layout in DENSE for d in DT
 MODES += [of_mode(m, "TND", d) for m in (0, 1, 2, 3, 4, 6, 7, 8) for d in DTYPES]
 
 CAUSAL = {"sparse_mode": 3, "mask": "compressed"}
+ONE_HEAD = {"heads_q": 1, "heads_kv": 1, "dim_qk": 4}
 BITS = {"dropout": "bits", "keep_prob": 0.7}
 DRAWN = {"dropout": "philox", "keep_prob": 0.7}
 
@@ -93,18 +94,7 @@ BIASES = [
     Case(layout="SBH", pse="row", pse_type=0, mask="head", **BITS),
     *(replace(PACKED, pse=kind, pse_type=t) for kind in ("blocks", "row_blocks") for t in (0, 1)),
     *(replace(PACKED, pse=kind, dtype="bfloat16", **CAUSAL) for kind in ("table", "shared_table", "blocks")),
-    Case(
-        "TND",
-        "float32",
-        (3, 1030),
-        (5, 1040),
-        heads_q=1,
-        heads_kv=1,
-        dim_qk=4,
-        pse="shared_table",
-        pse_type=0,
-        **CAUSAL,
-    ),
+    replace(PACKED, q_len=(3, 1030), kv_len=(5, 1040), pse="shared_table", pse_type=0, **ONE_HEAD, **CAUSAL),
     replace(PACKED, pse="row_blocks", q_len=(0, 3, 2), kv_len=(4, 0, 5)),
     Case(pse="table", q_len=(1026,), kv_len=(1026,), heads_q=2, heads_kv=1, dim_qk=4, dim_v=4, **CAUSAL),
     Case(pse="shared_table", q_len=(1024,) * 2, kv_len=(1024,) * 2, heads_q=1, heads_kv=1, dtype="float16"),

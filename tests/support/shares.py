@@ -122,10 +122,6 @@ def faults(count: int, seed: int, noise: float) -> Iterator[Named]:
         )
 
 
-def _call(capture: Capture) -> Judgement:
-    return diagnose(capture.operator, capture.inputs, capture.outputs)
-
-
 def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
     """Yields random correct results and their verdicts."""
     rng = random.Random(seed)
@@ -133,10 +129,10 @@ def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
     sources: dict[str, Callable[[int], tuple[str, Judgement]]] = {
         "forward": right_results.right,
         "backward": right_gradients.right,
-        "tiles": lambda n: ("", _call(planted_tiles.right(n))),
-        "decode": lambda n: ("", _call(planted_decodes.right(n))),
-        "lists": lambda n: ("", _call(faulty_list_kernels.right(n))),
-        "calls": lambda n: ("", _call(cases[n % len(cases)]())),
+        "tiles": lambda n: ("", _verdict(planted_tiles.right(n))),
+        "decode": lambda n: ("", _verdict(planted_decodes.right(n))),
+        "lists": lambda n: ("", _verdict(faulty_list_kernels.right(n))),
+        "calls": lambda n: ("", _verdict(cases[n % len(cases)]())),
     }
     for _ in range(count):
         source, number = rng.choice([*sources]), rng.randrange(100_000)
