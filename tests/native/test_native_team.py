@@ -18,23 +18,22 @@ import torch
 from support.bits import same_bits
 from support.families import FAMILIES, families
 from support.native_decode import plain_case
+from support.scripts import python
 
 from fusion_attention.backends import cpu
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.plan import plan
 
-TESTS = Path(__file__).resolve().parents[1]
 
-
-def run(program: str, *arguments: str) -> str:
-    """What a program prints."""
-    begin = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", begin + program, *arguments], capture_output=True, text=True, check=False, timeout=120
-    )
+def run(program: str) -> str:
+    """Returns what a program prints."""
+    done = python("-c", BEGIN + program)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+BEGIN = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"  # support lies there
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,7 +209,8 @@ RUNTIMES = [path for folder in sys.path for path in Path(folder).glob("*.libs/li
 @pytest.mark.skipif(not RUNTIMES, reason="no package brings a libgomp of its own")
 def test_a_runtime_that_all_see_is_the_one_that_torch_uses() -> None:
     """Another libgomp was loaded before torch, for all to see: torch's calls go there, whatever torch brings."""
-    assert run(ANOTHER, str(RUNTIMES[0])) == "0\n"
+    command = [sys.executable, "-c", BEGIN + ANOTHER, str(RUNTIMES[0])]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 
 
 SHORT = """

@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.scripts import python
 from support.sources import ROOT
 
 from fusion_attention import _native
@@ -43,9 +43,7 @@ uncapped = pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION
 
 def capped(name: str, program: str) -> subprocess.CompletedProcess[str]:
     """A program of a process that FUSION_ATTENTION_CPU caps."""
-    environment = os.environ | {"FUSION_ATTENTION_CPU": name}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return python("-c", program, environment=os.environ | {"FUSION_ATTENTION_CPU": name})
 
 
 @uncapped

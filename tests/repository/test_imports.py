@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import python
 
 import fusion_attention as fa
 from fusion_attention import cli as command_line
@@ -21,11 +22,12 @@ from fusion_attention.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(program: str, *arguments: str) -> Any:
-    """What a program prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import json, sys\n{program}", *arguments], capture_output=True, text=True, check=False
-    )
+def run(program: str, *arguments: str, torch: bool = False) -> Any:
+    """Returns what a program prints, as JSON; torch: its process has imported torch already."""
+    words = "-c", f"import json, sys\n{program}", *arguments
+    done = python(*words) if torch else subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -52,7 +54,7 @@ loaded = sorted(set(sys.modules) - brought)
 
 
 def test_a_first_call_loads_this_package_and_no_more() -> None:
-    loaded = run(f"{EAGER}print(json.dumps(loaded))")
+    loaded = run(f"{EAGER}print(json.dumps(loaded))", torch=True)
     # From Python 3.14 on ast.unparse() is a module of the standard library of its own.
     assert {m for m in loaded if m.split(".")[0] != "fusion_attention"} <= {"_ast_unparse"}
     # Neither what torch_npu's names, captures, layers and the two-phase interface need, nor torch's compiler.
@@ -88,7 +90,7 @@ compiler = ["torch._dynamo" in brought, "torch._dynamo" in sys.modules]
 torch.compile(lambda q: fa.attention(q, q, q), backend="eager", fullgraph=True)(q)
 print(json.dumps([*compiler, "fusion_attention.torch_ops.trace_constants" in sys.modules]))
 """
-    before, now, traced = run(EAGER + EVERYTHING + program)
+    before, now, traced = run(EAGER + EVERYTHING + program, torch=True)
     assert now is before
     assert traced
 
@@ -152,7 +154,7 @@ for folder in folders:
         importlib.import_module(module.name)
 print(json.dumps(len(sys.modules)))
 """
-    assert run(program) > 100
+    assert run(program, torch=True) > 100
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -191,13 +193,13 @@ for name in sys.argv[1:]:
     kinds[name] = type(first).__name__ if getattr(fa, name) is first else "another"
 print(json.dumps(kinds))
 """
-    assert run(program, *SUBMODULES) == dict.fromkeys(SUBMODULES, "module")
+    assert run(program, *SUBMODULES, torch=True) == dict.fromkeys(SUBMODULES, "module")
 
 
 def test_pickled_names_come_back() -> None:
     program = "import pickle\nfound = pickle.loads(bytes.fromhex(sys.argv[1]))\nimport fusion_attention as fa\n"
     pickled = pickle.dumps([fa.capture, fa.Band]).hex()
-    assert run(f"{program}print(json.dumps(found == [fa.capture, fa.Band]))", pickled)
+    assert run(f"{program}print(json.dumps(found == [fa.capture, fa.Band]))", pickled, torch=True)
 
 
 def test_threads_may_ask_first_at_once() -> None:
@@ -213,7 +215,7 @@ threads = [threading.Thread(target=ask, args=(name,)) for name in sys.argv[1:]]
 print(json.dumps(sorted(found)))
 """
     names = ["Band", "Replay", "attention", "capture", "decode_attention", "replay", "sparse_attention", "indexer_loss"]
-    assert run(program, *names) == sorted(names)
+    assert run(program, *names, torch=True) == sorted(names)
 
 
 # ------------------------------------------------------------------------------------------------------------- traces
@@ -241,7 +243,7 @@ def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
     imported_late = "first = 'fusion_attention.api.attention' in sys.modules\n"
     same = "print(json.dumps([first, bool(torch.equal(found, call(q)))]))"
-    assert run(f"{TRACE}{module}{imported_late}{WAYS[way]}\n{same}") == [False, True]
+    assert run(f"{TRACE}{module}{imported_late}{WAYS[way]}\n{same}", torch=True) == [False, True]
 
 
 def test_names_that_come_later_break_no_graph() -> None:
@@ -258,7 +260,7 @@ fa.capture, fa.nn, fa.aclnn, fa.decode_attention
 fast(q)
 print(json.dumps([first, same, len(made)]))
 """
-    assert run(TRACE + program) == [False, True, 1]
+    assert run(TRACE + program, torch=True) == [False, True, 1]
 
 
 # -------------------------------------------------------------------------------------------------------- command line
