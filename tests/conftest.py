@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,50 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 MOST = 12  # cases of one test that run every day
+SPARSER = 2  # of a test with sampled(n), one case in SPARSER * n
 TURN = "FUSION_SLOW_TURN"  # "3/40": every fortieth slow test runs too, drawn by name; another number, other ones
+
+
+def _is_comparable(value: object) -> bool:
+    """Whether repr tells values apart, and reads no memory: tensors of some tests lie outside theirs."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_comparable, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """(axis, value) of a case: the axes are arguments of the test, and fields of those that are dataclasses."""
+    callspec = getattr(item, "callspec", None)
+    results = set()
+    for name, value in callspec.params.items() if callspec else ():
+        if is_dataclass(value) and not isinstance(value, type):
+            each = {f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)}
+            results |= {(axis, repr(one)) for axis, one in each.items() if _is_comparable(one)}
+        else:
+            results.add((name, repr(value) if _is_comparable(value) else f"number {callspec.indices[name]}"))
+    return results
+
+
+def _everyday(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most `most` cases, drawn by name, that contain every value of each axis of at most `most` values.
+
+    If an argument has more values than that, `most` cases.
+    """
+    values = {item: _values(item) for item in sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))}
+    sizes = Counter(axis for axis, _ in set().union(*values.values()))
+    missing = {(axis, value) for case in values.values() for axis, value in case if sizes[axis] <= most}
+    least = most if any(size > most and "." not in axis for axis, size in sizes.items()) else 1
+    chosen: list[pytest.Item] = []
+    while values and len(chosen) < most and (missing or len(chosen) < least):
+        item = max(values, key=lambda item: len(values[item] & missing))  # the first of equals
+        missing -= values.pop(item)
+        chosen.append(item)
+    return chosen
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases as slow: of a test with `sampled(n)` all but one in n, drawn by name, of others all but MOST.
+    """Marks cases as slow: of a test all but _everyday(), with `sampled(n)` of so many fewer; `sampled(1)`: none.
 
     Cases that are slow anyway do not count, nor do tests on a GPU. Those whose turn it is are slow no longer.
     """
@@ -55,10 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sampled")
-        everyday = -(-len(cases) // marker.args[0]) if marker else MOST
-        if len(cases) > everyday:
-            cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-            for item in cases[everyday:]:
+        most = -(-len(cases) // (SPARSER * marker.args[0])) if marker else MOST
+        if len(cases) > 1 and not (marker and marker.args[0] == 1):
+            for item in set(cases) - set(_everyday(cases, most)):
                 item.add_marker(pytest.mark.slow)
     turn, _, turns = os.environ.get(TURN, "0/1").partition("/")
     for item in items:

@@ -27,7 +27,6 @@ def run(family: str, numbers: Iterable[int], describe: bool = False) -> None:
             raise AssertionError(f"call {number} of {family}: {text}") from error
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_few_calls(family: str) -> None:
     run(family, range(EVERYDAY))

@@ -54,7 +54,6 @@ def judge(call: Call, saved: Results, want: Results, got: dict[Any, Results]) ->
                 compare(f"{call.problem}, {at}, {name}", own, Expected(want[name][b], size[name][b]))
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
 def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
     call = with_cap(draw_call(seed), softcap)
@@ -145,7 +144,6 @@ BANDS = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("band", BANDS)

@@ -137,7 +137,6 @@ def draw_common(seed: int) -> tuple[Case, int]:
     return case, common
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_common_keys_against_the_specification(seed: int) -> None:
     case, common = draw_common(seed)

@@ -33,7 +33,6 @@ def beneath(case: Case, softcap: float) -> Case:
     return replace(case, call=with_cap(case.call, softcap), problem=replace(case.problem, softcap=softcap))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(80)), *CAPPED[::2]])
 def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
     case = beneath(draw_case(seed), softcap)
@@ -79,7 +78,6 @@ def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
         judge(case.remade, native(case, variant), want, variant)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dim", [40, 256, 257])
 @pytest.mark.parametrize("group", [1, 4, 6, 16])
@@ -204,7 +202,6 @@ def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int,
         judge(case.call, native(case, variant), want, variant)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dim", [16, 32, 80, 96, 128, 160, 256])
 @pytest.mark.parametrize("group", [3, 4])
