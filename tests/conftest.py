@@ -42,7 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 MOST = 12  # cases of one test that run every day
-SPARSER = 2  # of a test with sampled(n), one case in SPARSER * n
 TURN = "FUSION_SLOW_TURN"  # "3/40": every fortieth slow test runs too, drawn by name; another number, other ones
 
 
@@ -85,7 +84,7 @@ def _everyday(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases as slow: of a test all but _everyday(), with `sampled(n)` of so many fewer; `sampled(1)`: none.
+    """Marks all but the _everyday() cases of a test as slow: at most MOST, one in n with `sampled(n)`, all with n = 1.
 
     Cases that are slow anyway do not count, nor do tests on a GPU. Those whose turn it is are slow no longer.
     """
@@ -95,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sampled")
-        most = -(-len(cases) // (SPARSER * marker.args[0])) if marker else MOST
+        most = -(-len(cases) // marker.args[0]) if marker else MOST
         if len(cases) > 1 and not (marker and marker.args[0] == 1):
             for item in set(cases) - set(_everyday(cases, most)):
                 item.add_marker(pytest.mark.slow)

@@ -126,7 +126,7 @@ ARRAYS = [pytest.param(op, False, id=by_name(op), marks=of_versions(name)) for n
 LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*sparse.ACLNN, *indexer.ACLNN, *loss.ACLNN)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
 def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
     for broken in invalid_samples(op):
@@ -355,7 +355,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
 def test_inputs_and_outputs_of_any_strides(op: Op) -> None:
     """Calls in which every parameter occurs: the same bits, and nothing is written beside outputs."""

@@ -86,7 +86,7 @@ def by_loops(args: Args) -> Tensor:
     return torch.cat((every, every.new_zeros(size - len(every), DIM)))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("coff", "lengths", "packed"), CASES, ids=str)
 def test_the_forward_is_the_function_and_the_gradient_is_autograd(coff: int, lengths: Args, packed: bool) -> None:
     args = arguments(coff, lengths, packed)

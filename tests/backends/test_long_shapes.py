@@ -12,7 +12,7 @@ def judge(long: Long) -> None:
     assert not failing(long, [*pieces(long, seed=3)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("length", "causal", "fields"),
@@ -30,7 +30,7 @@ def test_training_attention_and_its_gradients(length: int, causal: bool, fields:
     judge(gradient(dtype, length, length, causal=causal, **fields))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(40, 16384), (16384, 40)])
 def test_few_rows_of_many_keys_and_many_of_few(q_len: int, kv_len: int, dtype: str) -> None:

@@ -63,7 +63,7 @@ print(len(os.listdir("/proc/self/task")) - threads)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @linux
 @pytest.mark.parametrize("order", [("torch", "fusion_attention._native"), ("fusion_attention._native", "torch")])
 def test_one_openmp_runtime_serves_torch_and_the_core(order: tuple[str, str]) -> None:

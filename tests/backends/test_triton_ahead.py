@@ -73,7 +73,7 @@ def marks(run: str) -> list[pytest.MarkDecorator]:
 RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @recorded
 @pytest.mark.parametrize("run", RUNS)
 def test_resources(run: str) -> None:

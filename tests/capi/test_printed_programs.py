@@ -160,7 +160,7 @@ def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
     return file_bytes, twin
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @EACH
 def test_it_gives_the_bytes_of_the_same_calls_in_python_and_of_golden(
     operator: str, bench: Bench, monkeypatch: pytest.MonkeyPatch

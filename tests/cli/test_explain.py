@@ -61,7 +61,7 @@ def broken_calls(op: Op, every: int) -> list[InvalidSample]:
     return [one for one in shown if not one.id.endswith("-type") and not any(word in one.expected for word in UNSEEN)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_broken_rule_is_found_from_text(name: str, every: int) -> None:

@@ -64,7 +64,7 @@ def test_every_page_is_checked_throughout(page: Page) -> None:
     assert {p.name for p in page.prototype} <= named, "no call is about these"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_wrong_results_are_noticed_in_every_clause(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     second = aclnn._second

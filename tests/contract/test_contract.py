@@ -35,7 +35,7 @@ def test_every_sample_is_legal(name: str) -> None:
         assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), layout
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
@@ -132,7 +132,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "run", run)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", EVERY_INTERFACE)
 def test_a_function_refuses_what_its_record_refuses(name: str) -> None:

@@ -154,7 +154,7 @@ def fuzz(op: Op, examples: int) -> None:
     check()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_strange_values(name: str) -> None:
     fuzz(CONTRACTS[name], 50 if name in RECORDS else 15)

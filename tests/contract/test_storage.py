@@ -87,7 +87,7 @@ def given(op: Op) -> list[str]:
 PARAMETERS = [(op, name) for op in CONTRACTS.values() for name in given(op)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @damages
 @pytest.mark.parametrize(("op", "name"), PARAMETERS, ids=lambda value: getattr(value, "name", value))
 def test_every_tensor_of_every_record(op: Op, name: str, damage: Callable[[torch.Tensor], None]) -> None:

@@ -26,7 +26,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), slow(2, SOME), (3, EVERY), slow(4, SOME)])
 def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
     for name, result in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
@@ -42,7 +42,7 @@ def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> Non
         assert all(same(result[what], one(name)[what]) for what in ("out", "lse", "dq")), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "world", "names"),
     [
@@ -67,7 +67,7 @@ def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str,
 SEEDS = list(range(5))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(list(range(100, 160)), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize(
     ("schedule", "world"), [("allgather", 3), ("zigzag", 4), ("ring", 2), ("ulysses", 2), ("ulysses+ring", 4)]

@@ -173,7 +173,7 @@ def _of_one(how: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "world"),
     [

@@ -85,7 +85,7 @@ def judged(by_rank: list[Tensors], form: str, stage: str, packed: bool) -> None:
     compare_with(f"{form}, {stage}", first, partial(plainly, form, stage, packed), draws=DRAWS)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("form", "stage", "packed"),
     [

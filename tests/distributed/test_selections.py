@@ -304,7 +304,7 @@ def merged(group: Any, case: Case) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
 def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
     judge(case, [result for result in worlds.run(world, merged, case) if result])
@@ -319,7 +319,7 @@ def test_the_order_of_candidates() -> None:
     same_bits(result, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("case", "world"), WORLDS)
 def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int) -> None:
     by_rank = worlds.run(world, compared, case)

@@ -90,7 +90,7 @@ def refusal(text: str, names: dict[str, Any]) -> tuple[Any, list[str]]:
     return failures, [str(w.message) for w in warned if issubclass(w.category, ContractWarning)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("interface", ["own", "training", "inference"])
 def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: str) -> None:

@@ -82,7 +82,7 @@ def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> 
     compare_with("[out, lse, dq, dk, dv]", got, computed)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORDS)
 def test_padded(name: str, dtype: torch.dtype) -> None:
@@ -105,7 +105,7 @@ def test_padded(name: str, dtype: torch.dtype) -> None:
 LENGTHS = [3, 0, 7], [5, 4, 2]
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORDS)
 def test_packed(name: str, dtype: torch.dtype) -> None:
@@ -228,7 +228,7 @@ def test_lengths_of_another_device_are_read_once() -> None:
 # --------------------------------------------------------------------------------------------------- compiled, played
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     q, cu = torch.randn(7, 4, 16, requires_grad=True), ends([3, 4])

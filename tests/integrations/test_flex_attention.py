@@ -58,14 +58,14 @@ def judged(
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, _ = MASKS[name]
     judged(None, mask, block_mask(mask))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods(name: str) -> None:
     score_mod, words = SCORES[name]
@@ -77,14 +77,14 @@ def test_score_mods(name: str) -> None:
 BESIDE = ["sliding window", "causal documents", "left padding, causal", "dilated window"]
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("mask", BESIDE)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods_beside_masks(name: str, mask: str) -> None:
     judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("mask", ["causal documents", "neighbourhood of a canvas", "some rows see nothing"])
 @pytest.mark.parametrize("name", [None, *SCORES])
 def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
@@ -98,7 +98,7 @@ def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
     compare_with("(out, lse)", got + want, lambda: formula(*inputs64, score_mod, MASKS[mask][0]) * 2, draws=DRAWS)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softcap", "ALiBi", "T5's buckets", "a bias per key"])
 def test_low_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -346,7 +346,7 @@ OF_OBJECTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_OBJECTS)
 def test_a_mask_that_reads_an_object_is_read_again(name: str) -> None:
     module = Documents()

@@ -216,7 +216,7 @@ def test_trained_parameters_of_each_stage(kind: str) -> None:
         layer.train()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_with_the_same_bits(kind: str, stage: Stage) -> None:

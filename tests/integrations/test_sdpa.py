@@ -173,7 +173,7 @@ def results(function: Any, inputs: list[torch.Tensor], mask: Any, how: dict[str,
     return [out.detach(), *torch.autograd.grad(out, inputs, dout, allow_unused=True)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name: str, calls: list[Any]) -> None:
     row = ROWS[name]
@@ -319,7 +319,7 @@ def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
 # ------------------------------------------------------------------------------------------------- programs of others
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool, calls: list[Any]) -> None:
     q, mask = torch.randn(2, 4, 5, 16, requires_grad=True), torch.rand(5, 5) < 0.7

@@ -183,7 +183,7 @@ def expectations() -> dict[tuple[str, ...], Any]:
     return {}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "column"), cases())
 def test_as_eager(
     models: Callable[[Family], Any],

@@ -24,7 +24,7 @@ def in_tiles(count: int, rows: int, keys: int, edge: str) -> torch.Tensor:
 EDGES = {"not applied": "edge-tiles-unmasked", "one key behind": "window-off-by-one"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 32), (32, 64), (128, 64)])
 @pytest.mark.parametrize("edge", EDGES)

@@ -238,14 +238,14 @@ FAULTS: dict[str, Change] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_is_right_is_right(dtype: str) -> None:
     wanted, results = long_call(dtype)
     check(dtype, results, wanted)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:

@@ -30,7 +30,7 @@ def right(name: str) -> Long:
     return CALLS[name]()
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("seed", range(400))
 def test_a_local_fault_is_wrong(seed: int) -> None:
     rng = random.Random(seed)

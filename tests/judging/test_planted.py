@@ -26,7 +26,7 @@ def judged(make: Make) -> tuple[str, Judgement]:
     return capture.mistake, diagnose(capture.operator, capture.inputs, capture.outputs)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in PLANTED])
 def test_the_mistake_is_named_first(make: Make) -> None:
     mistake, result = judged(make)
@@ -35,7 +35,7 @@ def test_the_mistake_is_named_first(make: Make) -> None:
     assert result.mistakes[0].confirmed
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in CORRECT])
 def test_nobody_is_accused(make: Make) -> None:
     _, result = judged(make)
@@ -43,7 +43,7 @@ def test_nobody_is_accused(make: Make) -> None:
     assert not result.mistakes
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in NOISY])
 def test_noise_is_called_noise(make: Make) -> None:
     _, result = judged(make)
@@ -52,7 +52,7 @@ def test_noise_is_called_noise(make: Make) -> None:
     assert not result.mistakes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", UNNAMED)
 def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:

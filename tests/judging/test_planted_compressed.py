@@ -60,7 +60,7 @@ def test_a_right_kernel_is_right(listed: bool, captures: Captures) -> None:
     assert explained(call, attended(call.args)).verdict == "right"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("listed", "wrong"), [(True, w) for w in BOTH] + [(False, w) for w in ALL])
 def test_mistakes_of_the_attention(listed: bool, wrong: str, captures: Captures) -> None:
     call = recording(captures, "compressed_attention", 0 if listed else 1)

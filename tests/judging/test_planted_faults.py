@@ -23,7 +23,7 @@ def diagnosed(call: Any) -> Judgement:
     return diagnose(call.operator, call.inputs, call.outputs)
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize(("module", "fault"), [pytest.param(*f, id=f[1]) for f in FAULTS])
 def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
@@ -35,7 +35,7 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
     assert any(m.name in names and all(word in m.detail for word in words) for m in confirmed), result
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("module", MODULES, ids=["tiles", "caches", "lists"])
 def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:

@@ -55,7 +55,7 @@ def test_high_tiles(case: Case, by_descriptors: dict[Any, list[bool]], monkeypat
     assert by_descriptors[forward] == [True]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -81,7 +81,7 @@ def judge(case: Case) -> None:
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)
 def test_cases(case: Case) -> None:
     judge(case)

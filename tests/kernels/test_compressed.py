@@ -24,7 +24,7 @@ FEW = [case for case in CASES if sum(case.q_len) * max(case.kv_len) < 120][::2]
 ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id if isinstance(case, CompressedCase) else None)
 def test_cases(case: CompressedCase) -> None:
     args = arguments(case)

@@ -68,7 +68,7 @@ def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
     assert torch.equal(operands.out.keep[0], result)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
 @pytest.mark.parametrize("dequant", ["none", "channel"])
 def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:

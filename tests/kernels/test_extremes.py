@@ -20,7 +20,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.id)
 def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
@@ -37,7 +37,7 @@ def test_huge_scores_have_finite_gradients() -> None:
     check("query times 1e20", run(lowered(CASES[0], args), args["dy"], "triton"), expected(CASES[0], args))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("keep_prob", TINY)
 def test_what_a_tiny_keep_prob_keeps(keep_prob: float) -> None:
     judge_kept("float32", keep_prob, "triton")

@@ -81,14 +81,14 @@ def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, mo
     ordered(case, args, *chosen(lowered_indexer(args), "triton"), "triton")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_what_is_chosen(case: IndexerCase) -> None:
     call = lowered_indexer(operands(case))
     check_index(call, {case.id: run(call, "triton")})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [c for c in (*EXACT[3:5], *CASES) if not c.page], ids=lambda case: case.id)
 def test_gradients(case: IndexerCase) -> None:
     args = operands(case)

@@ -110,7 +110,7 @@ def judge(call: Loss) -> Results:
     return result
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7], TARGETS[2], TARGETS[3]], ids=lambda case: case.id
 )

@@ -119,7 +119,7 @@ def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
     return args
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "fill"),
     [

@@ -56,7 +56,7 @@ OF_LISTS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "op_kind"), OF_LISTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_forgotten_element_of_lists_is_missed(
     family: Callable[[str], Results], op_kind: str, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) ->
     return {"out": out, "loss": loss} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("form", "stage"), [("grouped", "sparse"), ("latent", "sparse"), ("latent", "warmup")])
 def test_layers(form: str, stage: str) -> None:
     layer = layer_of(form, stage)

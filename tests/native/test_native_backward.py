@@ -247,7 +247,7 @@ def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead() -> None:
     judge(call, saved, wanted(call, saved), got)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("dtype", "size", "band"),
     [

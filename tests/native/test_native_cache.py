@@ -159,7 +159,7 @@ def common_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...
     return stored_case(call, problem, ["rows"], random.Random(3), 3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("problem", "variant"),
     [

@@ -87,7 +87,7 @@ def test_batches_of_rows_over_ranges_of_keys(dtype: str) -> None:
         check(case, drawn(case), seed)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30, 48))
 def test_bands_against_the_formulas(seed: int) -> None:
     case = draw(seed, selected=False)
@@ -116,7 +116,7 @@ def lse(case: LossCase, args: Args) -> Statistics:
     return Statistics(call.extents, call.layout, {name: args[name] for name in DIFFERENTIABLE}, problem)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(60, 76))
 def test_statistics_against_the_formulas(seed: int) -> None:
     case = draw(seed, selected=False)

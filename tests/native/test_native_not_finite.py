@@ -37,7 +37,7 @@ def test_what_a_weight_of_zero_hides_stays_hidden(
     not_finite.hides(what, name, at, fill, run)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("family", "case", "names"), [*CASES, *MORE], ids=lambda value: getattr(value, "id", None))
 def test_every_tensor(family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool, run: Any) -> None:

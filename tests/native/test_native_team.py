@@ -181,7 +181,7 @@ def test_a_child_of_fork_says_once_that_it_has_one_thread() -> None:
     assert run(WARNED) == "([], False)\n([], True)\n(['RuntimeWarning'], True) []\n"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("value", "says"), [("always", ""), ("never", "expected 'always' or nothing, got 'never'")])
 def test_teams_are_always_or_by_experience(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSION_ATTENTION_TEAM", value)

@@ -59,7 +59,7 @@ def test_the_environment_caps_the_processor(name: str) -> None:
         assert set(found["features"]) == set(NEEDS[name])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @uncapped
 @pytest.mark.parametrize("name", ["nonsense", "v3 ", *(n for n in BUILT if n not in RUNNABLE and n != "amx_model")])
 def test_a_cap_that_does_not_run_here_lists_those_that_do(name: str) -> None:

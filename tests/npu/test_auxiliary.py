@@ -213,7 +213,7 @@ def test_a_matrix_says_how_pairs_turn() -> None:
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, rotate=matrix.bfloat16()), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", [3, 4])
 def test_sections_of_positions(kinds: int) -> None:
     sections = [3, 1, 4, 0][:kinds] if kinds == 3 else [3, 1, 2, 2]
@@ -320,7 +320,7 @@ def test_what_is_kept_for_a_gradient_is_what_the_chip_keeps(name: str) -> None:
     assert sum(saved_bytes.values()) <= 1.1 * (sum(t.nbytes for t in leaves) + beside)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", SAVED)
 def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool) -> None:

@@ -59,7 +59,7 @@ def paged(keys: list[Tensor]) -> tuple[Tensor, Tensor]:
     return pages, table
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize(("init", "local"), [(0, 0), (0, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("layout", ["BBND", "BBND without heads", "BNBD", "TND"])

@@ -121,7 +121,7 @@ def judge(op: Any, dtype: torch.dtype) -> None:
                 same(mine, other)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", range(EVERYDAY))
 @pytest.mark.filterwarnings("ignore")
 def test_an_operator_of_torch(row: int) -> None:

@@ -64,7 +64,7 @@ def stored(cache: torch.Tensor) -> torch.Tensor:
     return lines[INDEX[there]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["npu_mla_prolog", "npu_mla_prolog_v2"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_first_versions(name: str, batched: bool) -> None:

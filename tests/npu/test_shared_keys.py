@@ -305,7 +305,7 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
     assert not norms[~keep].any() if listed else norms.numel() == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("listed", [True, False])

@@ -39,7 +39,7 @@ DOCUMENTED = [n for n, path in modules().items() if EXAMPLES.search(path.read_te
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "find_the_bug")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]
@@ -48,7 +48,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     assert result.stdout
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("factor", [1.01, math.nan])
 def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(ROOT / "examples" / "finetune_minilm.py"))

@@ -107,7 +107,7 @@ def test_gradients(case: IndexerCase) -> None:
     check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
 def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
     args = operands(case)

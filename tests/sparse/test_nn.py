@@ -69,7 +69,7 @@ def program(layer: Any, sequences: list[Tensor], gradients_alone: bool = False) 
 FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
@@ -190,7 +190,7 @@ def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
         assert torch.equal(run(layer, x)[0], expected)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["latent", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
@@ -206,7 +206,7 @@ def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
         same_bits(gradients(layer, *got), gradients(layer, *expected))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16(stage: str) -> None:
     """Under autocast, a model in bfloat16, and one whose indexer keeps its weights in float32."""

@@ -80,7 +80,7 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
     return found
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
@@ -161,7 +161,7 @@ def test_a_prompt_in_one_call_gives_the_bits_of_no_cache(form: str) -> None:
     same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
 def test_under_autocast(stage: dsa.Stage) -> None:
     """The roundings are those of a model in bfloat16."""

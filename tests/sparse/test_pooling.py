@@ -20,7 +20,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool) -> None:
@@ -164,7 +164,7 @@ def state_of(coff: int, mode: int, sequences: int) -> dict[str, Tensor]:
     return {"state_cache": cache, "state_block_table": table}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", [1, 2])
 @pytest.mark.parametrize("coff", [1, 2])
 def test_the_compressor_pools_its_projections(coff: int, mode: int) -> None:

@@ -129,7 +129,7 @@ def sequences(case: BlockCase, tensor: Tensor, lengths: tuple[int, ...]) -> list
     return [heads_first[b, :, :n] for b, n in enumerate(lengths)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_and_gradients(case: BlockCase) -> None:
     """By the error bound of the same attention with a matrix, sequence by sequence; nothing else is written."""

@@ -168,7 +168,7 @@ CACHES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("heads", [(8, 2), (20, 10)], ids=str)
 def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[int, int]) -> None:

@@ -63,7 +63,7 @@ def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
         )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_back_end(case: Case, backend: str) -> None:
@@ -77,7 +77,7 @@ LEAVES |= {"pse": "dpse", "sink": "dsink"}
 EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
 def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     args = dict(operands(case))
