@@ -228,7 +228,7 @@ def test_lengths_of_another_device_are_read_once() -> None:
 # --------------------------------------------------------------------------------------------------- compiled, played
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     q, cu = torch.randn(7, 4, 16, requires_grad=True), ends([3, 4])

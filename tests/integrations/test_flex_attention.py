@@ -58,14 +58,14 @@ def judged(
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, _ = MASKS[name]
     judged(None, mask, block_mask(mask))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods(name: str) -> None:
     score_mod, words = SCORES[name]

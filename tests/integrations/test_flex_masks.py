@@ -79,7 +79,7 @@ def form(visible: Visible) -> str:
     return "tiles" if visible.band is None else "packed" if visible.packed else "band"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [128, 32, (64, 256), 100])
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks(name: str, size: Any) -> None:
@@ -104,6 +104,7 @@ def test_functions(name: str) -> None:
     assert (visible.tiles is None) == relative  # a band known from distances alone evaluates no tile
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 300), (70, 300), (300, 70), (128, 256), (257, 129)])
 def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
     shape = Shape(ITEMS, HEADS, rows, keys, CPU)

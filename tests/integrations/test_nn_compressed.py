@@ -184,6 +184,7 @@ def learned(layer: CompressedAttention, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **gradients}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_the_loss_is_the_divergence(stage: Stage, padded: bool) -> None:
@@ -216,7 +217,7 @@ def test_trained_parameters_of_each_stage(kind: str) -> None:
         layer.train()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_with_the_same_bits(kind: str, stage: Stage) -> None:

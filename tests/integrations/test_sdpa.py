@@ -319,7 +319,7 @@ def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
 # ------------------------------------------------------------------------------------------------- programs of others
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool, calls: list[Any]) -> None:
     q, mask = torch.randn(2, 4, 5, 16, requires_grad=True), torch.rand(5, 5) < 0.7

@@ -60,6 +60,7 @@ def trained(layer: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, 
     return {"out": out.detach(), "hidden": hidden.grad} | grads
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
@@ -128,6 +129,7 @@ def largest(model: Any, rows: int) -> tuple[int, int]:
     return max(sizes), sum(size for size in sizes if size > 0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
     """No operation allocates a number for every row and key: 16 times as many for 4 times as many rows."""

@@ -97,7 +97,7 @@ def test_tokens_are_those_of_transformers_own_cache(models: Models, name: str) -
     assert bool(layers) is (name != "DeepSeek-V3.2")  # whose layers are transformers' own
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), *WINDOWED])
 @pytest.mark.parametrize("attention", ["fusion_attention", "sdpa", "eager"])
 def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) -> None:

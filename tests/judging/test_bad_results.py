@@ -304,6 +304,7 @@ def test_numbers_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: flo
     assert "row" in where
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: float) -> None:

@@ -60,7 +60,7 @@ def agree_in_training(case: Any, args: dict[str, Any]) -> None:
     agree(DenseBackward(call, saved, call.extras[2]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=lambda case: case.id)
 def test_training(case: Any) -> None:
     agree_in_training(case, dense.operands(case))
@@ -70,6 +70,7 @@ DROPPED = replace(dense.PACKED, dim_rope=2, dtype="float16", sparse_mode=4, mask
                   dropout="philox", keep_prob=0.4)  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
 def test_elements_that_are_not_finite(name: str, value: float) -> None:

@@ -93,6 +93,7 @@ def form(line: str) -> str:
     return re.sub(r"[\d.]+(e[+-]\d+)?x?", "#", re.sub(r" +", " ", line)) if "│ right" in line else line.rstrip()
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_example_prints(tmp_path: Path) -> None:
     """The lines of a program's output and of its source."""
     written = (ROOT / "docs" / "find_the_bug.md").read_text(encoding="utf-8").partition("## Gradients")[0]

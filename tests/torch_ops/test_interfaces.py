@@ -191,6 +191,7 @@ OPCHECKED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda case: case.id)
 def test_the_operators_that_torch_sees(case: Case) -> None:
     """They have the bits of the eager call, and pass torch's own checks, with gradients and without."""

@@ -113,6 +113,7 @@ def masked(size: str, fields: dict[str, Any], dtype: str, axes: str) -> Call:
     return call
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("size", SIZES)

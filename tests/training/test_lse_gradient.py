@@ -18,6 +18,7 @@ from fusion_attention.testing.drawn import compare_with
 Tensor = torch.Tensor
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("parts", ["both", "lse"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_through_lse(name: str, parts: str) -> None:
@@ -33,6 +34,7 @@ def test_of_lists(parts: str) -> None:
     assert all(torch.equal(again[n], got[n]) for n in got)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [*CASES, "lists"])
 def test_recorded_backwards_are_judged_with_it(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
