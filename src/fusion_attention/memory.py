@@ -117,7 +117,7 @@ def _tell(memory: torch.Tensor, advice: int) -> None:
 
 
 def _adviser() -> Callable[[int, int, int], int] | None:
-    """Returns the C library's madvise() on Linux, whose constants this module has; else None."""
+    """Returns the C library's function madvise(address, bytes, advice) on Linux; None on other systems."""
     if sys.platform != "linux":
         return None
     advise = ctypes.CDLL(None).madvise

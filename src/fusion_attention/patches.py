@@ -185,7 +185,7 @@ class Changes:
 
         Args:
             modules: by name, a package before its submodules; the first name is that of the distribution.
-            version: of the distribution.
+            version: the distribution's version.
         """
         player = Player(modules, version)
         for name, module in modules.items():

@@ -16,8 +16,8 @@ class Executor:
         op: the operator's definition.
         values: the arguments in the operator's order; options: the other arguments of phase 1.
         workspace_size: bytes that phase 2 needs.
-        job: the call on the last memory of its tensors.
-        repeatable, used, destroyed: True if it may run repeatedly; was run or made repeatable; has ended.
+        job: the Job that phase 2 runs, on the current addresses of the tensors.
+        repeatable, used, destroyed: True if it may run more than once; was run or made repeatable; was destroyed.
     """
 
     __slots__ = ("destroyed", "job", "op", "options", "repeatable", "used", "values", "workspace_size")
@@ -62,7 +62,8 @@ def destroy_acl_op_executor(executor: Executor) -> None:
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Moves a tensor of an executor to the memory `data`; index: its position in inputs, outputs or both (sides)."""
+    """Changes the memory of one tensor of an executor to `data`; sides: False for its inputs, True for its outputs, of
+    which `index` counts the tensors in this order."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")

@@ -16,7 +16,8 @@ from fusion_attention.plan import Plan, plan
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
-    """Returns the error of a call in the usual words, with the texts expected, got, advice; code: CANN's error code."""
+    """Returns the Refusal for an invalid argument `param` of a call of `op`; expected, got, advice: parts of the error
+    text; code: CANN's error code."""
     return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
@@ -123,7 +124,8 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of a call (`bound`), plans it, and returns what calls of the same shapes and lengths share."""
+    """Checks the outputs of a call (`bound`) and plans it; returns the Layout, which is the same for all calls with
+    these shapes, dtypes and lengths."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown

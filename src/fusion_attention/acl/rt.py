@@ -86,7 +86,7 @@ def reset_device(device_id: int) -> None:
 
 @valued(-1)
 def get_device() -> int:
-    """(device id of the current context, error code)."""
+    """Returns (device id of the current context, error code)."""
     return _current().device_id
 
 
@@ -98,7 +98,7 @@ def get_device_count() -> int:
 
 @valued(-1)
 def get_run_mode() -> RunMode:
-    """(ACL_HOST, error code): host and device memory count as different, even if the device is the CPU."""
+    """Returns (ACL_HOST, error code): host and device memory count as different, even if the device is the CPU."""
     return RunMode.ACL_HOST
 
 
@@ -128,7 +128,7 @@ def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
 
 @valued()
 def create_context(device_id: int) -> Context:
-    """(a new context on a device id, error code); it becomes current."""
+    """Makes a context on a device id current; returns (the new context, error code)."""
     number = _device_id(device_id)
     STATE.context = Context(number)
     STATE.contexts.setdefault(number, [Context(number)]).append(STATE.context)
@@ -149,13 +149,13 @@ def set_context(context: Context) -> None:
 
 @valued()
 def get_context() -> Context:
-    """(the current context, error code)."""
+    """Returns (the current context, error code)."""
     return _current()
 
 
 @valued()
 def create_stream() -> Stream:
-    """(a new stream in the current context, error code)."""
+    """Makes a stream in the current context; returns (the new stream, error code)."""
     return Stream(_current())
 
 
@@ -220,7 +220,7 @@ def free(address: int) -> None:
 
 @valued(0)
 def malloc_host(size: int) -> int:
-    """(address of `size` new bytes on the host, error code)."""
+    """Allocates `size` bytes of host memory; returns (their address, error code)."""
     return _allocate(size, torch.device("cpu"), host=True)
 
 
@@ -231,7 +231,8 @@ def free_host(address: int) -> None:
 
 
 def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
-    """(free, total, ret) in bytes; free: total without live allocations of acl.rt.malloc; `attr` has no effect."""
+    """Returns (free, total, error code) of the device memory, in bytes; free: total minus the allocations of
+    acl.rt.malloc; `attr` has no effect."""
     if STATE.device is None:
         state.note("acl: get_mem_info: called before acl.init() or after acl.finalize()")
         return 0, 0, state.UNINITIALIZED
@@ -250,7 +251,8 @@ class Pointer(int):
 
 
 def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
-    """The first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; `written`: not a copy."""
+    """The first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; written: True if the
+    caller writes to them, so that read-only data is refused."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
@@ -274,7 +276,8 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
 
 
 def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tensor, bool]:
-    """(uint8 view of `count` bytes, True if they are host memory) of `place`, an address or host data.
+    """Returns (uint8 view of the first `count` bytes, True if they are host memory) of `place`, an address or host
+    data.
 
     written: True if the caller writes them, so read-only data is refused.
     """

@@ -102,7 +102,8 @@ class State:
         memory.alive = False
 
     def find(self, address: int) -> tuple[Memory, int]:
-        """(allocation that contains an address, offset of the address in bytes); raises Refusal if there is none."""
+        """Returns (the allocation that contains an address, offset of the address in it in bytes); raises Refusal if
+        there is none."""
         at = bisect_right(self.starts, address) - 1
         memory = self.memories[self.starts[at]] if at >= 0 else None
         if memory is None or address >= memory.address + memory.bytes.numel():
@@ -119,7 +120,7 @@ def note(text: str) -> None:
 
 
 def take_note() -> str:
-    """Returns the stored text and clears it."""
+    """Returns the text of this thread's last error, which note() stored, and clears it."""
     text: str = getattr(STATE.local, "text", "")
     STATE.local.text = ""
     return text
@@ -139,7 +140,8 @@ def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
 
 
 def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[T, int]]]:
-    """Decorates a function to return (value, 0), or (nothing, code) if it raises Refusal or before acl.init()."""
+    """Decorates a function so that it returns (its value, 0); if it raises Refusal, or acl.init() was not called, it
+    returns (`nothing`, error code)."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, tuple[T, int]]:
         @functools.wraps(function)
@@ -159,12 +161,13 @@ def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[
 
 
 def coded(function: Callable[P, None]) -> Callable[P, int]:
-    """Decorates a function to return 0, or the code if it raises Refusal or before acl.init()."""
+    """Decorates a function so that it returns 0, or the error code if it raises Refusal or acl.init() was not
+    called."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[1])
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorates a function to return its value, or None if it raises Refusal or before acl.init()."""
+    """Decorates a function so that it returns its value, or None if it raises Refusal or acl.init() was not called."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[0])

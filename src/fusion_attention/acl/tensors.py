@@ -154,7 +154,8 @@ class Tensor:
         self.view = None
 
     def move(self, data: Any) -> None:
-        """Moves the view to the memory `data` (see create_tensor()); raises Refusal if it is too small, unchanged."""
+        """Makes the view point to the memory `data` (see create_tensor()); raises Refusal, and changes nothing, if the
+        memory is too small."""
         assert self.view is not None
         memory, first = _storage(data, self.view.element_size())
         self._attach(_window(memory, self.view.dtype, self.view.shape, self.view.stride(), first + self.offset), memory)
@@ -339,7 +340,8 @@ def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
 
 
 def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
-    """Returns a handle `name`; Refusal: its class is not `kind`, or it is destroyed, its `owned` is None."""
+    """Returns the handle `value`; raises Refusal if it is not of class `kind`, or if it was destroyed, so that its
+    attribute `owned` is None. name: the argument's name in the error."""
     if value is None:
         raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
     if not isinstance(value, kind):

@@ -9,9 +9,10 @@ from fusion_attention.plan import Plan
 
 
 def workspace(filled: Filled, tensors: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
-    """(bytes of the plan and of converted tensors, True if inputs are copied) of a two-phase call.
+    """Returns (bytes of the plan and of converted tensors, True if an input is copied), the workspace of a two-phase
+    call.
 
-    filled: its lowered call with views; tensors: the caller's, whose memory does not count.
+    filled: the call with its operands as views. tensors: the caller's tensors, whose memory is not counted.
     """
     theirs = {t.untyped_storage()._cdata for t in tensors}
     buffers = {t.untyped_storage()._cdata: t for t in filled.buffers}

@@ -169,8 +169,8 @@ class PagedKVCache:
     def slide(self, sequence: int, tokens: int) -> None:
         """Releases the pages that contain none of the last `tokens` tokens of a sequence.
 
-        lengths() decreases by the tokens of the released pages, and the others are renumbered from 0. Bands aligned to
-        the last key, such as causal() and window(), select the same keys as before.
+        lengths() decreases by the number of released tokens, and the position of the first remaining token becomes 0.
+        Bands aligned to the last key, such as causal() and window(), select the same keys as before.
         """
         pages, tokens_cached = self._of(sequence)
         released = max(tokens_cached - self._count(tokens), 0) // self.page_size
@@ -342,7 +342,8 @@ class PagedKVCache:
         return (pages[-1] + 1 if pages else sequence) % self._ranks
 
     def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
-        """Returns the runs of slots in this rank's pool, and the indices of the new rows that are stored there."""
+        """Returns the groups of adjacent slots (page, first slot, count) among `runs` that are in this rank's pool, and
+        the indices of the new rows to store in them."""
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
         local = [page % self._ranks == self._rank for page, _, _ in runs]
         rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, local, strict=True) if is_local]
@@ -354,7 +355,8 @@ class PagedKVCache:
         return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
-        """Extends sequences by `count` tokens and returns the runs of slots for them.
+        """Extends sequences by `count` tokens; returns (page, first slot, number of slots) of each group of adjacent
+        slots for the new tokens.
 
         Takes new pages, and copies shared pages before they are written.
         """
@@ -416,9 +418,10 @@ class PagedKVCache:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Stores rows [tokens, heads, ..] in the slots `runs` of a pool [pages, heads, page size, ..].
+    """Stores rows [tokens, heads, ..] in a pool [pages, heads, page size, ..]; runs: (page, first slot, count) of
+    adjacent slots, in the order of rows.
 
-    slots: the page and the slot of every token; None: one copy per run is made.
+    slots: two index tensors, each token's page and slot, for one copy; None: one copy per element of `runs`.
     """
     if slots is not None:
         pool[slots[0], :, slots[1]] = rows

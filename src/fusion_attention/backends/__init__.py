@@ -39,9 +39,9 @@ class Backend(Protocol):
     """A back end: a module with these functions; for problems that it cannot compute only reasons_against() is called.
 
     The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients. In all
-    of them, `problem` has what a kernel is chosen by (heads, dims, dtypes, modifiers), `extents` the lengths and bands
-    of the sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of schedule() for
-    these three, and `operands` and gradients are views of memory.
+    of them, `problem` has the properties that select a kernel (heads, dims, dtypes, modifiers), `extents` the lengths
+    and bands of the sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of
+    schedule() for these three, and `operands` and gradients are views of memory.
     """
 
     NAME: str
@@ -75,8 +75,8 @@ class Backend(Protocol):
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Returns an object that stands for `operands` in many runs, and caches what the back end derives from them;
-        None if it has no such object."""
+        """Returns an object that stands for `operands` in many runs, and caches the values that the back end derives
+        from them; None if it has no such object."""
         ...
 
     @property
@@ -152,7 +152,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
     """Returns the back end's name for an operation ("": for all): the requested one, or the first suitable of AUTO.
 
     Args:
-        problem: what is computed.
+        problem: the computation.
         device: device of the tensors.
         backend: a name of BACKENDS, or "auto".
         op_kind: name of the operation, or "".

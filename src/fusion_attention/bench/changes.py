@@ -26,7 +26,7 @@ class Change:
         group, name, peer_name: the row.
         before_ms, after_ms: time of this library in each file.
         faster: before_ms / after_ms.
-        peer_faster: the same for the peer, which changes only with the machine's speed.
+        peer_faster: the peer's time before / after, which changes only with the machine's speed.
         net: ratio after / ratio before, where a ratio is the peer's time divided by this library's.
         says: "faster" or "slower" if the ranges of the ratio in the two files do not overlap, and net differs from 1 by
             more than between two runs of the same code; else "same".

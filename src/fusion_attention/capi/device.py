@@ -32,12 +32,12 @@ class DeviceMemory:
         return self._state.add(Memory(torch.empty(size, dtype=torch.uint8, device=self._device), host=False))
 
     def release(self, address: int) -> int:
-        """Frees an allocation."""
+        """Frees an allocation; returns 0, the code of success."""
         self._state.remove(address)
         return 0
 
     def copy(self, target: int, source: int, count: int, kind: int) -> int:
-        """Copies count bytes in the direction of kind, an aclrtMemcpyKind."""
+        """Copies `count` bytes in the direction of `kind`, an aclrtMemcpyKind; returns 0, the code of success."""
         if count:
             to, what = self._bytes(target, count, kind in _TO_DEVICE), self._bytes(source, count, kind in _FROM_DEVICE)
             # torch does not define a copy between overlapping ranges.
@@ -45,12 +45,12 @@ class DeviceMemory:
         return 0
 
     def set(self, address: int, value: int, count: int) -> int:
-        """Sets bytes on the device to a value."""
+        """Sets `count` bytes on the device to a value; returns 0, the code of success."""
         self._bytes(address, count, True).fill_(value & 0xFF)
         return 0
 
     def synchronize(self) -> int:
-        """Waits until the device has finished its work."""
+        """Waits until the device has finished its work; returns 0, the code of success."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return 0

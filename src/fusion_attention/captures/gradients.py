@@ -29,7 +29,8 @@ def gradient_name(op: Op, name: str) -> str:
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:
     """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call of `op`.
 
-    args, outputs: its arguments and results by name. upstream, gradients: of results and of inputs, by name.
+    args, outputs: its arguments and results by name. upstream: gradients of the results by name; gradients: those of
+    the inputs.
     """
     results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
     if not results:

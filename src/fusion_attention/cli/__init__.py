@@ -33,7 +33,8 @@ app = typer.Typer(
 
 
 def _add(function: Callable[..., None]) -> None:
-    """Adds a subcommand with the name and docstring of its function; lines of a paragraph that starts with \\b stay."""
+    """Adds a subcommand with the name and docstring of its function; a paragraph that starts with \\b keeps its line
+    breaks."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
     app.command(function.__name__, help=text)(function)

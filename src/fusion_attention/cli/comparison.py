@@ -199,7 +199,8 @@ def summary_table(
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
     """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders.
 
-    padded, packed: the results of cosines() for each encoder; agree: of rankings_agree(); seed: draws the queries.
+    padded, packed: the results of cosines() for each encoder; agree: that of rankings_agree(); seed: selects the
+    queries.
     """
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.

@@ -111,7 +111,8 @@ def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> l
 
 
 def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
-    """Returns the number of tokens, with padding, in batches (lists of sentence numbers); lengths: of sentences."""
+    """Returns the number of tokens, with padding, in batches (lists of sentence numbers); lengths: tokens of each
+    sentence."""
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 

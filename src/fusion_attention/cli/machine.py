@@ -145,7 +145,7 @@ def back_ends() -> dict[str, str]:
 
 
 def peaks(threads: int) -> dict[str, float]:
-    """Measures the peak rates of so many threads: multiply-adds by dtype in GFLOP/s, and reading memory in GB/s."""
+    """Measures the peak rates of `threads` threads: multiply-adds by dtype in GFLOP/s, and reading memory in GB/s."""
     from fusion_attention import _native
 
     return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}

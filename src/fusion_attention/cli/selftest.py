@@ -124,7 +124,8 @@ def _dense(dtype: str) -> dict[str, Case]:
 
 
 def _judge_variant(name: str) -> None:
-    """Asserts that the core's build for an instruction set computes the same checksums as its build for base."""
+    """Asserts that the core compiled for the instruction set `name` computes the same checksums as the core compiled
+    for "base"."""
     from fusion_attention import _native
 
     probe, base = _native.variant_probe(name), _native.variant_probe("base")

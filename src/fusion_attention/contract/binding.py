@@ -261,7 +261,8 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """Checks a call whose arguments were replaced (0-dim tensors by numbers, empty tensors by None), as _anew()."""
+    """Checks a call again after arguments were replaced (0-dim tensors by numbers, empty tensors by None), and so its
+    signature has changed; parameters and result: as for _anew()."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
@@ -323,7 +324,7 @@ def _settle(
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
     """Returns the rules whose outcome can change between calls with the same signature.
 
-    They depend on a value in `changing`, the names of arrays and what derives from them, or on tensor content.
+    They depend on tensor content, or on a name in `changing`: names of arrays and of values derived from them.
     """
     within = scope(names, op.functions)
 

@@ -191,7 +191,7 @@ class Rule:
             parameter is given, unless the check mentions None.
         only: the layouts in which the rule applies; empty: all.
         needs: parameters that an operator definition must have for the rule to apply.
-        level: one of LEVELS.
+        level: "meaning", "limit" (of the chip), "content", "doubt" or "note" (see LEVELS).
         code: the code that the two-phase interface returns.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: True if the rule reads tensor data. It is then checked at every call, or, if it only warns, at the first
@@ -264,11 +264,12 @@ class Declared:
     on_device: str = "PaddingSize"
 
     def but(self, **names: str) -> Declared:
-        """Returns a copy with further exceptions."""
+        """Returns a copy with further exceptions to the spelling, given as canonical_name="CANN's name"."""
         return replace(self, names={**self.names, **names})
 
     def of_page(self, **names: str) -> Declared:
-        """Returns a copy with further exceptions, whose names are all on the operator's page."""
+        """Returns a copy with further exceptions, for an operator whose own page in CANN's documentation has all of
+        these names."""
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:

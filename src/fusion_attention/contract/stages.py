@@ -196,7 +196,8 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Returns a text that names the parameters, except `param`, which determined an axis word's size; origin: them."""
+    """Returns a text with the names of the parameters, except `param`, that determined the size of an axis word; "" if
+    there are none; origin: {factor of an axis word: parameter that determined its size}."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -211,7 +212,8 @@ def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
-    """Returns (failures, warnings) of the rules that apply and are violated."""
+    """Evaluates those of the rules that apply to a call, whose values are `names`; returns the violated ones as
+    (failures, warnings)."""
     failures: list[Failure] = []
     notes: list[Failure] = []
     if not rules:

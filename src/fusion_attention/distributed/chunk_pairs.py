@@ -128,7 +128,8 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Chunks of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v and k_rope likewise."""
+    """Chunks of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v [.., dim_v], and k_rope [.., dim_rope]
+    or None."""
 
     chunks: Chunks
     k: Tensor
@@ -277,8 +278,8 @@ def backward(
 
 
 def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
-    """Returns the gradient of the sink logits that these rows contribute, float32 [heads_q]. For the rows of all ranks
-    it has the bits of the unsharded call."""
+    """Returns the contribution of these rows to the gradient of the sink logits, float32 [heads_q]. For the rows of all
+    ranks it is bitwise equal to the gradient of the unsharded call."""
     assert full.sink is not None
     dsink = torch.zeros_like(full.sink)
     none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))

@@ -85,8 +85,8 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns what decode_attention() returns: out, or (out, lse). args: the tensors and options of decode_attention()
-    by parameter name; the other parameters are the same as there."""
+    """Computes decode_attention() with its tensors and options in the dictionary `args`, by parameter name; returns
+    out, or (out, lse) if return_lse. The other parameters are those of decode_attention()."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -141,7 +141,8 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
     """Raises ContractError if the call that all ranks make together is invalid, with the error that one process would
     raise.
 
-    args: this rank's arguments by name. heads: the factor by which the ranks' heads exceed the heads of this rank's q.
+    args: this rank's arguments by name. heads: number of query heads of all ranks divided by the number of this rank's
+    q.
     """
     lengths, q = cache.lengths(sequences), args["q"]
     failures = []
@@ -240,7 +241,7 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
     """Returns the columns of a mask or bias [..., keys] for this rank's keys, [B, N, S, slots]; place: int64 [B,
-    slots], the column of each slot. A last axis of size 1 broadcasts, and is returned as it is."""
+    slots], the column of each slot. A last axis of size 1 broadcasts, and is returned unchanged."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -277,5 +278,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _heads_last(rows: Tensor, layout: str) -> Tensor:
-    """Converts [B, S, N, D] to a layout, or back: BSND is returned as it is, other layouts swap axes 1 and 2."""
+    """Converts [B, S, N, D] to a layout, or back: BSND is returned unchanged, other layouts exchange axes 1 and 2."""
     return rows if layout == "BSND" else rows.transpose(1, 2)

@@ -307,15 +307,15 @@ class Call:
         return call
 
     def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Sends sends[r] to each rank r, and returns a list of what rank r sent here, of shape shapes[r]. The tensor
-        for this rank itself is returned without a copy. step: names the exchange in errors."""
+        """Sends sends[r] to each rank r, and returns the list of the tensors that the ranks r sent here, of shapes
+        shapes[r]. The tensor for this rank itself is returned without a copy. step: names the exchange in errors."""
         return self.all_to_each(step, [(sends, shapes)])[0]
 
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """Exchanges several lists of tensors at once: `passing` has (sends, shapes) as for to_each(), and the result
-        has the received list for each."""
+        """Exchanges several lists of tensors at once: `passing` has (sends, shapes), as for to_each(), for each of
+        them; returns the lists of tensors that this rank receives, one for each element of `passing`."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [

@@ -92,8 +92,8 @@ class _Shares:
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
     def load(self, rank: int) -> int:
-        """Returns an integer to compare the loads of ranks: the larger of a rank's fractions of all tokens and of all
-        causal (row, key) pairs, times both totals."""
+        """Returns an integer for comparing the loads of ranks: max(tokens of the rank / all tokens, its causal (row,
+        key) pairs / all pairs), multiplied by both totals so that it is an integer."""
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:

@@ -78,7 +78,7 @@ class ScheduleInputs:
         call: the communication between the ranks.
         rows, keys: the layouts of rows and keys on the ranks.
         backend: the back end's name.
-        deterministic: True if gradients of gathered keys must have the bits of one process.
+        deterministic: True if gradients of gathered keys must be bitwise equal to those of one process.
         dbias: True if the bias needs a gradient.
     """
 
@@ -102,7 +102,8 @@ class ScheduleInputs:
 
 
 def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Gathers the keys of all ranks, and returns out and statistics of this rank's rows, with the bits of one process.
+    """Gathers the keys of all ranks, and returns out and statistics of this rank's rows, bitwise equal to those that
+    one process computes.
 
     m: the schedule's inputs, as in all functions of this module.
     """
@@ -112,8 +113,8 @@ def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows). Gradients of keys are
-    summed over ranks in order, or, if m.deterministic, computed here from the rows of all ranks."""
+    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows). Gradients of keys are the
+    sums over ranks, in their order, or, if m.deterministic, computed on this rank from the rows of all ranks."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -127,7 +128,8 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from the rows of all ranks, with the bits of one process.
+    """Returns the gradients of this rank's keys from the rows of all ranks, bitwise equal to those that one process
+    computes.
 
     rows, saved: of all ranks, gathered. keys: of this rank; one chunk of each sequence is computed at a time, so that
     no gradient is a sum of rounded parts.
@@ -319,8 +321,8 @@ def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list
 def _pass_on(
     m: ScheduleInputs, what: str, added: list[Tensor], block: list[Tensor], some: bool
 ) -> tuple[list[Tensor], Pending]:
-    """Sends `added`, gradients of keys, to the next rank; returns (memory of those from the previous rank, the Pending
-    transfer).
+    """Sends gradients of keys, `added`, to the next rank; returns (memory for the gradients from the previous rank, the
+    Pending transfer).
 
     what: names the transfer in errors. block: tensors with the shapes to receive. some: False: nothing is sent.
     """

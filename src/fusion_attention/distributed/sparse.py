@@ -394,7 +394,8 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys, computed from the rows of all ranks with the bits of one process.
+    """Returns the gradients of this rank's keys, computed from the rows of all ranks, bitwise equal to those of one
+    process.
 
     given: this rank's tensors by name. full: the same with the keys of all ranks. dout: the gradient of this rank's
     out. saved: (out, max, sum) of this rank's rows.

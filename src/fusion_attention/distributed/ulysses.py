@@ -35,7 +35,7 @@ def indivisible(problem: Problem, ranks: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The heads and tokens of each rank of a line.
+    """The heads and tokens of each rank of a line: of the ranks among which the heads are divided.
 
     Args:
         call: the communication along the line.
@@ -53,8 +53,8 @@ class Heads:
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
-        """Returns the Heads of a call `m`: line: the ranks among which heads are divided; rest: the ranks of the inner
-        schedule, each with all tokens of its line."""
+        """Divides the heads of a call `m` among the ranks of `line`; rest: the ranks that run the inner schedule, one
+        of each line, each with all tokens of its line."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -102,8 +102,8 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Exchanges this rank's tokens with all heads for all tokens of the line with this rank's heads; returns the
-        latter as (rows, keys)."""
+        """Returns (rows, keys): all tokens of the line's ranks with this rank's heads, which are exchanged for this
+        rank's tokens with all heads."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -112,8 +112,8 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """Returns a bias or blocked matrix t with all rows of the line, for this rank's heads; rows: this rank's
-        tokens."""
+        """Returns a bias or blocked matrix t with the rows of all ranks of the line and this rank's heads; rows: number
+        of this rank's tokens."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
@@ -124,13 +124,13 @@ class Heads:
         return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
-        """Returns the range [first, end) of heads that each rank needs of a matrix; (0, 1) if one head of the matrix
-        serves all."""
+        """Returns for each rank of the line the heads [first, end) of a matrix that it needs; (0, 1) if the matrix has
+        one head for all query heads."""
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
-        """Returns this rank's rows of a matrix's gradient; the inverse of _matrix(); like: this rank's matrix; rows:
-        its tokens."""
+        """Returns this rank's rows, with all heads, of the gradient of a bias; the inverse of _matrix(); matrix: the
+        gradient with all rows and this rank's heads; like: this rank's bias; rows: its number of tokens."""
         if like.shape[-2] == 1 != rows:
             return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
@@ -141,7 +141,7 @@ class Heads:
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
         """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim].
 
-        step: what is done, for errors. heads: range of heads of each rank. sizes: tokens of each rank.
+        step: names the exchange in errors. heads: range of heads of each rank. sizes: tokens of each rank.
         """
         first, end = heads[self.call.rank]
         passing = [
@@ -186,7 +186,8 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """Pads a tensor with this rank's query heads along `axis` by zeros to all query heads."""
+        """Returns a tensor of all query heads along `axis`: this rank's heads from `tensor`, and zeros for the
+        others."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

@@ -25,7 +25,8 @@ class TooLarge(ValueError):
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
-    """Returns the kinds of the cells of sequence b of a setting, uint8 [q_len, kv_len]; p: the result of picture()."""
+    """Returns the kind of each (row, key) cell of sequence b of a setting, VISIBLE, HIDDEN, PREFIX or REMOVED (by the
+    mask tensor), uint8 [q_len, kv_len]; p: the result of picture()."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -36,7 +37,8 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """Returns bool [rows, keys], true for cells of one sequence that a mask tensor removes; kind: see picture()."""
+    """Returns bool [rows, keys], true for cells of one sequence that the setting's mask tensor removes; kind: "" (no
+    mask), "full", or "tree" (the mask covers only the last keys), from picture()."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
         return removed
@@ -52,7 +54,8 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns the kinds of cells of all sequences, along the diagonal, in an interface (api): uint8 [rows, keys]."""
+    """Returns the kind of each (row, key) cell (visible, hidden, ...) in an interface (api), with all sequences along
+    the diagonal: uint8 [rows, keys]."""
     p = picture(s, api)
     if p is None:
         return None
@@ -68,7 +71,7 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """Returns bool, true for visible cells."""
+    """Returns bool, true for the cells whose kind is visible, in a picture of kinds, uint8 [rows, keys]."""
     return cells >= VISIBLE
 
 

@@ -84,7 +84,7 @@ def _read(name: str) -> str:
 
 
 class _Page(BaseHTTPRequestHandler):
-    """The request handler of the server."""
+    """The HTTP request handler of the explorer's server, which serves one page."""
 
     def do_GET(self) -> None:
         """Answers a request: the page for /, otherwise 404. It never reads a file of this machine."""

@@ -29,7 +29,8 @@ _ANY = Setting(0, (1,), (1,))
 
 @functools.cache
 def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
-    """Returns those rules of an operator that depend only on an interface's (api) mask, and sparse_mode's domain."""
+    """Returns the rules of an operator that read only values of a setting in an interface (api), those of names_of(),
+    and a rule for the domain of sparse_mode."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")

@@ -88,7 +88,8 @@ def window_of(s: Setting) -> list[int]:
 
 
 def own_says(s: Setting) -> bool:
-    """True if fa.attention() can have the mask of a sparse mode; of mode 9, if no sequence has more rows than keys."""
+    """True if fa.attention() can express the mask of a setting's sparse mode; in mode 9 only if no sequence has more
+    query rows than keys."""
     return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
 
 

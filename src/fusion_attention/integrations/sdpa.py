@@ -126,7 +126,8 @@ def _ours(
 ) -> Tensor | None:
     """Returns the result computed by attention(), or None if torch must compute or reject the call.
 
-    mask, grouped: the arguments attn_mask and enable_gqa of scaled_dot_product_attention(); others have its names.
+    mask, grouped: the arguments attn_mask and enable_gqa of scaled_dot_product_attention(), whose names the others
+    have.
     """
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None

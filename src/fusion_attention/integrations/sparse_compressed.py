@@ -39,7 +39,7 @@ class Call(NamedTuple):
     cache: Any
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows t [B, S, ...] as they are, or flattened to [B * S, ...] for packed sequences."""
+        """Returns rows t [B, S, ...] unchanged, or flattened to [B * S, ...] for packed sequences."""
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:

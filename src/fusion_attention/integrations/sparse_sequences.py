@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
 
 
 def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
-    """Returns t [B, L, ...] with the rows of each batch item in the given order, int64 [B, L]; None: as they are."""
+    """Returns t [B, L, ...] with the rows of each batch item in the given order, int64 [B, L]; None: unchanged."""
     if order is None:
         return t
     first = torch.arange(len(t), device=t.device)[:, None] * t.shape[1]
@@ -142,7 +142,8 @@ def matrix(
     window: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """Returns the visible keys as a bool [B, 1, S, T], for transformers' code; four-dimensional masks stay as they are.
+    """Returns the visible keys as a bool [B, 1, S, T], for transformers' code; four-dimensional masks are returned
+    unchanged.
 
     Args:
         mask: as for sequences_of().

@@ -117,7 +117,7 @@ _SPARSE = _Sparse()
 
 
 class _Code(NamedTuple):
-    """Properties of a model's modeling code."""
+    """Which arguments a model's modeling code passes to the attention interface."""
 
     uses_interface: bool  # the code calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal
@@ -169,7 +169,8 @@ def mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Returns the mask of a forward for attend(), in a form of this module's list.
+    """Returns the mask of a forward for attend(): None, bool [B, T], int64 [B, S], or a mask of four axes, as listed in
+    the module's docstring.
 
     The arguments are those of transformers' sdpa_mask(). allow_is_bidirectional_skip is None for causal masks, because
     transformers passes it for other masks only.
@@ -283,9 +284,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (one layer's attention [B, S, N, Dv], None), from query [B, N, S, D], key and value [B, Nkv, T, D].
 
-    The second result is the attention weights, if a sparse model's layer must return them. attention_mask is a mask of
-    this module's list; indices [B, S, K] are the keys that a sparse model's indexer chose; the other arguments are
-    those that transformers passes to an attention interface.
+    The second result is the attention weights, if a sparse model's layer must return them. attention_mask: a result of
+    mask(); indices [B, S, K] are the keys that a sparse model's indexer chose; the other arguments are those that
+    transformers passes to an attention interface.
 
     Raises:
         ContractError, BackendError: as fusion_attention.attention().

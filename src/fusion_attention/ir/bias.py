@@ -17,7 +17,7 @@ def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) 
 
 
 def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root: bool) -> torch.Tensor:
-    """The bias of row i and key j, [heads, rows, keys]: -slope * |j - i + shift|, with `root` the distance's root.
+    """The bias of row i and key j, [heads, rows, keys]: -slope * |j - i + shift|; root: -slope * sqrt(|..|).
 
     slopes: [heads]; shift: the distance of key 0 and row 0 of a sequence; rows, keys: the ranges to compute.
     """

@@ -130,10 +130,10 @@ class Differentiable(Lowered, Protocol):
 
 
 class Further(NamedTuple):
-    """A function that computes a call's results, by name, from the tensors that a run writes; it keeps no tensor of a
-    caller.
+    """The function `make` that computes a call's results, by name, from the tensors that a run writes; it keeps no
+    tensor of a caller.
 
-    stats: make takes all written tensors (output and softmax statistics); False: the first only.
+    stats: True if `make` takes all written tensors (output and softmax statistics), False if only the first.
     """
 
     stats: bool
@@ -152,7 +152,8 @@ class Repeatable(Lowered, Protocol):
 
     @property
     def repeats(self) -> bool:
-        """True if one run over its views is the complete call: no random draw, no clearing, no copy."""
+        """True if the back end's run computes the complete call, without a random draw, clearing of memory or
+        copies."""
         ...
 
     @property

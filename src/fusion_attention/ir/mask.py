@@ -22,7 +22,8 @@ ALL_BLOCKED, NONE_BLOCKED = -1, -2
 
 
 def tokens(count: int) -> int:
-    """The number of tokens of a window's side that a caller passed; +-(2**31 - 1) and beyond become +-INFINITE."""
+    """Converts pre_tokens or next_tokens, as a caller passed it, to a number of tokens: from 2**31 - 1 on INFINITE,
+    from -(2**31 - 1) down -INFINITE, else unchanged."""
     if count >= UNLIMITED:
         return INFINITE
     return -INFINITE if count <= -UNLIMITED else count
@@ -147,7 +148,8 @@ def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> t
 def blocked_by_tiles(
     tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
 ) -> torch.Tensor:
-    """Matrix [heads, rows, keys] bool of sequence b, true for pairs that blocked tiles hide; bits: of partial tiles."""
+    """Matrix [heads, rows, keys] bool of sequence b, true for pairs that blocked tiles hide; tiles: the number of each
+    tile; bits: the elements of partly hidden tiles."""
     numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
     full = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
     full[ALL_BLOCKED] = True

@@ -134,7 +134,7 @@ class Problem(_Typed):
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.heads_q // self.heads_kv
 
     @property
@@ -262,7 +262,7 @@ class Extents:
     def row_interval(self, b: int, row: np.ndarray, ratio: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(first, end) of the visible keys of the given rows in sequence b; end <= first if a row has none.
 
-        ratio: as in IndexerProblem.
+        ratio: tokens that a key represents.
         """
         first = np.maximum(row + self.lo[b], 0)
         end = np.minimum(np.maximum((row + self.hi[b]) // ratio, self.prefix[b]), self.kv_len[b])

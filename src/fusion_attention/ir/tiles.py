@@ -33,7 +33,8 @@ class Tiles:
 
 
 def divided(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seq, first, end) of tiles: sequences of these lengths are divided into tiles of `size` tokens."""
+    """The arrays (sequence, first, end) of all tiles, if sequences of these lengths are divided into tiles of `size`
+    tokens."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)) * size
@@ -59,7 +60,8 @@ def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
 def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Tiles of `size` query rows that cover all rows; begin = end if no key is visible to the tile.
 
-    ratio: as in IndexerProblem. Tiles of a chunk have the boundaries and first keys of the complete sequence's tiles.
+    ratio: tokens that a key represents. Tiles of a chunk have the boundaries and first keys of the complete sequence's
+    tiles.
     """
     if extents.part is None:
         seq, row0, row1 = divided(extents.q_len, size)
@@ -79,7 +81,8 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: as in IndexerProblem."""
+    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: tokens that a key
+    represents."""
     seq, key0, key1 = divided(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.

@@ -77,7 +77,8 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """Returns the lowered call, in the intermediate representation, with all results; of gradients the backward."""
+        """Returns the lowered call, in the intermediate representation, with all results; the lowered backward if
+        gradients of results were recorded."""
         call = captured.complete_call(self.op, self.bound(), self.seed, self.args.get("offset"))
         if not self.upstream:
             return call

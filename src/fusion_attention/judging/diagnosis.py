@@ -24,7 +24,8 @@ _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A mistake that may explain wrong outputs, one way of making it, and the errors that remain if it is assumed."""
+    """One well-known mistake, made in one way, that may explain wrong outputs; with the errors of the outputs that
+    remain if they are compared with a program that makes it."""
 
     mistake: Mistake
     way: Try

@@ -50,7 +50,8 @@ class Expected:
 
 @cache
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
-    """Returns the limit of z for a group of `freedom` independent errors, if the verdict tests `looks` groups in all.
+    """Returns the limit of z, root mean square (error / expected size), for a group of `freedom` independent errors, if
+    the verdict tests `looks` groups in all.
 
     Its square is the value that chi-square / freedom, with `freedom` degrees of freedom, exceeds with probability
     FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs has an error itself, so the limit is
@@ -77,7 +78,7 @@ class Look:
 
     Attributes:
         kind: "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements).
-        z: root mean square of the group's errors, in expected sizes.
+        z: root mean square of (error / expected size) over the group.
         limit: the largest z that rounding explains.
         place: (head, row) of the group's first element.
     """
@@ -168,7 +169,7 @@ class Errors:
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """Mean squared ratio of each row: [heads, rows] float64 per sequence."""
+        """Mean of (error / expected size)^2 over each row: [heads, rows] float64 per sequence."""
         weights = self.widths / self.columns
         return [c.double() @ weights for c in self.cells]
 
@@ -185,7 +186,8 @@ class Errors:
 
     @property
     def looks(self) -> int:
-        """The number of groups that a verdict tests: elements, rows, tiles of both kinds, heads, and all elements."""
+        """The number of groups of elements that a verdict tests: elements, rows, tiles of rows, tiles of rows and
+        columns, heads, and all elements together."""
         heads = sum(len(p) for p in self.peaks)
         tiles = sum(p.shape[0] * -(-p.shape[1] // TILE) for p in self.peaks)
         return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1

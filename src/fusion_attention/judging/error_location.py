@@ -124,7 +124,8 @@ def most(tally: Tally, shape: Sequence[int]) -> list[str]:
 def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
     """Returns (head, row, other head, other row) of a wrong row that equals another row, though golden's rows differ.
 
-    rows: the output [heads, rows, elements]; wrong: bool [heads, rows]; golden: a number per row, marked() of golden's.
+    rows: the output [heads, rows, elements]; wrong: bool [heads, rows]; golden: [heads, rows], marked() of golden's
+    rows.
     """
     for head, row in wrong.nonzero()[:8].tolist():
         mine, right = rows[head, row], golden[head, row]

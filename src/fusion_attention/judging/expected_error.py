@@ -53,7 +53,8 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """Returns the variance of rounding to the dtype's subnormals, or of flushing them to zero."""
+    """Returns the variance of the absolute error near 0: of rounding to the dtype's subnormal numbers, or of flushing
+    them to zero."""
     return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
 
 
@@ -64,7 +65,7 @@ def underflow(n: float | Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Grade:
-    """The steps in which a program rounds.
+    """The precision of a class of programs: the steps after which they round to the call's dtype.
 
     Attributes:
         words: description of results with this grade, for reports.
@@ -78,24 +79,28 @@ class Grade:
     poor: bool = False
 
     def sums(self, dtype: torch.dtype) -> float:
-        """Returns a, the variance of rounding a partial sum of 1 in programs of this grade (dtype: the call's)."""
+        """Returns a, the relative variance of the rounding error of one addition to a running sum, in programs of this
+        grade; dtype: the call's."""
         if dtype == torch.float64:
             return rounding(dtype)
         return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
 
     def step(self, dtype: torch.dtype) -> float:
-        """Returns the variance of rounding an intermediate value of 1; 0 for kernels, which keep it in float32."""
+        """Returns r, the relative variance of rounding an intermediate value to the call's dtype; 0 for kernels, which
+        keep it in float32."""
         if self.poor and dtype == torch.float32:
             return rounding(torch.float16)
         return rounding(dtype) if self.low else 0.0
 
     def weight(self, dtype: torch.dtype) -> float:
-        """Returns w, the variance of rounding a weight of 1 for the product with V; float32 kernels round no weight."""
+        """Returns w, the relative variance of rounding the softmax weights for their product with V; 0 for float32
+        kernels, which do not round them."""
         once = 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype)
         return once + 2 * self.step(dtype)
 
     def stored(self, value: Tensor, variance: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the `variance` of a result after rounding `value` to its dtype, in 16-bit programs twice."""
+        """Returns the `variance` of a result, increased by the variance of rounding `value` to its dtype, once, or
+        twice if the program rounds every step (low)."""
         return variance + (2 if self.low else 1) * stored(value, dtype)
 
 
@@ -105,7 +110,8 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3.
+    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3, a =
+    grade.sums(), plus the rounding of the total in 16-bit programs.
 
     dtype: the call's; grade: the steps in which the program rounds.
     """
@@ -139,8 +145,8 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
     program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
-    `grade` tells kernel from program. If an upper bound for all pairs is below 2% of weight(), it is returned, unless
-    `exact`.
+    a = grade.sums(), r = grade.step(), which is 0 for a kernel. If an upper bound for all pairs is below 2% of
+    weight(), it is returned, unless `exact`.
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
@@ -292,15 +298,17 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
 
 
 def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns the variance of max + log(sum), in units of a, without that of weights: n / 9 + 2 + lse^2 + max^2."""
+    """Returns the variance of max + log(sum) without the part that the weights' errors cause, divided by a
+    (Grade.sums()): n / 9 + 2 + lse^2 + max^2."""
     top, lse = ((t.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
     return _terms(x, s, error_dtype) / 9 + 2 + lse + top
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Returns the variance of int8 weights round(c exp(s - max)): 1 / sum^2 if an error may change them by one, else 0.
+    """Returns the variance of int8 weights round(c exp(s - max)) that comes from their rounding: 1 / sum^2 where c
+    exp(s - max) is so near the middle of two integers that an error may change the integer by one, else 0.
 
-    Those are near the middle of two integers. e: variance of s; step: of rounding c exp(s - max). The maximum is exact.
+    e: variance of s; step: variance of rounding c exp(s - max). The maximum is exact.
     """
     scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
     # 7 standard deviations: fewer than one in a million errors is larger.
@@ -326,7 +334,8 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
         with a gradient of lse plus (a + r) (delta^2 + dlse^2)
 
-    g has the gradients of the scores of all keys of the rows. Without g, out's size gives the error of the weights.
+    a, r, w: Grade.sums(), step(), weight(); e: scores(). g has the gradients of the scores of all keys of the rows.
+    Without g, out's size gives the error of the weights.
     """
     dout, out = x.saved[:2]
     dtype = x.problem.torch_dtype
@@ -354,9 +363,9 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns (variance of dS, the gradient of a score, without the errors of delta and of the sum of weights; dS; P
-    times the cap's slope), [heads, rows, keys], and the relative variance of this sum [heads, rows, 1]. g: gradients of
-    block x; e: see scores().
+    """Returns (variance of dS, without the errors of delta and of the sum of weights; dS; P times the cap's slope), all
+    [heads, rows, keys], and the relative variance of the sum of weights, [heads, rows, 1]. dS: gradient of the scores.
+    g: gradients of block x; e: see scores().
     """
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
@@ -380,7 +389,8 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """Returns the variance of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: of dout . out."""
+    """Returns the variance of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: the variance of
+    delta = dout . out."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))

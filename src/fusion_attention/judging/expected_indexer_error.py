@@ -64,8 +64,8 @@ def _fits(s: Scored) -> bool:
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Returns the variances of the products and scores of some rows (s); dtype: the call's; grade: the steps that
-    round.
+    """Returns the variances of the products and scores of some rows (s); dtype: the call's; grade: the precision of the
+    program.
 
     dscores: the gradient of the scores [rows, keys], needed if variances of gradients are computed from the result.
     """
@@ -149,7 +149,8 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Returns the variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: of the scores.
+    """Returns the variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: variances of the
+    scores.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum

@@ -47,7 +47,8 @@ class Mask:
     of: str = ""
 
     def lines(self) -> list[str]:
-        """Draws rows by keys in characters."""
+        """Returns a drawing of the mask as lines of text: a title, the numbers of keys, and a line of block characters
+        per row of cells."""
         marks = [["█" if f == 1 else "▒" if f else _WITHIN for f in row] for row in self.visible.tolist()]
         margin = len(f"rows {(len(marks) - 1) * self.steps[0]}")
         title = f"the mask{self.of}: keys that a row sees; █ all, ▒ some, · none of {self.steps[1]}"
@@ -61,7 +62,7 @@ class Surface:
     """A matrix of an output's errors for each sequence, such as heads by rows, to be drawn.
 
     Attributes:
-        z: [down, across] float32 per sequence: errors in expected sizes.
+        z: [down, across] float32 per sequence: errors divided by their expected sizes.
         wrong: [down, across] bool per sequence.
         down, across: words of the axes ("heads", "rows").
         step: number of positions of the axis across in one column of z.
@@ -83,7 +84,7 @@ class Grid:
     """A matrix of errors reduced to cells for a picture: the largest error of each cell.
 
     Attributes:
-        z: [down, across] float32: largest error of a cell, in expected sizes.
+        z: [down, across] float32: largest error of a cell, divided by its expected size.
         wrong: [down, across] bool.
         down, across: words of the axes.
         steps: numbers of positions in a cell, down and across.
@@ -137,7 +138,8 @@ def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
 def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
     """Returns sequence b of a surface, reduced to cells with the largest error of their positions.
 
-    most: the largest numbers of cells (down, across). A cell's sides are powers of two.
+    most: the largest numbers of cells (down, across). The numbers of positions in a cell, down and across, are powers
+    of two.
     """
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
@@ -149,7 +151,8 @@ def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
 
 
 def cells_of(sizes: Sequence[int], most: tuple[int, int]) -> tuple[int, int]:
-    """Returns the sides of a cell (down, across) in positions: the smallest powers of two for at most `most` cells.
+    """Returns the numbers of positions (down, across) in a cell: the smallest powers of two that give at most `most`
+    cells per axis.
 
     sizes: the numbers of positions of the two axes.
     """

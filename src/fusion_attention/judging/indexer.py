@@ -37,7 +37,8 @@ def serves(lowered: Any) -> bool:
 
 
 def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
-    """Returns the recorded outputs `captured` of a lowered call of `operator`, for which serves() is True."""
+    """Returns the Subject that judges the outputs `captured` of a lowered call of `operator`, for which serves() is
+    True."""
     if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{operator}: the judge has no formula for it")
     x = setting_of(lowered)
@@ -49,7 +50,8 @@ def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> S
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Subject):
-    """A call of the indexer, of its statistics or of its loss (x, perhaps with a mistake), with its outputs."""
+    """The Subject for a call of the indexer, of its statistics or of its loss: x, perhaps with a mistake, and the
+    recorded outputs."""
 
     x: Index
     lowered: Any
@@ -194,7 +196,8 @@ def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
-    """Returns the dtype to which an output of a kind is rounded; for float64 or integers, the one that x stores."""
+    """Returns the dtype to which an output of a kind is rounded: the tensor's own, or, for float64 and integer tensors,
+    the dtype in which the call x returns it."""
     return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
 
 

@@ -297,7 +297,8 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 
 
 def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
-    """Returns compared()'s result for a call x that passes the target; begun: fields of Compared computed already."""
+    """Returns the Compared of a call x whose target is an argument, for rows of sequence b; begun: fields of Compared
+    that are computed already."""
     times, of_y = begun["times"], begun["y"]
     dtype, kv_len = of_y.dtype, of_y.shape[1]
     target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)

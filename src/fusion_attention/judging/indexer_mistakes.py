@@ -47,7 +47,7 @@ def _compressed(x: Index) -> bool:
 
 
 def _banded(x: Index, edges: Mapping[str, np.ndarray]) -> Ways:
-    """Returns the call x with other upper edges of its band (a number per sequence), by detail."""
+    """Returns {description: the call x with these other upper edges of its band (a number per sequence)}."""
     return {detail: x.changed(extents=replace(x.extents, hi=hi)) for detail, hi in edges.items()}
 
 

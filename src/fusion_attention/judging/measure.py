@@ -46,7 +46,7 @@ class Result:
 
     @property
     def z(self) -> float:
-        """The largest error of all outputs, in expected sizes."""
+        """The largest z of all outputs; z is the root mean square of (error / expected size) over an output."""
         return max((tally.z for tally in self.tallies.values()), default=0.0)
 
 
@@ -93,7 +93,7 @@ def measured(
 
 
 class Subject(ABC):
-    """A recorded call as one family of operators judges it.
+    """A recorded call, with the methods by which one family of operators (attention, indexer, pooling) judges it.
 
     Attributes:
         captured: the recorded outputs that the family has formulas for, by name.
@@ -117,7 +117,8 @@ class Subject(ABC):
 
     @abstractmethod
     def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
-        """Returns (mistakes that explain the errors, True if they are those of sums in 16 bits)."""
+        """Returns (mistakes that explain the errors; True if none does, but the errors are those of a program that sums
+        in 16 bits)."""
 
     def looks(self, name: str, tally: Tally) -> list[str]:
         """Returns sentences about the errors (`tally`) of an output, such as rows of zeros."""
@@ -139,8 +140,8 @@ class Subject(ABC):
 def explanations(
     tries: Iterable[tuple[str, str, str, str, Subject]], base: Result, size: Callable[[Tally], float]
 ) -> tuple[Explanation, ...]:
-    """Returns the mistakes that explain a call's errors (`base`), best first: at most LEFT of each wrong output's error
-    remains.
+    """Returns the mistakes that explain a call's errors (`base`), best first: with such a mistake every output passes,
+    and of each wrong output's error at most the fraction LEFT remains.
 
     Args:
         tries: (name, detail, means and fix of an Explanation, and the call with this mistake).
@@ -158,7 +159,8 @@ def explanations(
 
 
 def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:
-    """Measures outputs against a kernel's rounding (KERNEL), and those that fail against a program's (PROGRAM).
+    """Measures outputs with the expected errors of a kernel (KERNEL), and those that fail with those of a 16-bit
+    program (PROGRAM).
 
     measure(names, grade) returns the errors of the named outputs (None: of all). Returns (the errors; by output name,
     the grade with which it was last measured).

@@ -77,8 +77,8 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns the parameter or result (see target()) of a name in a file, or of the part after its last dot if no
-        other name in `content`, the file's tensors and values, ends with it.
+        """Returns the parameter or result (see target()) that a name in a file denotes: the name itself, or else the
+        part after its last dot, if no other name in `content`, the file's tensors and values, ends with this part.
         """
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1

@@ -85,7 +85,8 @@ class Output:
         return every[heads, rows.start - before : rows.stop - before]
 
     def before(self, extents: Extents, b: int) -> int:
-        """Returns the number of keys of sequence b before the output's first row: for compressed keys all others."""
+        """Returns the number of keys of sequence b that are numbered before the output's first row: 0, or for an output
+        of compressed keys the number of other keys."""
         return int(extents.kv_len[b]) if self.second else 0
 
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
@@ -153,7 +154,8 @@ def _by_token(call: Sparse, tensor: Tensor) -> Tensor:
 
 
 def _of_lanes(tensor: Tensor) -> Tensor:
-    """Returns the first of a statistic's eight lanes; differences of the other lanes are added, so that they fail."""
+    """Returns a softmax statistic [...] from its eight stored copies [..., 8]: the first copy plus the absolute
+    differences of the others, so that unequal copies count as an error."""
     first = tensor[..., :1]
     same = (tensor == first) | (tensor.isnan() & first.isnan())
     return first[..., 0] + (tensor - first).abs().masked_fill(same, 0).sum(-1)
@@ -223,7 +225,8 @@ def computed(
 
 @dataclass(frozen=True, eq=False)
 class _Expectation:
-    """A part (`unit`) of the call `setting`; grade, exact: as in computed(); precision: that of values."""
+    """Computes golden's values and expected errors in a part (`unit`) of the call `setting`; grade, exact: as in
+    computed(); precision: the dtypes in which the values are computed."""
 
     setting: Setting
     unit: Unit
@@ -315,7 +318,7 @@ class _Expectation:
 
     @property
     def _of_sums(self) -> tuple[Any, ...]:
-        """The key of the part's sums over rows in Setting.sums."""
+        """Returns the key under which Setting.sums stores the part's sums over rows."""
         return self.unit.b, self.unit.heads.start, self.unit.heads.stop, self.grade, self.precision
 
     def _sum_by_keys(self, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor]) -> None:
@@ -395,8 +398,8 @@ def _dtype(o: Output, problem: Any) -> torch.dtype:
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Returns raw[o.kind], a result of the formulas in precision p for a block, as operators return it for rows without
-    keys; keyless: True if the sequence has no keys.
+    """Returns the result raw[o.kind] of the formulas for a block, in the form in which the operators return it: with
+    their values for rows without keys; p: precision; keyless: True if the sequence has no keys.
     """
     if o.kind == "out":
         return raw["out"]
@@ -474,6 +477,7 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:
-    """Returns the heads of the outputs that have a unit's rows: its query heads, or their key heads if by_keys."""
+    """Returns the range of the output's heads that belong to a unit: its query heads, or, if by_keys, the key heads of
+    these."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads

@@ -149,7 +149,8 @@ class Windows:
         }
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns values and variances, as sequence(), for the heads of one block(): [heads, 1, 1 or keys]."""
+        """Returns {output's name: (golden's values, variances of their errors)} of one block(), [heads of the block, 1,
+        1 or keys]; grade: as in sequence()."""
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
         if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))
@@ -177,7 +178,8 @@ def serves(lowered: Any) -> bool:
 
 
 def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
-    """Returns the recorded outputs `captured` of a lowered call of `operator`, for which serves() is True."""
+    """Returns the Subject that judges the outputs `captured` of a lowered call of `operator`, for which serves() is
+    True."""
     of = getattr(lowered, "call", lowered)
     operands = lowered.fill(lowered.results()).operands[0]
     dout = None
@@ -189,7 +191,8 @@ def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> S
 
 @dataclass(frozen=True, eq=False)
 class Pooled(Subject):
-    """A call that pools windows (x, perhaps with a mistake), its lowered forward `of`, and its outputs."""
+    """The Subject for a call that pools windows: x, perhaps with a mistake, its lowered forward `of`, and the recorded
+    outputs."""
 
     x: Windows
     of: Any

@@ -41,7 +41,7 @@ class Replay:
     recording: Recording | None = None
 
     def __repr__(self) -> str:
-        """Returns five lines without tensors."""
+        """Returns five lines of text: four of the judgement, and the largest difference of the recomputed outputs."""
         from fusion_attention.judging.calls import JudgeError
 
         replayed = f"replayed {len(self.differences)} outputs, largest difference {self.worst:.3g}"

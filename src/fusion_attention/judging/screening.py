@@ -41,7 +41,8 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def alien(result: Result) -> tuple[str, ...]:
-    """Returns remarks on outputs that, in most rows, differ more from golden than zeros do: perhaps of another call."""
+    """Returns remarks on outputs that are probably those of another call: in most rows they differ more from golden's
+    values than zeros would."""
     remarks = []
     for name, map_ in result.maps.items():
         tally = result.tallies[name]

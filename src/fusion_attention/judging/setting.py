@@ -326,7 +326,8 @@ class Setting:
         return times[..., keys]
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
-        """Returns (for each row [rows, 1], the number of keys of sequence b that its list may contain; their total).
+        """Returns (int [rows, 1], the end of the keys of sequence b that each row's list may contain; number of all
+        such keys).
 
         With compressed keys, lists contain only those.
         """

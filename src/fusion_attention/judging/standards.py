@@ -33,7 +33,8 @@ class Judged:
 
 
 class Marks(NamedTuple):
-    """Marks of rows of one sequence of an output, [heads, rows]: NaN, infinities, only zeros; see Tally.marks."""
+    """Properties of the rows of one sequence of an output, each [heads, rows]: nan, infinite and zero are true for a
+    row with NaN, with infinities, and of zeros only; golden: marked() of golden's rows. See Tally.marks."""
 
     nan: Tensor
     infinite: Tensor
@@ -42,7 +43,8 @@ class Marks(NamedTuple):
 
 
 def marked(rows: Tensor) -> Tensor:
-    """Returns a number for each row [.., elements]: its product with fixed numbers. Equal numbers mean equal rows."""
+    """Returns a number for each row [.., elements], its dot product with fixed numbers, by which equal rows are
+    found."""
     return rows @ torch.arange(rows.shape[-1], dtype=torch.float64).cos()
 
 
@@ -169,7 +171,7 @@ class Tally:
 
     @property
     def z(self) -> float:
-        """Root mean square error over all elements, in expected sizes."""
+        """Root mean square of (error / expected size) over all elements of the output."""
         return math.inf if self.strange else self.errors.z
 
     @property

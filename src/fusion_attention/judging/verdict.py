@@ -25,8 +25,8 @@ class Opinion:
         grade: result of the error bound: "as exact as a kernel that sums in float32", "as exact as a program in
             bfloat16", or "wrong".
         mean, rms, largest: absolute errors against golden.
-        z: root mean square error over all elements, in expected sizes.
-        z_tile: the same of the worst tile of 32 rows.
+        z: root mean square of (error / expected size) over all elements.
+        z_tile: the same in the worst tile of 32 rows.
         where: descriptions of the location of errors.
         worst: (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio of
             error and expected error.
@@ -73,7 +73,7 @@ class Explanation:
         name, means, fix: as in Mistake.
         detail: the way of making the mistake.
         outputs: the explained outputs.
-        error: their remaining error, in expected sizes.
+        error: their remaining error, divided by its expected size.
         confirmed: True if the mistake was tried on the complete call, False if on sampled rows.
         noisy: True if the remaining errors are those of sums in 16 bits.
     """
@@ -109,7 +109,7 @@ class Judgement:
         verdict: "right", "wrong", or, after a search for mistakes, "noisy": wrong, but as exact as sums in 16 bits.
         outputs: the verdict on each output, by name.
         unjudged: the reason why each other output is not judged, by name.
-        backends: for each back end of this machine, its errors by output in expected sizes, or the reason for none.
+        backends: for each back end of this machine, (error / expected size) by output, or the reason for none.
         mistakes: explanations, best first; empty if not searched, or if none explains the errors.
         searched: True if mistakes were searched.
         notes: remarks.
@@ -241,5 +241,5 @@ class Judgement:
 
 
 def times(value: float) -> str:
-    """Formats a factor in few characters."""
+    """Returns a factor as short text, such as "1.5x" or "2e+03x"; "not finite" for infinity."""
     return "not finite" if math.isinf(value) else f"{value:.2g}x" if value < 1000 else f"{value:.0e}x"

@@ -56,7 +56,7 @@ class SparseAttention(StagedAttention):
         self.indexer = indexer
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns attend() of the same arguments."""
+        """Returns (out, loss), the results of attend() for the same arguments."""
         return self.attend(*args, **kwargs)
 
     def attend(

@@ -24,7 +24,8 @@ class Ranks:
 
 
 class _OneRank:
-    """The attention functions of one process."""
+    """A namespace with the attention functions of this library for one process; a sharded layer uses
+    fusion_attention.distributed instead."""
 
     attention = staticmethod(attention)
     indexer_loss = staticmethod(indexer_loss)
@@ -46,14 +47,15 @@ def functions(ranks: Ranks | None) -> Any:
 def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
     """Returns layout, lengths and ranks for hidden states x, [B, S, dim] or packed [T, dim], as keyword arguments.
 
-    tokens: of a complete padded sequence, if sequences are sharded over ranks.
+    tokens: number of tokens of a complete padded sequence, if sequences are sharded over ranks.
     """
     rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
     return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Returns the number of tokens of x on all ranks, without padding; at least 1; arguments: as of rows_of()."""
+    """Returns the number of tokens of x on all ranks, without padding; at least 1. x, lengths, ranks, tokens: as in
+    rows_of()."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

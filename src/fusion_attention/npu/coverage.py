@@ -147,7 +147,7 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
 
 
 def _is_device(node: ast.AST) -> bool:
-    """True for the constant "npu"."""
+    """True if a node of a syntax tree is the string constant "npu"."""
     return isinstance(node, ast.Constant) and node.value == DEVICE
 
 

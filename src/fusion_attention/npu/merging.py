@@ -85,7 +85,8 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """Returns one copy of a statistic [..., lanes], whose lanes are equal, ordered by token: [S, B, N] or [T, N].
+    """Returns a softmax statistic, ordered by token, [S, B, N] or [T, N], from a tensor `lanes` that stores it eight
+    times along its last axis.
 
     order: the result of _head_major() if each sequence is stored as [heads, tokens]; None: as [tokens, heads].
     """
@@ -100,8 +101,8 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """Returns a statistic `one`, [S, B, N] or [T, N], in the order of `like` with equal lanes, [..., lanes]; order: as
-    in _by_token(), whose inverse this is."""
+    """Returns the statistic `one`, [S, B, N] or [T, N], in the axis order of `like` and stored eight times along a new
+    last axis; the inverse of _by_token(), with the same `order`."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:

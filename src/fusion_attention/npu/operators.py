@@ -87,7 +87,8 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     packet, _, overload = name.partition(".")
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
-        """Calls the function, which records its derivative, if a gradient is required; else the operator itself."""
+        """Calls the Python function, which records its derivative, if a gradient is required, else the operator's
+        implementation."""
         tensors = list(_tensors((*args, *kwargs.values())))
         no_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

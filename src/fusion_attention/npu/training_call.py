@@ -45,8 +45,8 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """Returns forward()'s results in a trace: a seed that must be drawn is a tensor [], drawn when the graph runs, and
-    numels is 0. args: the arguments by the definition's names."""
+    """Returns the seven results of forward(), in a trace: a seed that must be drawn is a tensor [], drawn when the
+    graph runs, and numels is 0. args: the arguments by the definition's names."""
     seed, offset = args.get("seed") or 0, args.get("offset") or 0
     drops = dispatch.drops(args["keep_prob"])
     drawn = None

@@ -259,7 +259,8 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Returns an argument of parameter p for bind(): tensors on meta, a number for a 0-dim attribute."""
+    """Converts an argument of parameter p for bind(): tensors to device meta, a tensor of one number for an attribute
+    to that number."""
     if isinstance(p, Tensors) or (isinstance(p, Tensor) and isinstance(value, torch.Tensor)):
         return _without_memory(value)
     if isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
@@ -293,8 +294,8 @@ def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool)
 
 
 def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) -> tuple[str, ...]:
-    """Returns changes of arguments that make the call legal on the chip; of a meaningless call, if there are none,
-    legal here.
+    """Returns changes of arguments that make the call legal on the chip; if there are none and
+    the call is meaningless, changes that make it legal in this library.
 
     in_memory: False if tensors are on device meta.
     """

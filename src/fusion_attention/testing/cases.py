@@ -103,7 +103,8 @@ class Case(Named):
 
     @property
     def npu(self) -> bool:
-        """True if torch_npu's functions have such a call."""
+        """True if torch_npu's functions can make this call: they lack masks of tiles, a softcap, and padded sequences
+        of unequal lengths."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
         ours_only = self.mask == "tiles" or self.softcap != 0
         return not ours_only and (self.packed or not ragged)
@@ -113,12 +114,13 @@ class Case(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the size of the token axis of tensors of a side, "q" or "kv": T packed, S padded; 3 if B = 0."""
+        """Returns the size of a tensor's axis of tokens, for queries (side "q") or keys ("kv"): T if packed, S if
+        padded (3 for an empty batch), q_rest or kv_rest included."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def longest(self, side: str) -> int:
-        """Returns the size of masks and biases along a side: S1 for "q", S2 for "kv"."""
+        """Returns the size of a mask's or bias's axis of query rows (side "q": S1) or of keys ("kv": S2)."""
         return max(self.lengths(side), default=0) if self.packed else self.tokens(side)
 
 

@@ -144,7 +144,8 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for the leaves of a structure x, without None; name: prefix of their names."""
+    """Yields (name, value) for every value that is not None in nested dictionaries, lists and tuples x; a name is the
+    path to the value, after the prefix `name`."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")
@@ -156,7 +157,8 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns a structure like x with `leaves` by name, as _leaves() makes the names; name: prefix of the names."""
+    """Returns nested dictionaries, lists and tuples like x, with the values leaves[name] under the names that _leaves()
+    yields; name: their prefix."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

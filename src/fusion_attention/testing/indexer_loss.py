@@ -178,7 +178,8 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results of a case by the formulas, row by row in float64 (the loss in float32), to compare golden."""
+    """Returns the results of a case by the formulas, row by row in float64 (the loss in float32), with which golden's
+    results are compared."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)

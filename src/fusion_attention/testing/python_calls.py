@@ -88,7 +88,7 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Returns the outputs of forward and backward by name: out, max and sum (in eight lanes), and GRADIENTS.
+    """Returns the outputs of forward and backward by name: out, max and sum (each [..., 8]), and GRADIENTS.
 
     dy: the gradient of out. backend: name of the back end that computes both.
     """

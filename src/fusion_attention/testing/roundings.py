@@ -301,10 +301,10 @@ class Roundings(TorchDispatchMode):
         return isinstance(x, Tensor) and self.copies.of(x) is not None
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
-        """Returns the arguments, tensors replaced by their copies if they have some.
+        """Returns the arguments, each tensor replaced by its copies [copies, ...] if it has some.
 
         Args:
-            rank: of the operation's result, with which the copies' axes are aligned for broadcasting.
+            rank: number of axes of the operation's result, to which the copies are aligned for broadcasting.
         """
         copies = [self.copies.of(x) if isinstance(x, Tensor) else None for x in args]
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
@@ -399,12 +399,12 @@ def _aligned(copies: Tensor, rank: int) -> Tensor:
 
 
 def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Returns arguments, float64 tensors changed by `change`."""
+    """Returns the arguments with change(tensor) in place of every float64 tensor."""
     return [change(x) if _is_float(x) else x for x in args]
 
 
 def _is_factor(name: str) -> bool:
-    """True for the name of a factor among an operation's keyword arguments."""
+    """True if a keyword argument of a torch operation with this name ("alpha", "beta") is a factor."""
     return name in ("alpha", "beta")
 
 

@@ -63,7 +63,7 @@ class Rows(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the tokens on a side's axis of tokens: T if packed, S if padded."""
+        """Returns the size of the axis of tokens of queries (side "q") or keys ("kv"): T if packed, S if padded."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
@@ -194,7 +194,8 @@ def bound_of(case: Rows) -> dict[str, Any]:
 
 
 def bounded(call: Call, args: Mapping[str, Any]) -> Call:
-    """Returns a lowered call with `ratio` and `residual` of the arguments, which npu_lightning_indexer lacks."""
+    """Returns a lowered indexer call, changed to the ratio and residual in `args`, parameters that
+    npu_lightning_indexer does not have."""
     if args.get("ratio", 1) == 1:
         return call
     e, behind = call.extents, 0 if args["residual"] is None else np.array(args["residual"], np.int64)
@@ -314,7 +315,8 @@ def in_float64(call: Call) -> Call:
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results of the call in float64, as compute() does."""
+    """Returns golden's results of a case in float64: out, max, sum and (without pages) the gradients, as compute()
+    returns them."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 

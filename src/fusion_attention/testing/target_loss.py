@@ -28,8 +28,8 @@ class TargetCase(LossCase):
 
 
 def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
-    """Returns (position in the list and the target, key) of each key that a row of sequence b reads: of its list, or
-    all visible.
+    """Returns (position in the list and the target, key) of each key that a row of sequence b reads: the keys of its
+    list, or all visible keys.
 
     args: the result of arguments(), as in all functions of this module.
     """

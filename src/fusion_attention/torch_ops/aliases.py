@@ -60,7 +60,8 @@ def crosses(device: torch.device) -> bool:
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
-    """Returns crossing() of a function, with TypeErrors that suggest parameter names; host: see crossing()."""
+    """Wraps a function by crossing(), so that it accepts tensors on a device that exists only by name, and makes its
+    TypeErrors suggest parameter names; host: see crossing()."""
     return crossing(suggested(function), host)
 
 

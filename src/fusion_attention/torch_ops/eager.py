@@ -87,8 +87,8 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Plans and views of a call are stored at its second use for later calls on other memory, unless lengths always
-    change.
+    """Prepares a call at its second use, for later calls that differ only in memory: stores its plan and views in the
+    call cache, unless prepare() returns None.
 
     bound: the checked call. call: the lowered one. backend: the back end's name, or "auto".
     """

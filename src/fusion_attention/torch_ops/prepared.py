@@ -120,8 +120,9 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
 def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
 ) -> tuple[str, Source, Source]:
-    """Returns (argument, function to a tensor that starts at the address of `operand`, function to the operand); both
-    functions take a call's arguments by name. widened: True if the operand is a float32 copy of the argument.
+    """Returns (argument, start, view) for `operand`: the argument whose memory it is in, and two functions of a call's
+    arguments by name: to a tensor at the operand's address, and to the operand. widened: True if the operand is a
+    float32 copy of the argument.
     """
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)

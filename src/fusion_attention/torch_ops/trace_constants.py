@@ -12,11 +12,11 @@ import torch
 
 @torch.compiler.assume_constant_result
 def constant(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), evaluated during tracing; the result is a constant of the trace."""
+    """Returns function(*args), evaluated during tracing, so that the result is a constant of the trace."""
     return function(*args)
 
 
 @torch.compiler.disable
 def outside(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), excluded from the trace by a graph break."""
+    """Returns function(*args), computed outside of the trace, by a graph break."""
     return function(*args)

@@ -94,8 +94,8 @@ class Schedule:
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
-        """Sets the key lengths and bands of `extents`, for the same sequences, in the decode plan; returns False,
-        unchanged, if they need another plan."""
+        """Sets the key lengths and bands of `extents`, for the same sequences, in the decode plan; if they need another
+        plan, changes nothing and returns False."""
         if self.dense is not None or not (self.decodes_all or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)

@@ -24,7 +24,7 @@ def dequantized(stored: torch.Tensor, dequant: Dequant | None, b: int, which: sl
     """Returns (stored + offset) * scale for the keys or values at positions `which` of sequence b, [heads_kv, keys,
     dim].
 
-    stored: the result of keys() or values(). dequant: scales and offsets; None: `stored` is returned as it is.
+    stored: the result of keys() or values(). dequant: scales and offsets; None: `stored` is returned unchanged.
     """
     if dequant is None:
         return stored

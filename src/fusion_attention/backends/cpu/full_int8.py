@@ -138,7 +138,7 @@ class _Block:
 
     def _blocked(self, keys: slice) -> torch.Tensor:
         """Returns bool, broadcasting to [heads_q, rows, keys], true for keys of a range that the blocked matrix hides;
-        one False without a matrix."""
+        a single False without a matrix."""
         p, view, rows = self.problem, self.operands.blocked, self.rows
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)

@@ -52,8 +52,8 @@ def prepare_forward(
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients `grads`, without what empty rows that return the mean of V contribute; returns the number of
-    these rows. dbias is written if grads.owns_dbias, else added to."""
+    """Writes the gradients `grads`, without the contributions of empty rows that return the mean of V, which
+    add_mean_gradients() adds; returns the number of these rows. dbias is written if grads.owns_dbias, else added to."""
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -105,8 +105,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of lengths and bands that the native core reads: those of EXTENT_ROWS, then those of
-    compressed keys or of a chunk, if any."""
+    """Returns the int64 arrays [sequences] that the native core reads: lengths and edges of bands (EXTENT_ROWS), then
+    lengths of compressed keys, or positions of a chunk, if there are any."""
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi

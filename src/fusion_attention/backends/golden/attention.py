@@ -72,7 +72,7 @@ def _visible(
 
 def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
     """Returns [heads_q, q_len, keys]: the number of times that each row's list of selected keys contains each key of
-    sequence b; [1, 1, 1] with one 1 without lists."""
+    sequence b; without lists, a single 1, [1, 1, 1]."""
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None

@@ -198,9 +198,8 @@ prepare = keep = nothing
 
 def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grads: Any = None) -> None:
     """Runs the kernels of the schedule's operation: it reads `operands` and writes its results to the views in
-    `operands` or `grads`. Results have the same bits in every run.
-
-    Only a dbias of a broadcast bias varies, whose sums have no fixed order.
+    `operands` or `grads`. Results have the same bits in every run, except the dbias of a broadcast bias, whose sums
+    have no fixed order.
     """
     from fusion_attention.backends.triton.common import layout_table
 

@@ -63,7 +63,8 @@ def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
 
 
 def capped(softcap: float) -> float:
-    """Returns attention()'s softcap, 0 for no cap; flash-attn also accepts negative numbers for no cap."""
+    """Converts flash-attn's softcap, where 0 and negative numbers mean no cap, to the softcap of attention(): 0 for no
+    cap."""
     return max(float(softcap), 0.0)
 
 

@@ -276,8 +276,8 @@ def _attend(
 
 
 def _packs(visible: Visible, terms: Terms) -> bool:
-    """True if items can be computed as packed sequences of a band: there is no bias matrix, and slopes only if keys
-    keep their distance from rows."""
+    """True if the batch items can be computed as packed sequences with a band: the score_mod adds no bias matrix, and
+    ALiBi slopes only if each sequence's keys begin at the index of its rows."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
@@ -322,7 +322,7 @@ def _tokens_outside(q: Tensor) -> bool:
 
 
 def _uncompiled(layer: Layer) -> Callable[..., Any]:
-    """Wraps torch.compile to return flex_attention() of this module as it is, without compiling it.
+    """Wraps torch.compile so that it returns flex_attention() of this module unchanged, without compiling it.
 
     Programs compile torch's flex_attention with fullgraph=True, which this one does not support.
     """

@@ -124,7 +124,7 @@ class Position:
 
 
 def _number(value: Any) -> Any:
-    """Returns an int or a tensor as it is; raises Absolute for other values."""
+    """Returns an int or a tensor unchanged; raises Absolute for other values."""
     if not isinstance(value, (int, Tensor)) or isinstance(value, bool):
         raise Absolute
     return value

@@ -47,7 +47,7 @@ class Terms:
 def refused(got: str, hint: str) -> BackendError:
     """Returns the error for a score_mod that cannot be expressed by attention's arguments.
 
-    got: what the function does. hint: what the user can do.
+    got: description of the unsupported operation. hint: advice for the user.
     """
     return BackendError(
         "flex_attention: score_mod: expected score * f + t or c * tanh(score * f) + t, with a number c, an f that does "
@@ -366,7 +366,8 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns Terms for what a score_mod adds, `values` [B or 1, N or 1, S1 or 1, S2 or 1]: a mask if only 0 and -inf.
+    """Returns Terms for the values that a score_mod adds to scores, [B or 1, N or 1, S1 or 1, S2 or 1]: a mask if all
+    are 0 or -inf, else a bias.
 
     bias: the interpreted score_mod. alone: True if there is no block_mask; only then may -inf become a mask.
     """
@@ -379,8 +380,8 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Returns Terms from what a score_mod adds at each distance row - key, values [B, N, S2 + S1 - 1] for distances 1 -
-    S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
+    """Returns Terms for the numbers that a score_mod adds at each distance row - key, values [B, N, S2 + S1 - 1] for
+    distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
 
     at: shape of the bias. bias: the interpreted score_mod. alone: True if there is no block_mask; past: True if it
     hides all keys after their row. heads: query heads of the call.

@@ -164,7 +164,8 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
 
 
 def _past_the_end(case: Case) -> Iterator[Try]:
-    """Yields a variant of a call per tile size, whose last tile also reads keys after the end (after the tensor, 0)."""
+    """Yields a variant of a call per tile size, in which the last tile also reads the keys after a sequence's end
+    (zeros after the end of the tensor)."""
     s, o, e = case.setting, case.setting.operands, case.setting.extents
     views = {name: getattr(o, name) for name in ("k", "v", "k_rope") if getattr(o, name) is not None}
     if not all(isinstance(v, RowView) and len(v.keep) == 1 and v.keep[0].is_contiguous() for v in views.values()):

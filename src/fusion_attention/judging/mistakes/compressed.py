@@ -22,7 +22,8 @@ RESIDUAL = (
 
 
 def bounds(hi: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, other hi) for the bound (row + hi) // ratio of visible compressed keys of `ratio` tokens."""
+    """Yields (description, wrong hi) of mistakes in the number (row + hi) // ratio of visible compressed keys; ratio:
+    tokens of a compressed key; hi: a number per sequence."""
     yield "position // ratio: a token late", hi - 1
     yield "position // ratio + 1: before their last token", hi + ratio - 1
     if ratio > 2:

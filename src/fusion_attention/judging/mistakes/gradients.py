@@ -18,7 +18,7 @@ _LOOP = "over tiles (of keys for dq, of rows for dk and dv)"
 
 
 def _of_backward(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake as changing() does, which is possible only in a backward."""
+    """Returns a mistake that is possible only in a backward; the arguments are those of changing()."""
     return changing(name, means, fix, lambda s, p: {} if s.grads is None else ways(s, p))
 
 

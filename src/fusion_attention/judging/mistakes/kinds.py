@@ -96,7 +96,8 @@ class Mistake:
 
 
 def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake whose ways depend only on the call: ways(call, its problem) returns calls with it by detail."""
+    """Returns a mistake that depends only on the call: ways(call, its problem) returns {description: the call with the
+    mistake}, one entry for each way to make it."""
 
     def tries(case: Case) -> Iterator[Try]:
         return (Try(detail, changed) for detail, changed in ways(case.setting, case.setting.problem).items())
@@ -178,7 +179,7 @@ def factor_of(mine: Tensor, right: Tensor) -> float:
 
 
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
-    """Returns a setting whose results are changed by the function `change` (see Setting.returns) after its others.
+    """Returns a setting with one more function, `change`, that is applied to its results (see Setting.returns), last.
 
     errors: a function for the variances of their errors (see Setting.errors), or None.
     """
@@ -201,8 +202,8 @@ def of_results(
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Returns the variance of the errors of changed rows, increased as the rows' sums of squares; unchanged for
-    statistics.
+    """Returns the variance of the errors of changed rows: multiplied by after^2 / before^2, the ratio of the rows' sums
+    of squares, if that exceeds 1; unchanged for statistics.
 
     A function for Setting.errors; before, after: the rows without and with the change, [heads, rows, elements].
     """

@@ -57,7 +57,7 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns the scores, weights and values of all keys of a loop if each were treated wrongly in one way.
+    """Returns the scores, weights and values of all keys of a loop, each changed by the same wrong treatment.
 
     kind: the wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by.
     """

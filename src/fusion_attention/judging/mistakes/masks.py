@@ -129,8 +129,8 @@ def window_by_one(case: Case) -> Iterator[Try]:
 
 @dataclass(frozen=True)
 class _Tiled:
-    """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and moves the band in
-    others.
+    """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and applies a band with
+    moved edges in the other tiles.
 
     Attributes:
         left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.
@@ -170,8 +170,8 @@ class _Tiled:
         return replace(x, visible=x.visible & band, in_band=band.any(-1))
 
     def explains(self, case: Case) -> bool:
-        """True if visible keys differ from the band's in most wrong rows of a call and in few correct ones; likewise
-        for keys.
+        """True if the visible keys of this mask and of the call's band differ in most wrong rows and in few correct
+        ones (for gradients of keys: the rows that see a key, in most wrong keys).
 
         False if the tiles hide no pair, which is the mistake `mask-ignored`.
         """

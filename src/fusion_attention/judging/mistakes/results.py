@@ -45,7 +45,8 @@ def base_two(case: Case) -> Iterator[Try]:
 
 
 def _statistics_of(change: Callable[[Block], Block]) -> Callable[..., Tensor]:
-    """Returns a function for Setting.returns that computes the statistics of changed blocks; the output stays."""
+    """Returns a function for Setting.returns that replaces max, sum and lse by those of the block change(block), and
+    leaves the output unchanged."""
 
     def changed(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         if kind == "out":

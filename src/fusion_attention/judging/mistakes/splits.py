@@ -79,7 +79,8 @@ def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], 
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """Returns the softmax of a loop's keys, merged with wrong weights from softmaxes of splits; how: see _merged()."""
+    """Returns the Sums of a softmax over a loop's keys, merged from the results of splits with wrong weights; how:
+    split and weigh, as in _merged()."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 

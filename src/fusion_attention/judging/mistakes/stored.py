@@ -157,7 +157,7 @@ class Place:
 
     Attributes:
         sequence: added to the sequence's number.
-        heads, rows: (sign, number): head h is mapped to head sign * h + number, rows likewise.
+        heads, rows: (sign, number): head h is mapped to head sign * h + number, and row i to row sign * i + number.
     """
 
     sequence: int
@@ -194,7 +194,7 @@ class Place:
 
 
 def _short(number: int, end: int) -> int:
-    """Returns the number of smallest absolute value that is equal modulo `end`."""
+    """Returns the number of smallest absolute value that is congruent to `number` modulo `end`."""
     number %= end
     return number if 2 * number <= end else number - end
 

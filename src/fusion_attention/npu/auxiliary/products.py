@@ -52,7 +52,7 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """Returns a list or tuple of tensors as it is, one tensor as a tuple of one, and None as None."""
+    """Returns a list or tuple of tensors, or None, unchanged, and one tensor as a tuple."""
     return (given,) if isinstance(given, Tensor) else given
 
 
@@ -141,8 +141,8 @@ class _Product:
         return [torch.cat((*results, x.new_zeros(x.shape[0] - ends[-1], results[0].shape[1], dtype=self.dtype)))]
 
     def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Returns [[E, M, N]]: for each of E groups of K, x [M, K] restricted to the group's columns @ weight [K, N]
-        restricted to the same rows."""
+        """Returns a list with one tensor [E, M, N]: for each of E groups of the axis K, x [M, K] @ weight [K, N],
+        summed over the group's part of K only."""
         if self.lazy:
             inside = self._inside(x.shape[1])
             results = [

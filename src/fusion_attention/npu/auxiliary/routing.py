@@ -105,7 +105,7 @@ def _expanded(
         there: bool [rows], true for active ones.
         scale, offset: the operator's arguments, or None.
         mode: its quant_mode: 0 static, 1 a scale per row, else unquantized.
-        token, expert: of each row.
+        token, expert: int [rows], the token and the expert of each row.
     """
     result = rows.masked_fill(~there.unsqueeze(1), 0)
     scales = rows.new_zeros(len(rows), dtype=torch.float32)

@@ -141,7 +141,8 @@ def moe_token_permute(
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {function name: function}}; the package and its module `ops` have the same functions."""
+    """Returns {module name: {function name: function}} for the package cann_ops_transformer and its module `ops`, which
+    have the same functions."""
     functions = (flash_attn, inplace_partial_rotary_mul, moe_token_permute, *FROM_RECORDS.values(), *METADATA)
     names = {one.__name__: one for one in functions}
     return {NAME: names, f"{NAME}.ops": dict(names)}

@@ -240,8 +240,8 @@ class _Host:
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         """Sets the state of the host's generator, and the offset of dropout if `state` has one.
 
-        state: uint8 [bytes] from get_rng_state(), or from torch.get_rng_state(), which has no offset: it stays as it
-        is. device: checked only, because all devices share one generator.
+        state: uint8 [bytes] from get_rng_state(), or from torch.get_rng_state(), which has no offset: the offset then
+        does not change. device: checked only, because all devices share one generator.
         """
         number(device)
         of_host = torch.default_generator.get_state().numel()

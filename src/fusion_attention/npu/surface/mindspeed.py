@@ -141,7 +141,8 @@ _MODULES: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {name: object}}, packages before their modules."""
+    """Returns {module name: {name: object}} for the modules that stand for MindSpeed's, packages before their
+    modules."""
     results: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
     for name, (functions, builder) in _MODULES.items():
         names: dict[str, Any] = {one.__name__: one for one in functions}

@@ -66,7 +66,8 @@ _INSTEAD = (
 
 
 def instead(name: str) -> str | None:
-    """Returns advice on a missing name, or None."""
+    """Returns advice on what to use in place of a name of torch_npu that this library lacks; None if there is no
+    advice."""
     last = name.rpartition(".")[2]
     behind = name.partition(".")[2]
     for pattern, sentence in _INSTEAD:

@@ -147,7 +147,8 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def _of_device(result: Any, why: str = "the host's memory is not counted") -> Callable[..., Any]:
-    """Returns a function of a device (checked) that returns a copy of `result`; why: the reason, for its docstring."""
+    """Returns a function that checks its argument, a device, and returns a copy of `result`; why: the reason, for the
+    function's docstring."""
 
     def function(device: Any = None, *_: Any, **__: Any) -> Any:
         number(device)

@@ -32,7 +32,8 @@ def get_npu_backend(*, compiler_config: Any = None, custom_decompositions: Any =
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {name: object}}, packages before their modules."""
+    """Returns {module name: {name: object}} for the modules that stand for torchair's, packages before their
+    modules."""
     names = {"CompilerConfig": CompilerConfig}
     return {
         NAME: {"get_npu_backend": get_npu_backend, **names},

@@ -19,7 +19,8 @@ def stores_fragments(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """True if a cache stores rows in fragments (NZ); of a shape that allows both, if PA_NZ and of 32-byte fragments."""
+    """True if a cache stores rows in fragments (NZ). If its shape fits both forms, it does in mode "PA_NZ" with
+    fragments of 32 bytes."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
         return mode == "PA_NZ" and chips_width and stores_fragments(cache, rows)
@@ -34,19 +35,21 @@ def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bo
 
 
 def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
-    """Number of rows (tokens) that a paged KV cache can store; rows, mode: from which its layout follows."""
+    """Number of rows (tokens) that a paged KV cache can store; rows: the rows to store, whose shape, with the mode,
+    shows if the cache is in fragments."""
     return int(cache.shape[0] * cache.shape[2 if is_fragmented(cache, rows, mode) else 1])
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """The parameter for a KV cache that is written in place, with its text; like: the parameter whose dtype it has."""
+    """The parameter `name` for a KV cache that is written in place; text: its description; like: the parameter whose
+    dtype it must have."""
     return Tensor(name, text, dtypes=f"={like}")
 
 
 def in_place(dtype: torch.dtype = torch.float16, /, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
     """Rules: tensors that are written in place do not require gradients, and no two of their elements share memory.
 
-    shapes: names of the tensors, with sample shapes; dtype: of the samples.
+    shapes: names of the tensors, with sample shapes; dtype: dtype of the samples.
     """
     leaves = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
     expanded = {n: torch.zeros(s[0], *(1,) * (len(s) - 1), dtype=dtype).expand(s) for n, s in shapes.items()}

@@ -56,7 +56,8 @@ FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """A floating-point tensor parameter whose shape rules check; like: the one whose dtype it has; changes: fields."""
+    """A floating-point tensor parameter whose shape is checked by rules; text: its description; like: the parameter
+    whose dtype it must have, "": any; changes: other fields of Tensor."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 
@@ -84,12 +85,14 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
 
 
 def writes(*names: str) -> dict[str, Any]:
-    """Types for Op.declared of tensors that a function writes, with the annotation of the operator's schema."""
+    """The declared types, for Op.declared, of at most two tensor parameters that a function writes in place:
+    torch.Tensor, annotated "a!" and "b!" as in torch's schemas."""
     return {name: Annotated[torch.Tensor, f"{letter}!"] for name, letter in zip(names, "ab", strict=False)}
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """Rule: tensor `name` has the shape of tensor `other`; more: fields of the rule, `invalid`: of a sample call."""
+    """Rule: tensor `name` has the shape of tensor `other`; more: `invalid`, settings of a sample call that violate
+    it."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken

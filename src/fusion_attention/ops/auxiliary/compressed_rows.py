@@ -47,7 +47,8 @@ class Sequences:
         return (start + tokens) // self.ratio - start // self.ratio
 
     def shape(self, *of: int) -> tuple[int, ...]:
-        """The shape of a result with axes `of` for each window."""
+        """The shape of a result that has an entry of shape `of` per window: [B, windows, *of], or packed [all windows,
+        *of]."""
         return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
@@ -148,13 +149,14 @@ def gradients(
 
 
 def _alternating(rows: Tensor, coff: int) -> Tensor:
-    """Rows [windows, coff * ratio, D] in the order of Saved; in `rows`, those of the previous window come first."""
+    """Reorders the rows of windows, [windows, coff * ratio, D], as Saved stores them; with coff 2 from (all rows of the
+    previous window, all of the window) to one row of each in turn."""
     return rows.unflatten(1, (coff, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _by_token(rows: Tensor, dim: int) -> Tensor:
-    """Gradients of tokens [tokens, coff * dim] from those of windows' rows [windows, ratio, coff, dim]; with coff 2,
-    the first tokens are those of the window before the first.
+    """Returns gradients of tokens [tokens, coff * dim] from the gradients of windows' rows, [windows, ratio, coff,
+    dim]; with coff 2, the first `ratio` tokens are those before the first window.
     """
     count, ratio, coff, _ = rows.shape
     result = rows.new_zeros(count + coff - 1, ratio, coff * dim)
@@ -177,7 +179,8 @@ class _State:
         return page, at % size
 
     def read(self, first: int, last: int) -> Tensor:
-        """Rows of positions [first, last), as they were written."""
+        """The stored rows of positions [first, last) of this sequence, [last - first, elements], in the cache's
+        dtype."""
         if first >= last:
             return self.cache.new_zeros(0, self.cache.shape[2])
         return self.cache[self._slots(first, last)]

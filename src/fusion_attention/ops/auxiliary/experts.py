@@ -20,7 +20,8 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an operator on experts with these parameters; more: other fields of Op, sample, sizes."""
+    """The definition of an operator on experts with these parameters; more: other fields of Op, and `sample` and
+    `sizes` of sample calls."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
@@ -58,7 +59,8 @@ ENOUGH = invalid(
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
-    """Rule: sorted_indices has an element per token and expert of it; choices: expression for their number."""
+    """Rule: sorted_indices has an element for every pair of a token and one of its experts; choices: the expression for
+    the number of pairs."""
     return invalid(f"P == {choices}", "sorted_indices (one per token and expert)", invalid={"P": 7}, **more)
 
 
@@ -175,7 +177,8 @@ def within(ids: torch.Tensor, end: int) -> bool:
 
 
 def chosen(routing_map: torch.Tensor) -> torch.Tensor:
-    """Number of experts of each token in a routing map [tokens, experts]."""
+    """Number of experts to which each token is sent, int [tokens], from a routing map [tokens, experts] whose elements
+    are not 0 for the token's experts."""
     return routing_map.bool().sum(1)
 
 

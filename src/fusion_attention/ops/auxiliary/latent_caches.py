@@ -21,7 +21,8 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
-    """End of the range of indices at which rows are stored in a cache; mode: cache_mode ("Norm": per sequence)."""
+    """Number of slots in a cache, the end of the valid indices at which rows are stored: of one sequence in cache_mode
+    "Norm", else of all pages."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
 
@@ -39,7 +40,8 @@ APART = 128  # elements of a row in a separate tensor of values
 
 
 def is_separate(v: torch.Tensor | None) -> bool:
-    """True if v has separate values, which its shape shows; other tensors are ignored."""
+    """True if the argument v has the values, which are then not part of the keys: 4 axes, the last of APART (128)
+    elements; v of any other shape is ignored."""
     return v is not None and v.dim() == 4 and v.shape[-1] == APART
 
 
@@ -51,7 +53,7 @@ def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) ->
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements in a row of k_cache; arguments: as of rope_width()."""
+    """Number of elements in a row of k_cache; kv, gamma, v: the arguments of the operator, as in rope_width()."""
     return kv.shape[-1] if is_separate(v) else rope_width(kv, gamma, v)
 
 
@@ -61,7 +63,8 @@ def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
 
 
 def quantised(name: str, text: str, width: str) -> tuple[Tensor, Rule]:
-    """The parameter for scales or offsets of int8 rows of a cache, one per element, and its rule; width: expression."""
+    """The parameter `name` for the scales or offsets with which rows are stored as int8 in a cache, one per element,
+    and its rule; width: expression for the number of elements."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
         f"{name}: [{width}] (one per element of a row)",

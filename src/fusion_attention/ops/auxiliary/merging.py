@@ -70,7 +70,8 @@ STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
 
 
 def statistic(name: str, text: str) -> Tensor:
-    """The parameter for a statistic per row and head, repeated in eight lanes."""
+    """The parameter for a softmax statistic with one number per row and head, stored eight times along its last
+    axis."""
     return Tensor(name, text, dtypes="float32", shape=STATISTICS)
 
 

@@ -34,13 +34,15 @@ def without_last(shape: dict[str, str]) -> dict[str, str]:
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of a floating-point operator on `params`, except those whose expressions have a word of `others`."""
+    """The rules of the floating-point operator `op` about parameters in `params`, without those whose expression
+    contains one of the words `others`."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """The int8 variant of an operator definition, with `params` and no lowering; changes: fields of Op, and samples."""
+    """The int8 variant of an operator definition, with the parameters `params`, which torch computes after
+    dequantization; changes: other fields of Op, and of sample calls."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}

@@ -64,7 +64,8 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """Rule: the last axis of tensor `name` has an even size; also: tensors with this axis in an invalid sample call."""
+    """Rule: the last axis of tensor `name` has an even size; also: tensors whose last axis is odd too in the sample
+    call that violates it."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 
@@ -186,7 +187,8 @@ def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
 
 
 def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
-    """True if sections divide half a row of angles among the kinds of positions; 1-D positions need none."""
+    """True if `section` has a length for each row of positions [kinds, tokens] (such as time, height, width), and they
+    add up to half of `width`; for positions [tokens] it may be None."""
     if positions.dim() == 1:
         return section is None or len(section) == 3
     if section is None or len(section) != len(positions):

@@ -121,7 +121,7 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
 
 
 def _sized(rule: Rule) -> Rule:
-    """A copy of a rule of COMPRESSOR whose invalid sample call fits SIZES, the axis sizes of the samples here."""
+    """A copy of a rule whose invalid sample call has the axis sizes of this module's samples, SIZES."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
         return replace(rule, invalid={"state_cache": torch.zeros(3, 1, 1).expand(3, 4, 256)})

@@ -58,7 +58,8 @@ def _key_layout(names: Mapping[str, Any]) -> str:
 
 
 def used_rows(side: str, of: str, required: str = "") -> Array:
-    """The parameter seqused_SIDE, the number of used rows of each sequence; of: word for the rows; required: when."""
+    """The parameter seqused_SIDE, the number of used rows of each sequence; of: the word for the rows in its
+    description; required: a sentence that says when it is required, or ""."""
     return Array(f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all.{required}", True)
 
 

@@ -43,7 +43,8 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> TorchCall:
-    """Lowers a checked call (`bound`)."""
+    """Lowers a checked call (`bound`) of the operator that computes the probabilities of compressed keys; torch
+    computes it, without a back end."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))

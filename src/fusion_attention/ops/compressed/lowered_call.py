@@ -115,7 +115,7 @@ class FlashMla(Sparse):
         return self.extents.compressed_end(b, row, self.problem.compressed_ratio)
 
     def divisors(self, lse: Tensor) -> Tensor:
-        """The sums for kernels that read lse as the maximum: 1, or 0 in rows without visible keys."""
+        """The softmax sums for kernels that read lse in place of the maximum: 1, or 0 in rows without visible keys."""
         result = torch.ones_like(lse)
         divisors, _ = statistics(self.given("query"))
         self.grouped(divisors).copy_(result)
@@ -159,7 +159,8 @@ class FlashMlaBackward(SparseBackward):
 
     @property
     def norm(self) -> str:
-        """The name of the result that has the selected keys' mean probabilities: it differs with one source of keys."""
+        """The name of the result with the selected keys' mean probabilities; a call with only one source of keys has
+        another one."""
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def _capacity(rows: str, table: str, page: str) -> str:
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """Rules for cumulative and used lengths of every side.
+    """Rules for the lengths (cu_seqlens_SIDE and seqused_SIDE) of queries and of each source of keys.
 
     residual: parameter with the tokens behind those of the last compressed key; paged: keys may be paged.
     """
@@ -69,7 +69,8 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Rules for cumulative lengths of every side (queries, keys)."""
+    """Rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (the elements of
+    `sides`)."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
@@ -104,7 +105,8 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Rules for used lengths of every side, at most the rows of a sequence in memory, and for the residual."""
+    """Rules for seqused_SIDE, the used lengths of queries and of each source of keys: at most the rows of a sequence in
+    memory; and for the parameter named `residual`."""
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
@@ -136,7 +138,8 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Rules for lengths of every side that are required; paged: keys may be paged."""
+    """Rules that require cu_seqlens_SIDE for packed tensors and seqused_SIDE for keys in pages, of queries and each
+    source of keys; paged: keys may be paged."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(

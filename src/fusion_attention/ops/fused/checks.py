@@ -118,7 +118,7 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
-    """Number of tokens of a packed key tensor in a layout with so many heads."""
+    """Number of tokens of a packed key tensor in a layout, which has `heads` heads."""
     form = form_of(members(key)[0], of_inputs(layout), heads)
     return form[2] if form else 0
 
@@ -146,7 +146,7 @@ def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
 def mask_fits(
     mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
 ) -> Outcome:
-    """True if a mask has a shape that its mode accepts; kind: as _mask_kind() in geometry.py.
+    """True if a mask has a shape that its mode accepts; kind: the kind of mask, from _mask_kind() in geometry.py.
 
     rows, columns: the least sizes of its last axes; packed: sequences are packed; q_len: their query rows.
     one_token: True for a query of one token whose mode and window CANN ignores.
@@ -200,9 +200,9 @@ def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -
 
 
 def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> bool:
-    """True if the sparse mode and its window (pre and next_ tokens) may leave a row without a visible key.
+    """True if, by the sparse mode and its window of pre and next_ tokens, some row may have no visible key.
 
-    kind: of the mask, from _mask_kind(); rows, keys: lengths per sequence.
+    kind: the kind of mask, from _mask_kind(); rows, keys: lengths per sequence.
     """
     beyond = keys - rows
     match mode:
@@ -218,7 +218,8 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
-    """True if every key that a full mask leaves visible is in the window (pre, next_), from the upper left."""
+    """True if every key that a full mask leaves visible is in the window of pre and next_ tokens around the diagonal
+    from the upper left corner."""
     if min(pre, next_) >= UNLIMITED:
         return True
     row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
@@ -298,7 +299,8 @@ def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Out
 
 
 def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
-    """The legal dtypes of attention_out; scale: quant_scale2, with which it is int8; rope: whose dtype it has."""
+    """The legal dtypes of attention_out: int8 with quant_scale2 (scale); for an int8 query the dtype of query_rope
+    (rope), or without it both 16-bit dtypes; else the query's."""
     if scale is not None:
         return ("int8",)
     if query.dtype != torch.int8:

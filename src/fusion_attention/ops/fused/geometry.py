@@ -39,7 +39,8 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of query (side "1"), key (side "2") or output rows by input_layout; dim: of their elements."""
+    """Axis words of query (side "1") or key (side "2") tensors, or of the output, by input_layout; dim: the axis word
+    for the elements of a row."""
     of = of_output if output else of_inputs
     return {layout: words_of(of(layout), side, dim) for layout in (*LAYOUTS, "SH")}
 
@@ -95,9 +96,9 @@ def _ends(given: np.ndarray) -> np.ndarray:
 
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
-    """A length per sequence, from lengths in an argument, of which a single one counts for all sequences.
+    """A length per sequence, from the lengths of an argument, `given`: a single length counts for all sequences.
 
-    Sequences without a length (given is None, empty or too short) have that in `most`, the maximum per sequence.
+    Sequences without a length (given is None, empty or too short) get the maximum in `most`.
     """
     result = most.copy()
     if given is not None and len(given):
@@ -106,7 +107,8 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axes that the lengths in `n` determine, for a sample call, whose tensors are made from these axes."""
+    """Axis sizes B, S1 and S2 that follow from the lengths in `n`; sample calls of packed layouts make their tensors
+    from them."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -123,10 +125,11 @@ def _unused(padding: np.ndarray) -> int:
 
 
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded tensor.
+    """(number of query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded
+    tensor.
 
-    The slot is negative if left padding leaves too few. one_token: True for queries of one token whose lengths CANN
-    ignores.
+    The slot is negative if left padding leaves too few slots. one_token: True for queries of one token whose lengths
+    CANN ignores.
     """
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
@@ -193,7 +196,8 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """The mode, pre, next and mask_kind of geometry(); one_token: CANN ignores mode and window."""
+    """{"mode", "pre", "next", "mask_kind"} of a call `n`: the sparse mode, window and kind of mask that apply, as in
+    geometry(); one_token: True if CANN ignores mode and window."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)

@@ -29,7 +29,8 @@ RESULTS = ("attention_out", LSE)
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a call from its arguments and derived values `n`."""
+    """Allocates attention_out and, if requested, softmax_lse, by name, from a call's arguments and derived values
+    `n`."""
     q = n["query"]
     results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
@@ -99,7 +100,8 @@ def _settle(n: dict[str, Any]) -> _Settled:
 
 
 def _prepared(layout: str) -> str:
-    """The name in LAYOUTS of an input layout: "NSD", one sequence without a batch axis, is packed "NTD"."""
+    """The key of LAYOUTS for an input layout: "NTD" (packed) for "NSD", one sequence without a batch axis, else the
+    layout itself."""
     return "NTD" if layout == "NSD" else layout
 
 
@@ -199,7 +201,7 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
         n: arguments and derived values of the call, by name; N2, D and Dv are read.
         side: 0 or 1.
         scale: one number, one per key head, or one per key head and element, in any shape.
-        offset: likewise; None: no offset.
+        offset: one number, one per key head, or one per key head and element; None: no offset.
     """
     heads, dim = n["N2"], (n["D"], n["Dv"])[side]
 

@@ -98,7 +98,8 @@ class Indexer(IndexCall):
 
     @property
     def repeats(self) -> bool:
-        """True if a run over the views is the complete call: no offset, and every row in a sequence."""
+        """True if the back end's run computes the complete call: there is no offset to add, and every row belongs to a
+        sequence."""
         return self.offset is None and self.covers(self.given("query"))
 
     @property

@@ -32,7 +32,8 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a loss from its arguments and derived values `n`."""
+    """Allocates the results of a loss, the gradients of the indexer's query, key and weights and the loss [1], by name;
+    n: the call's arguments and derived values."""
     return fresh_gradients(n, DIFFERENTIABLE) | {"loss": empty(n["query_index"], (1,), torch.float32)}
 
 
@@ -205,7 +206,8 @@ class TargetLoss(_AnyLoss):
     """The lowered call of a loss against a target passed by the caller."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """(log-sum-exp, ones) as maximum and sum, or None if the caller did not pass it."""
+        """The indexer's statistics (maximum, sum) as (log-sum-exp, ones), if the caller passed the log-sum-exp; else
+        None."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 

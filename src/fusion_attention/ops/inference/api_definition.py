@@ -240,7 +240,7 @@ def _scale_param(name: str, text: str) -> Tensor:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates the results of a call from its arguments and derived values `n`."""
+    """Allocates the results out, max and sum of a call, by name, from its arguments and derived values `n`."""
     q, k, v = n["q"], n["k"], n["v"]
     dim_v = n["dim_v"]
     if v is not None:  # A uint8 stores two elements.

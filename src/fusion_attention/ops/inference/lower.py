@@ -57,7 +57,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates the result of a call from its arguments and derived values `n`."""
+    """Allocates {"attention_out": tensor} for a call with arguments and derived values `n`."""
     q = n["query"]
     return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 

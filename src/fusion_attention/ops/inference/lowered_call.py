@@ -197,7 +197,8 @@ class InferenceCall:
 
     @property
     def repeats(self) -> bool:
-        """True if a run over the views is the complete call: one key tensor, and every row in a sequence."""
+        """True if the back end's run computes the complete call: keys are one tensor, and every row belongs to a
+        sequence."""
         forgets = self.names[1:] == (LSE,) and self.problem.has_sink
         return len(self.k) == 1 and not forgets and covered(self.q, self.layout, self.extents, "q")
 

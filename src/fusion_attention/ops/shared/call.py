@@ -61,13 +61,13 @@ class TensorCall:
         return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
-        """True if every token of a tensor on the query ("q") or key ("kv") side belongs to a sequence."""
+        """True if every token of a tensor of query rows (side "q") or of keys ("kv") belongs to a sequence."""
         return covered(tensor, self.layout, self.extents, side)
 
 
 @dataclass(frozen=True, eq=False)
 class TorchCall(TensorCall):
-    """A lowered call that torch computes after a plan without sequences; no back end runs.
+    """A lowered call that torch computes: its plan has no sequences, so that no back end runs.
 
     Args:
         allocate: allocates the results, by name.

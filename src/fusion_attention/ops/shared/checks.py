@@ -90,7 +90,8 @@ def within(numbers: torch.Tensor, low: int, high: int) -> bool:
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """True if the page number of every cached token is in [0, pages), or if stays_unread(table).
+    """True if the page number of every cached token is in [0, pages), or if the table must not be read
+    (stays_unread()).
 
     Args:
         table: int32 or int64 [B, pages of a sequence].

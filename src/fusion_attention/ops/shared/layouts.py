@@ -168,9 +168,9 @@ def _stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) 
 
 
 def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> bool:
-    """True if every token of a tensor on the query ("q") or key ("kv") side belongs to a sequence.
+    """True if every token of a tensor of query rows (side "q") or of keys ("kv") belongs to a sequence.
 
-    Outputs of other tokens are zero. layout: of the tensor.
+    Outputs of other tokens are zero. layout: layout of the tensor.
     """
     batch, token, _ = LAYOUTS[layout]
     tokens = tensor.shape[token]

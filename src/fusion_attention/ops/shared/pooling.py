@@ -26,7 +26,7 @@ class Windows:
     before: bool = False
 
     def results(self, rows: int) -> int:
-        """The number of results of a sequence of so many rows."""
+        """The number of pooled rows of a sequence of `rows` rows."""
         return max(rows // self.ratio - self.before, 0)
 
 

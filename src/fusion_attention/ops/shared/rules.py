@@ -113,7 +113,8 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 
 
 def keys_lie(pages: str = "", param: str = "layout_kv", advice: str = "", bad: str = "BNSD", **more: Any) -> Rule:
-    """Rule: the layout of keys, attribute `param`, is that of queries, or `pages`, if these operators have paged keys.
+    """Rule: the layout of keys, attribute `param`, is the layout of the queries, or the layout `pages`; "": no paged
+    keys.
 
     advice: a hint; bad: an invalid layout.
     """
@@ -134,7 +135,7 @@ def tabled(table: str, pages: str, unless: str = "", **samples: Settings) -> Rul
 def page_numbers(table: str, lengths: str, page: str, pages: str, **more: Any) -> Rule:
     """Rule: a page table has numbers of pages, of which there are as many as axis word `pages` says.
 
-    lengths, page: names of the keys of every sequence, and of the tokens of a page.
+    lengths, page: names of the array of sequences' lengths, and of the number of tokens of a page.
     """
     check = f"pages_exist({table}, {lengths}, {page}, {pages})"
     text = f"{table}: numbers of pages (entries behind a sequence's last page are not read)"
@@ -150,7 +151,7 @@ def cached(kv_len: str) -> Rule:
 def paged(
     size: str, size_text: str, owner: str, given: Settings, too_long: Settings, unknown: list[list[int]]
 ) -> tuple[Rule, ...]:
-    """Rules: the page table has a page for every token, and the pages exist; owner: the word for a sequence.
+    """Rules: the page table has a page for every token, and the pages exist; owner: the word for a sequence in errors.
 
     size, size_text: expression and words for the page size; given: settings of sample calls; too_long, unknown: invalid
         lengths and page numbers.
@@ -176,12 +177,13 @@ def paged(
 
 
 def reserved(name: str, **more: Any) -> Rule:
-    """Limit: the parameter `name` is reserved and must be None."""
+    """Rule of level "limit" (strict calls): the parameter `name` is reserved by CANN and must be None."""
     return limit(f"{name} is None", f"{name} (reserved: leave it out)", **more)
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Limit: page numbers are int32; ids: an invalid page table; given: settings of sample calls."""
+    """Rule of level "limit" (strict calls): page numbers are int32; ids: an invalid page table; given: settings of
+    sample calls."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, f"block_table: int32 ({advice})", when=when, given=given, invalid={"block_table": ids})
@@ -229,19 +231,22 @@ def untrained(
 
 
 def own_scale(scale: str) -> Rule:
-    """Note: the scale is passed, because torch_npu's default, 1.0, is seldom intended."""
+    """Rule of level "note" (a warning): the argument `scale` is passed, because torch_npu's default, 1.0, is seldom
+    intended."""
     advice = "the default is 1.0, not 1 / sqrt(D): pass 1.0 if queries are already scaled"
     return note(f"'{scale}' not in missing or D < 32", f"{scale}: a {scale} ({advice})", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
-    """Limit: the query is float16 or bfloat16; weights: sample shape of the weights, if there are any."""
+    """Rule of level "limit" (strict calls): the query is float16 or bfloat16; weights: sample shape of the weights, if
+    there are any."""
     invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
     return refused(f"not float32({query})", f"{query}: {text} ({advice})", invalid=invalid)
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
-    """Limit: a row of parameter `param` has `size` elements on an axis; beside: a further condition, then " and "."""
+    """Rule of level "limit" (strict calls): rows of parameter `param` have `size` elements on the axis `axis`; beside:
+    a further condition under which it applies, then " and "; bad: an invalid size."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
     return refused(f"{axis} == {size}", f"{param} ({advice})", when=when, invalid={axis: bad}, **more)

@@ -41,7 +41,8 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths, and axes that this layout's tensors lack."""
+    """Values derived from a call's arguments (`names`), by name: lengths, and the sizes of axes that do not follow from
+    the tensors' shapes in this layout."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -112,7 +113,8 @@ def entries_fit(
 
 
 def unbroken(indices: torch.Tensor) -> bool:
-    """True if no entry follows a -1, at which rows stop reading, or if stays_unread(indices)."""
+    """True if no entry of a list follows a -1, at which rows stop reading, or if lists must not be read
+    (stays_unread())."""
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 

@@ -75,7 +75,8 @@ class Sparse(TensorCall):
         return self.tensors["sparse_indices"]
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
-        """As TensorCall.covers(); side "compressed": keys of the second source."""
+        """True if every token of a tensor belongs to a sequence; side: "q" for query rows, "kv" for keys, "compressed"
+        for keys of the second source."""
         if side == "compressed" and self.second is not None:
             return covered(tensor, self.layout, self.second[1], "kv")
         return super().covers(tensor, side)
@@ -197,7 +198,8 @@ def page_table(table: Tensor | None) -> Tensor | None:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates all results of a forward call from its arguments and derived values `n`."""
+    """Allocates attention_out, softmax_max and softmax_sum of a forward call, by name, from its arguments and derived
+    values `n`."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))

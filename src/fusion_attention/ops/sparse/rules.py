@@ -36,7 +36,7 @@ BROKEN[:, -1, :, 1] = 0
 
 
 def packed_lists(param: str) -> Rule:
-    """Doubt: no list in the tensor parameter `param` has an entry behind a -1."""
+    """Rule of level "doubt" (a warning): no list in the tensor parameter `param` has an entry behind a -1."""
     return rules.doubt(
         f"unbroken({param})",
         f"{param}: no entry behind a -1 (a list ends at its first -1; fusion_attention.pack_lists moves the others to "
@@ -139,7 +139,8 @@ SELECTION = (
 
 
 def most_tokens(**keys: tuple[int, int]) -> Rule:
-    """Limit: sequences have at most 131072 tokens; keys: (heads, elements) of key tensors in an invalid sample call."""
+    """Rule of level "limit" (strict calls): sequences have at most 131072 tokens; keys: (heads, elements) of key
+    tensors in an invalid sample call."""
     beyond = 131073
     rows = {
         name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()

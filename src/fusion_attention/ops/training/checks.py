@@ -167,7 +167,8 @@ def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
 
 
 def replays(seed: Any, offset: Any) -> bool:
-    """True if a gradient has the forward's seed and offset; no forward returns (0, 0), which requests a new seed."""
+    """True if a gradient call has a seed and an offset that a forward may have returned: not None, and not (0, 0),
+    which requests a new seed."""
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 
@@ -217,7 +218,7 @@ def is_shifted(table: torch.Tensor) -> bool:
 
 
 def has_dtype(tensor: torch.Tensor, words: str) -> bool:
-    """True if a tensor has one of several dtypes (words)."""
+    """True if the dtype of a tensor is among those named in `words`."""
     return dtype_text(tensor) in words.split()
 
 

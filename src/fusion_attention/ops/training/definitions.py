@@ -34,7 +34,7 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    """The largest compressed mask [3072, 2048]; the others are its first rows."""
+    """The compressed mask [3072, 2048] of the largest size; smaller ones consist of its first rows."""
     triangle = torch.ones(3072, 2048, dtype=torch.uint8).triu_(1)
     triangle[2048:, 1024:] = 1
     return triangle

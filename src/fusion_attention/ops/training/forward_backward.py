@@ -38,7 +38,8 @@ def fresh_forward(
 ) -> dict[str, Tensor]:
     """Allocates out, max and sum, with these names; sizes of q, k and v may be symbolic.
 
-    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics.
+    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics,
+    along which CANN repeats them.
     """
     batch, token, head = LAYOUTS[layout]
     heads = q.shape[head] if head is not None else heads or 1
@@ -50,7 +51,8 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a forward operator's call from its arguments and derived values `n`."""
+    """Allocates attention_out, softmax_max and softmax_sum of a forward call, by name, from its arguments and derived
+    values `n`."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
@@ -70,7 +72,7 @@ class DenseForward(OfCall):
     Args:
         call: the lowered call.
         names: names of the results out, max and sum.
-        lanes: statistics are finite and repeated in eight lanes, as CANN returns them; False: in the kernels' format.
+        lanes: True: max and sum are finite and stored 8 times, [.., 8], as by CANN; False: in the kernels' format.
     """
 
     op_kind = "attention_forward"
@@ -92,7 +94,8 @@ class DenseForward(OfCall):
 
     @property
     def repeats(self) -> bool:
-        """True if a run over the views is the complete call: no drawn dropout, and every row in a sequence."""
+        """True if the back end's run computes the complete call: no dropout mask is drawn, and every row belongs to a
+        sequence."""
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
@@ -152,8 +155,8 @@ class DenseBackward(OfCall):
         call: the forward call.
         saved: (dout, out, max, sum).
         pse: the bias or the slopes, if their gradient is wanted.
-        dlse: the gradient of max + log(sum), without lanes.
-        lanes: max and sum have CANN's format, and kernel_statistics() converts them; False: the kernels' format.
+        dlse: the gradient of max + log(sum), one number per row and head.
+        lanes: True: max and sum have CANN's format [..., 8], and kernel_statistics() converts them.
     """
 
     op_kind = "attention_backward"
@@ -175,7 +178,8 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """(max, sum) that a forward saved, in CANN's format, converted to the kernels' format (without lanes)."""
+        """(max, sum) that a forward saved, in CANN's format [..., 8], converted to the kernels' format: one number per
+        row and head."""
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

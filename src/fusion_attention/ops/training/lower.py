@@ -48,7 +48,8 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """Lowers a checked call (`bound`), forward or gradient; seed, offset: of dropout; lanes: see DenseForward."""
+    """Lowers a checked call (`bound`), forward or gradient; seed, offset: those from which dropout is drawn; lanes:
+    True for statistics in CANN's format, [..., 8]."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)

@@ -53,18 +53,20 @@ class DenseCall:
         return self.q.device
 
     def covers(self, side: str) -> bool:
-        """True if every token of the query ("q") or key ("kv") side belongs to a sequence."""
+        """True if every token of the query tensor (side "q") or of the key tensor ("kv") belongs to a sequence."""
         return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates out, max and sum; lanes: the size of an additional last axis of the statistics, if any."""
+    """Allocates out, max and sum of a call; lanes: the size of an additional last axis of max and sum, along which CANN
+    repeats them; none: no such axis."""
     q, p = call.q, call.problem
     return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Allocates max and sum; lanes: the size of an additional last axis, if any."""
+    """Allocates max and sum of a call; lanes: the size of an additional last axis, along which CANN repeats them; none:
+    no such axis."""
     q = call.q
     shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -21,7 +21,8 @@ PRODUCT, TERM = 2.0**-10, 2.0**-23
 
 
 def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
-    """The submatrix [.., q_len, kv_len] of a mask for sequence b: the upper left corner, or a block on the diagonal."""
+    """The part [.., q_len, kv_len] of a mask that belongs to sequence b: its upper left corner, or, in a mask of all
+    packed sequences, a block on the diagonal."""
     matrix = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
     corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
     row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))

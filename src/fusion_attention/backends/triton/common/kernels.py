@@ -117,7 +117,8 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) of head h that the caller's dropout bits keep; addresses count bits."""
+    """Returns true for pairs (row, key) of head h whose bit is 1 in the caller's dropout bits; the strides of the view
+    count bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)

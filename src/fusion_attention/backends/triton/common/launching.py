@@ -21,7 +21,8 @@ LAYOUTS = 32  # number of memory layouts for which a schedule caches launches
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel with its grid and the arguments that are equal in all runs; start() launches it with the others."""
+    """A kernel with its grid and the arguments that are equal in all runs; start() launches it with the remaining
+    arguments."""
 
     kernel: Any
     grid: tuple[int, ...]

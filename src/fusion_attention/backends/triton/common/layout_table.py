@@ -78,8 +78,9 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
     """Returns the layout table, int64 [4 * number of views, sequences], of `count` sequences: addresses and strides of
     the views by name, 0 for absent views.
 
-    drawn: of drawn dropout, (stream of head 0, first row, first key) of each sequence. They are stored in the rows of
-    the view of dropout bits, in place of (address, stride of a row, stride of a key); the stride of a head is 1.
+    drawn: for dropout drawn from a seed, (stream of head 0, first row, first key) of each sequence. They are stored in
+    the rows of the view of dropout bits, in place of (address, stride of a row, stride of a key); the stride of a head
+    is 1.
     """
     table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
     for at, name in enumerate(VIEWS):
@@ -277,7 +278,7 @@ class CallMemory:
         given: tensors and numbers by kernel argument name.
         device_tables: those of the schedule.
         more: further views in the layout table, of which only the strides are used.
-        positions: of drawn dropout, as for strides().
+        positions: for dropout drawn from a seed, the argument `drawn` of strides(); else None.
 
     Attributes:
         device, align: the device, and the alignment of all rows in elements of q.

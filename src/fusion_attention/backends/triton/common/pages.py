@@ -70,7 +70,8 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns dequantised() for rows in column blocks, `parts`; the other parameters are those of dequant_factors()."""
+    """Returns (values + offset) * scale in float32 for rows in column blocks, `parts`; the other parameters are those
+    of dequant_factors()."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -170,7 +171,8 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns stored() for rows in column blocks, `parts`."""
+    """Converts rows in column blocks, `parts`, from int8 to the dtype of `like`, exactly; other dtypes are
+    unchanged."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -193,7 +195,8 @@ def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def safe_unit(largest):
-    """Returns the largest absolute value of numbers, by which they are divided; 1 if it is 0 or not finite."""
+    """Returns `largest`, the largest absolute value of some numbers, as a divisor for them: 1 if it is 0 or not
+    finite."""
     return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
 
 
@@ -208,8 +211,8 @@ def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
     """Returns (x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block.
 
-    values: float32 [rows, WIDTH]. unit: [rows]. offset: memory of the channels' offsets, or None; cache: of that
-    memory.
+    values: float32 [rows, WIDTH]. unit: [rows]. offset: address of the channels' offsets, or None; cache: the result of
+    cache_at() for the view of the offsets.
     """
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
@@ -249,12 +252,12 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 
 @triton.jit
 def scaled_weights(p, fade, scales, unit, like):
-    """Returns (weights times their keys' scales / unit, factor on the sums so far, unit).
+    """Returns (weights times their keys' scales / unit, factor on the sums so far, new unit).
 
     In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
     keys without weight are ignored, because those of masked keys are arbitrary. p: weights [rows, keys]. fade: factor
-    on the sums so far without scales. scales: [keys]. unit: the one before these keys. like: has the dtype of the
-    products.
+    on the sums so far if there were no scales. scales: [keys]. unit: the unit of the earlier keys. like: a tensor with
+    the dtype of the products.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -268,7 +271,8 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Returns lifted_three() for one column block, FIRST to FIRST + WIDTH."""
+    """Returns one column block, FIRST to FIRST + WIDTH, of the result of lifted_three(), the weighted sums of
+    dequantised values."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -282,10 +286,11 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns weighted sums of values, computed from weighted sums `acc` of stored integers, in column blocks.
+    """Returns the weighted sums of dequantised values, in column blocks, from those of the stored integers (`acc`).
 
-    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token). unit: of
-    scaled_weights(). scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
+    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token). unit:
+    result of scaled_weights(). scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at()
+    for them.
     """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
@@ -298,7 +303,8 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
 
 @triton.jit
 def pairs_at(cache):
-    """Returns cache_at() of a cache of bytes, counted in pairs of bytes."""
+    """Returns the offsets of cache_at() for a cache of int8, (first element, stride of a token, stride of a page), in
+    units of two bytes."""
     first, token, page = cache
     return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
 

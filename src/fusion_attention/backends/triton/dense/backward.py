@@ -45,7 +45,7 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Writes lse and D of each row to the two planes of `flat`; grid (tiles, heads_q).
+    """Writes lse and D = dout . out - dlse of each row to `flat`, all lse first; grid (tiles, heads_q).
 
     For an empty row it writes lse inf, so that its weights are 0, and D 0, or 1 / n if it returns the mean of n keys.
     `partials` receives the tile's contribution to dsink. `large`, initially zeros, receives a 1 for each key head of a
@@ -94,8 +94,8 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
-    """Loads (lse, D) of rows of a head, which prepare() wrote from flat + at on, `stride` apart; invalid rows are empty
-    (inf, 0)."""
+    """Loads (lse, D) of rows of a head, which prepare() wrote from flat + at on, `stride` apart; D = dout . out - dlse.
+    Invalid rows get (inf, 0), as empty rows do."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
@@ -114,8 +114,8 @@ def shrinking(large, b, hk, heads):
 
 @triton.jit
 def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
-    """Loads lse (PLANE 0) or D (1) of the BM rows of head h from row0 on; notes: (descriptor or address, heads, stride
-    of a head).
+    """Loads lse (PLANE 0) or D = dout . out - dlse (PLANE 1) of the BM rows of head h from row0 on; notes: (descriptor
+    or address, heads, stride of a head).
 
     valid: mask of the rows.
     """
@@ -165,10 +165,11 @@ def sees(row, key, band):
 @triton.jit
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Returns (P, S) of a tile of products x, with scores -inf for keys that are not visible; axes in either order.
+    """Returns (P, S), probabilities and scores of a tile of products x = q . k, [rows, keys] or [keys, rows]; S is -inf
+    for keys that are not visible.
 
     lse: of the rows. masked: True if some key of the tile is not visible to some row. band: result of band_at().
-    numbers: factors of scores. extras: (bias, slopes, blocked), None for absent ones.
+    numbers: (scale, factor of the bias, factor on S in base 2). extras: (bias, slopes, blocked) or None.
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras

@@ -114,7 +114,8 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """Returns (max, sum, factor on the accumulator): m in natural-logarithm units, and the sink of head h in both.
+    """Returns (max, sum, factor on the accumulator) of rows; max is in natural-logarithm units, and max and sum include
+    the sink of head h, if there is one.
 
     m, l: running maxima and sums [rows]. unit: factor on maxima.
     """
@@ -144,7 +145,8 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
             BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
 
-    MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
+    MEAN: result of a row without visible keys: 0: zeros; 1: the mean of V; 2: the mean of V if its band has a key, else
+    zeros.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)

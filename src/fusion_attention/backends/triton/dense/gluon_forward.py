@@ -61,7 +61,8 @@ def ring(rows, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(rows, ring, i, j0, STAGES: gl.constexpr):
-    """Copies the rows of a descriptor from j0 on into the buffer of use i of a ring, once it is empty."""
+    """Copies the rows of a tensor descriptor from j0 on into buffer i % STAGES of a ring, after the readers have
+    signalled that it is empty; i: number of the copy."""
     buffers, full, empty = ring
     s = i % STAGES
     mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
@@ -89,7 +90,8 @@ def taken(ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def give_back(ring, i, STAGES: gl.constexpr):
-    """Signals that this warpgroup has read the buffer of use i of a ring."""
+    """Signals that this warpgroup has read buffer i % STAGES of a ring, which may then be overwritten; i: number of the
+    iteration."""
     mbarrier.arrive(ring[2].index(i % STAGES), count=1)
 
 
@@ -127,7 +129,8 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Computes ROWS rows from rows[0] on; rows from rows[1] on are invalid. Runs in a multiplying warpgroup."""
+    """Writes out, max and sum of ROWS query rows from rows[0] on, in one of the warpgroups that multiply; rows from
+    rows[1] on are not written."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

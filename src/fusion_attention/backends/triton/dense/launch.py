@@ -129,8 +129,8 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
 
 
 def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
-    """Returns int32 [tiles, 8] entries of query_tiles() and key_tiles(), the longest first; tile n reads begin[n] to
-    end[n] of the other axis, in tiles of `size`; means: see key_tiles()."""
+    """Returns int32 [tiles, 8] entries of query_tiles() and key_tiles(), the longest first: tile n of rows (or keys)
+    reads the keys (or rows) begin[n] to end[n], in tiles of `size`; means: see key_tiles()."""
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")

@@ -55,7 +55,8 @@ def left(acc, old, INF: tl.constexpr):
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns left() of the row at base + offset, in column blocks; acc: its new sums."""
+    """Returns 1 if the row at base + offset, in column blocks, has a NaN (with INF also an infinite) element whose new
+    sum in `acc` is not NaN yet; else 0."""
     old = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -76,7 +77,8 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the wrong() elements of a row at base + offset, in column blocks, by acc * factor."""
+    """Overwrites the NaN (with INF also infinite) elements of a row at base + offset, in column blocks, by acc *
+    factor."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -98,9 +100,9 @@ def product(weight, x):
 
 @triton.jit
 def gathered(weight, wild, counted, x):
-    """Returns the weighted sum [1, W] of the rows of x that are `counted`; weight, wild, counted: [rows, 1].
+    """Returns the weighted sum [1, W] of the rows of x for which `counted` is true; weight, wild, counted: [rows, 1].
 
-    wild: weights for elements that are not finite.
+    weight: weights of finite elements. wild: weights of elements that are infinite or NaN.
     """
     x = x.to(tl.float32)
     weighed = tl.where(tl.abs(x) < float("inf"), weight, wild) * x
@@ -109,7 +111,8 @@ def gathered(weight, wild, counted, x):
 
 @triton.jit
 def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Adds gathered() of rows in column blocks to `acc`."""
+    """Returns acc + the weighted sums of the rows x for which `counted` is true, in column blocks; weight, wild:
+    weights of finite and of other elements."""
     acc0, acc1, acc2 = acc
     acc0 += gathered(weight, wild, counted, x[0])
     if W1:

@@ -101,7 +101,8 @@ def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
                  BT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes the candidates of the TOP largest scores of one row, unordered, and their number to counts.
+    """Writes the candidates (int64, made of rank and key) of the TOP largest scores of one row, unordered, and their
+    number.
 
     Grid (rows of tiles from `begin` on). Scores are read BN at a time. entries: BUFFER candidates per row, with BUFFER
     at least TOP + BN.
@@ -134,7 +135,8 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
 
 @triton.jit
 def entry_of(rank, key):
-    """Returns the candidate (int64) of a rank and a key."""
+    """Returns a candidate, an int64 that contains a score's rank in its high bits and a key, so that candidates can be
+    sorted."""
     return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 
 

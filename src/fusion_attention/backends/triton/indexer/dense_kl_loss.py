@@ -140,9 +140,10 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
 
 @triton.jit
 def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
-    """Returns (address of the differences of a tile of rows and a tile of keys, stride of rows).
+    """Returns (address of the block of differences y - p of a tile of rows and a tile of keys, stride of its rows).
 
-    tile: address of the entry of the tile of rows in its table. turn: number of the tile of keys among those it reads.
+    tile: address of the entry of the tile of rows in its table. turn: number of the tile of keys among those it
+    reads.
     """
     turns = tl.load(tile + 4)
     return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
@@ -174,7 +175,7 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                     GIVEN: tl.constexpr, E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr,
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
-    (tiles of keys, tiles of rows). GIVEN: writes y alone, from which warm_given() goes on."""
+    (tiles of keys, tiles of rows). GIVEN: writes only y, which warm_given() then reads."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * common.PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -243,8 +244,8 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
                count: tl.int32, first_tile: tl.int32, tiles_of_chunk: tl.int32, E: tl.constexpr,
                DIM_INDEX: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
-    """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): finite_rows() of the query rows,
-    and their weights; grid (tiles of the chunk, heads)."""
+    """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): the query rows, with zeros for
+    rows that are not finite, and their weights; grid (tiles of the chunk, heads)."""
     at_tile, h = tl.program_id(0), tl.program_id(1)
     tile = tiles + (first_tile + at_tile).to(tl.int64) * common.PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)

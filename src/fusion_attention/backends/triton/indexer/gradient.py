@@ -36,9 +36,9 @@ def largest_of(dscores, slots):
 
 @triton.jit
 def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
-    """Returns (keys, dI in float32) of slots n; -1 and 0 from `slots` on.
+    """Returns (keys, dI in float32) of the entries n of a token's list of selected keys; -1 and 0 for n >= slots.
 
-    Keys and dI are loaded in several copies, one element per thread: with fewer elements, Triton repeats the loads for
+    Each element is loaded by several threads, so that every thread loads one: with fewer loads, Triton repeats them for
     each layout (half of all instructions of an iteration); more would need registers.
     """
     COPIES: tl.constexpr = THREADS // n.shape[0]
@@ -50,7 +50,8 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """Returns the address of dI of a token; VIEWED: in a view of the caller, else in scratch memory of the chunk.
+    """Returns the address of a token's dI, the gradients of its selected scores; VIEWED: in a view of the caller, else
+    in scratch memory of the chunk.
 
     b, row: the token's sequence and row. list_index: the token's number in the chunk. SLOTS: slots per token.
     """
@@ -78,7 +79,8 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
                    VIEWED: tl.constexpr, THREADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes dq and dweights of BM heads of one token from head0 on, and the rows of its SLOTS selected keys.
+    """Writes dq and dweights of BM heads of one token from head0 on, and their contribution to dk, a gradient row for
+    each of its SLOTS selected keys.
 
     Grid (tokens from `first` on); keys are read BN at a time. ADDS: the rows are added to those of earlier heads.
     UNITS: dS is rounded to float16, so dI and weights are divided by their largest magnitudes. Q, K: numbers of the
@@ -141,7 +143,8 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
 
 @triton.jit
 def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns (dS of one head, true where its product is positive and the key valid), both [slots, 1]."""
+    """Returns (dS of one head, true where the product of query and key is positive and the key is valid), both [slots,
+    1]; listed: rows of the selected keys; g: their dI."""
     live = chosen & (common.products(query, listed, W1, W2) > 0.0)
     return (weight * g)[:, None], live[:, None]
 
@@ -151,7 +154,7 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                        count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Computes again what index_gradient() flagged; grid: (tokens).
+    """Computes non-finite results of index_gradient() again, for the tokens that it flagged; grid: (tokens).
 
     For a flagged token these are `rows` (a gradient per selected key) and the NaN elements of dq, head by head.
     """

@@ -46,7 +46,8 @@ def finite_rows(x):
 
 @triton.jit
 def finite_weights(w):
-    """Replaces non-finite weights w by 1; the differences of such a row are NaN for every visible key."""
+    """Replaces non-finite weights w by 1; the differences y - p of a row with such weights are NaN for every visible
+    key anyway."""
     return tl.where(is_finite(w), w, 1.0)
 
 
@@ -115,8 +116,8 @@ def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexp
 @triton.jit(do_not_specialize=["count", "heads_q", "heads_index", "step_head", "step_row"])
 def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.int32, heads_q: tl.int32,
          heads_index: tl.int32, step_head: tl.int64, step_row: tl.int64, BM: tl.constexpr):  # fmt: skip
-    """Writes, for each row, log2 of the divisor of every head's weights and the number of heads in the mean; for
-    float16, also the bits of the largest weight of all; grid (tiles)."""
+    """Writes, for each row, log2(sum(exp(scores))) of every head, and the divisor of the mean over heads (their number,
+    less the sinks' probabilities); for float16, also the bits of the largest weight of all rows; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
     row = (row0 + tl.arange(0, BM)).to(tl.int64)
@@ -144,7 +145,8 @@ def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.in
 @triton.jit(do_not_specialize=["count"])
 def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
                ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes finite_rows() of one tile of the indexer's keys, padded with rows of zeros; grid (tiles)."""
+    """Writes one tile of the indexer's keys, with zeros in place of keys that have a non-finite element, and padded
+    with rows of zeros; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)

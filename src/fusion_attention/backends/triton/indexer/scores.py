@@ -20,8 +20,8 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 def columns_ahead(at, within, there):
     """Returns the weights of columns (token, head), at address `at` + `within`; 0 for missing ones (`there` is false).
 
-    They are loaded in two copies; with one, Triton would repeat the load in the layout of the product, with 32 loads
-    per thread in place of one, and 60 registers.
+    Each weight is loaded twice and reduced to one: otherwise Triton repeats the load in the layout of the product, with
+    32 loads per thread in place of one, and 60 registers.
     """
     twice = tl.zeros([1, 2], tl.int32)
     return tl.max(tl.load(at + within[:, None] + twice, mask=there[:, None] & (twice == 0), other=0.0), 1)

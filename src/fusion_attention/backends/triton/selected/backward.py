@@ -97,7 +97,8 @@ def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat,
                 BAND: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                 DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
                 BC: tl.constexpr):  # fmt: skip
-    """Writes P and dS of BH heads and BN slots; grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
+    """Writes the probabilities P and the gradients of scores dS of BH heads for BN selected keys (slots) of a token;
+    grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
     token_head = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + token_head):
         hk = token_head % HEADS_KV
@@ -211,10 +212,11 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
                    DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
                    ATOMIC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Writes BC columns of the rows of BN slots: weights^T x, plus weights_also^T also unless that is None.
+    """Writes BC columns of the gradient rows of BN slots: weights^T x, plus weights_also^T also if it is not None.
 
-    Columns begin at FIRST in x and at AT in a row. Grid (tiles of slots, panels of columns, tokens * heads_kv). ATOMIC:
-    rows are the sums of keys, which are added to; panels are the last axis then, so that one stays in the cache.
+    Columns begin at FIRST in x and at AT in a row. Grid (tiles of slots, panels of BC columns, tokens * heads_kv).
+    ATOMIC: results are added to the sums of the keys (`rows`); the last two axes of the grid are then exchanged, so
+    that the sums of one panel stay in the cache.
     """
     panel, at_token = tl.program_id(1), tl.program_id(2)
     if ATOMIC:

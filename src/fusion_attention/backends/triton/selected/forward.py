@@ -29,11 +29,11 @@ COPIES = tl.constexpr(4)  # loads of each entry
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns entry_ahead() of slots n with several copies of each entry.
+    """Returns int32 entries n of a list, -1 for n >= slots, as entry_ahead() does; for 32 entries, each is loaded by
+    several threads.
 
-    With fewer elements than threads, Triton repeats the loads for each layout of an iteration, a fifth of all
-    instructions. Not for 16 entries, where multiply-adds need the registers, nor for 64, where products of sm_90 would
-    wait for each other.
+    With fewer loads than threads, Triton repeats them for each layout of an iteration, a fifth of all instructions. For
+    16 entries the multiply-adds need the registers, and for 64 the products of sm_90 would wait for each other.
     """
     if n.shape[0] != 32:
         return selection.entry_ahead(entries, n, slots, BLOCK)
@@ -74,7 +74,8 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns int32 keys of slots n: those of their entries or from `first` on; in_band() tests if they are visible."""
+    """Returns the int32 key of each slot n: the key that the list's entry selects (LISTED), else key first + n, -1 for
+    n >= slots; in_band() tests if it is visible."""
     if LISTED:
         return selection.named(entry, n, end, BLOCK)
     else:
@@ -83,9 +84,9 @@ def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Returns (key head, int64 query heads, true for existing heads) of program number `program` of a token.
+    """Returns (key head, int64 query heads [BM], true for existing heads [BM]) of program number `program` of a token.
 
-    Lanes beyond the GROUP query heads repeat the last head.
+    Elements beyond the GROUP query heads of the key head repeat the last head.
     """
     BLOCKS: tl.constexpr = (GROUP + BM - 1) // BM
     hk = (program // BLOCKS).to(tl.int64)

@@ -31,7 +31,7 @@ def _listed(marked, e, end):
 
 @triton.jit
 def _row_of(mark):
-    """Returns the row of a marked entry (mark())."""
+    """Returns the row r of an entry that mark() wrote as r or -1 - r."""
     return tl.where(mark < 0, -1 - mark, mark)
 
 

@@ -287,10 +287,11 @@ def recomputed(steps: list[Step], atomic: bool, token_heads: int) -> list[Step]:
 def slot_launches(
     p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool, token_heads: int
 ) -> list[Step]:
-    """Returns the launches that write what each place of a token adds to gradients of keys: dk, dk_rope, dv; if values
+    """Returns the launches that write the contributions of each slot (key of a token) to dk, dk_rope and dv; if values
     are stored in keys, dk is the sum of both.
 
-    shared: compile-time arguments of all kernels. slots: places per token. atomic: True to add atomically to the sums.
+    shared: compile-time arguments of all kernels. slots: slots per token. atomic: True to add atomically to the
+    sums.
     """
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]

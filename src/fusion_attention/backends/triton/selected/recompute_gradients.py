@@ -73,8 +73,8 @@ def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, st
                     COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
                     ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
                     BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Computes columns from AT on of the rows of slots of flagged tokens: weights^T x, plus weights_also^T also unless
-    that is None, several slots at a time; grid (tokens * heads_kv)."""
+    """Computes again, for flagged tokens, the columns from AT on of the gradient rows of their slots: weights^T x, plus
+    weights_also^T also if `also` is given, several slots at a time; grid (tokens * heads_kv)."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)

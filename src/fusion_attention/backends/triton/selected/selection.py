@@ -29,7 +29,7 @@ def token_at(tokens, n):
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio.
+    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: tokens that a key represents.
 
     kv_len, lo, hi, prefix: the sequence's, from lengths_at().
     """
@@ -72,13 +72,15 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns int32 entries of slots n; -1 for n >= slots."""
+    """Returns the int32 entry of a list, the number of a block of keys, to which each slot n belongs; -1 for n >=
+    slots."""
     return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
 
 
 @triton.jit
 def named(entry, n, end, BLOCK: tl.constexpr):
-    """Returns int32 keys of slots n, given their entries; in_band() tests if they are visible."""
+    """Returns the int32 key of each slot n: token n % BLOCK of the block that its entry selects; in_band() tests if it
+    is visible."""
     # An entry beyond the last block may have any value; it is limited so that the product stays behind the band.
     return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
 
@@ -99,9 +101,9 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 @triton.jit
 def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.constexpr, LAST: tl.constexpr,
                LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the keys and ids of slots FIRST to LAST, -1 for slots without a key; returns the end of slots with one.
+    """Writes the key and id of slots FIRST to LAST, -1 for slots without a key; returns the end of the slots with one.
 
-    The first `slots` slots from FIRST on have the keys of a list, or those from `first` on.
+    Slot FIRST + n has the key of entry n of the list (LISTED), else key first + n; for n >= slots it has none.
     """
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, LAST - FIRST, N):
@@ -126,8 +128,8 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
     With a second source, the first BAND slots are for keys of the band. Grid (tokens of a chunk, heads_kv).
 
     indices: the lists, or None (SELECT 0). keys, ids, used, noted: results. first: the chunk's first token. RATIO,
-    COMPRESSED:
-    tokens of a key of the first and of the second source (0: none). SLOTS: slots per token. N: slots per iteration.
+    COMPRESSED: tokens per key of the first and of the second source (0: no such source). SLOTS: slots per token. N:
+    slots per iteration.
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)

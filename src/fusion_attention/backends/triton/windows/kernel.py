@@ -25,9 +25,10 @@ LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive num
 
 @triton.jit
 def _window(tokens, lengths, count, n):
-    """Returns int64 (sequence, row in its results, window) of result n of all sequences.
+    """Returns int64 (sequence, index among its pooled rows in this call, number of its window) of pooled row n of all
+    sequences.
 
-    tokens: (sequence, row) of every result. lengths: the table of lengths of `count` sequences.
+    tokens: (sequence, index) of every pooled row. lengths: the table of lengths of `count` sequences.
     """
     b, row = token_at(tokens, n)
     return b, row, row + tl.load(lengths + 2 * count + b)
@@ -35,7 +36,8 @@ def _window(tokens, lengths, count, n):
 
 @triton.jit
 def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
-    """Returns (positions in the window, rows in memory, columns, mask) of BR rows of a half."""
+    """Returns (positions in the window, row numbers in memory, columns, mask) of BR rows that window w pools, from
+    position r0 on; half: 0 for the previous window's rows if windows overlap (HALVES 2), else the window's own."""
     position = r0 + tl.arange(0, BR)
     row = (w - (HALVES - 1 - half)) * RATIO + position
     return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
@@ -73,7 +75,8 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 @triton.jit
 def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
              HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Returns (numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
+    """Returns (row numbers, columns, mask, gates minus their maximum, values, softmax weights) of BR of the rows that
+    window w pools."""
     position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
     gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
     x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -83,7 +86,8 @@ def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
 @triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Returns BD channels of a window's result in float32; infinite values with a weight above 0 in float64 count."""
+    """Returns BD channels of the pooled row of window w in float32; an infinite value is kept unless its weight would
+    be 0 in float64 too."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -119,7 +123,7 @@ def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w,
 def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
          DIM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr,
          BD: tl.constexpr):  # fmt: skip
-    """Writes BD channels of one result; grid (results, heads, blocks of channels)."""
+    """Writes BD channels of one pooled row; grid (pooled rows, heads, blocks of channels)."""
     h, d = tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
     b, row, w = _window(tokens, lengths, count, tl.program_id(0))
     at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
@@ -170,8 +174,8 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
 def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
               results: tl.int32, per: tl.int32, heads: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
               DIM: tl.constexpr, ALIGN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Writes BD channels of the sum of a position's gradients over `per` results; grid (positions of all halves,
-    blocks of channels, ranges of results)."""
+    """Writes a partial sum of the bias's gradient, for one position in the window and BD channels: the sum over heads
+    and `per` pooled rows; grid (positions, twice with overlap; blocks of channels; ranges of pooled rows)."""
     position, half = tl.program_id(0) % RATIO, tl.program_id(0) // RATIO
     d, split = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
     column, there = half * DIM + d, d < DIM
