@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fusion_attention.api.compress import CompressionState, compress
     from fusion_attention.api.compressed import compressed_attention
     from fusion_attention.api.decode import decode_attention
-    from fusion_attention.api.int8_rope import divided_rope
+    from fusion_attention.api.divided_rope import divided_rope
     from fusion_attention.api.sparse import (
         indexer_loss,
         indexer_target_loss,
@@ -83,7 +83,7 @@ _MODULES = {
     "compressed_attention": "api.compressed",
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",
-    "divided_rope": "api.int8_rope",
+    "divided_rope": "api.divided_rope",
     "explain": "refusals.explanation",
     "indexer_loss": "api.sparse",
     "indexer_target_loss": "api.sparse",

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clauses.checks import Page
 from clauses.pages import PAGES
-from clauses.table import Page
 
 from codegen import headers
 from codegen.c_definitions import definitions

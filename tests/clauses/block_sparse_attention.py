@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from clauses.checks import INVALID, NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, H
 from clauses.near import Near, near, softmax
-from clauses.table import INVALID, NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.values import GENERATOR, draw, prepared, widened, zeros
 
 FORWARD = prototype("""

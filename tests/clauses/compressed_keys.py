@@ -5,8 +5,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from clauses.checks import Args
 from clauses.dtypes import I32
-from clauses.table import Args
 from clauses.values import GENERATOR
 
 Names = tuple[str, str]  # of the rows' and of the keys' parameter

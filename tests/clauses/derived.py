@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from clauses.checks import INVALID, NULL, RUN_TIME, Check, Clauses, computes, forbids, refuses
+from clauses.checks import repeats as again
 from clauses.dtypes import F32, I16
-from clauses.table import INVALID, NULL, RUN_TIME, Check, Clauses, computes, forbids, refuses
-from clauses.table import repeats as again
 from clauses.values import deeper, fractal, gapped, to
 
 

@@ -4,9 +4,7 @@ from typing import Any
 
 import torch
 
-from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
-from clauses.near import Near, near, softmax
-from clauses.table import (
+from clauses.checks import (
     INVALID,
     NULL,
     RUN_TIME,
@@ -20,6 +18,8 @@ from clauses.table import (
     refuses,
     repeats,
 )
+from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
+from clauses.near import Near, near, softmax
 from clauses.training import PREFIX_TRIANGLE, TRIANGLE, band, biased, bits, given, grid, hiding, tabled
 from clauses.values import (
     GENERATOR,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from clauses.checks import Args, filled, prototype
 from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
-from clauses.table import Args, filled, prototype
 from clauses.values import draw, drawn_integers, heads_first, prepared
 
 PROTOTYPE = prototype("""

@@ -17,7 +17,7 @@ from clauses import (
     sparse_flash_mla_grad,
     unpadding_score_grad_v3,
 )
-from clauses.table import Page
+from clauses.checks import Page
 
 PAGES: tuple[Page, ...] = (
     unpadding_score_grad_v3.PAGE,

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from clauses import flash_attention_score_v2 as v2
+from clauses.checks import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.derived import of_page
 from clauses.dtypes import H
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import drawn, zeros
 
 PROTOTYPE = prototype("""

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from clauses.checks import Args
 from clauses.dtypes import I32
-from clauses.table import Args
 from clauses.values import GENERATOR
 
 

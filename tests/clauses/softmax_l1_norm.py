@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from clauses.checks import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.compressed_keys import ends_of, lists_of, rows_of
 from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
 from clauses.near import Near, near
-from clauses.table import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.values import draw, ints, longer, widened, zeros
 
 PROTOTYPE = prototype("""

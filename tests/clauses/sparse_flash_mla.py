@@ -5,10 +5,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
-from clauses.near import Near, cat, near, softmax, stack
-from clauses.selections import flat
-from clauses.table import (
+from clauses.checks import (
     INVALID,
     NULL,
     RUN_TIME,
@@ -22,6 +19,9 @@ from clauses.table import (
     refuses,
     repeats,
 )
+from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
+from clauses.near import Near, cat, near, softmax, stack
+from clauses.selections import flat
 from clauses.values import GENERATOR, deeper, draw, drawn, fractal, gapped, ints, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from clauses.checks import Args
 from clauses.dtypes import BOOL, U8
 from clauses.near import Near, near
-from clauses.table import Args
 from clauses.values import GENERATOR
 
 INF = 2147483647

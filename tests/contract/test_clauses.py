@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from clauses import score_grad_v4, score_v4
+from clauses.checks import KINDS, TYPES, Page, record_of, wrong
 from clauses.pages import PAGES
-from clauses.table import KINDS, TYPES, Page, record_of, wrong
 
 from fusion_attention import aclnn
 from fusion_attention.contract import Attr

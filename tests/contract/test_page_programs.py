@@ -16,9 +16,9 @@ from clauses import (
     sparse_flash_attention_grad,
     unpadding_score_grad_v3,
 )
+from clauses.checks import Args, Page, not_computed
 from clauses.dtypes import I8, U8
 from clauses.near import UNIT, near
-from clauses.table import Args, Page, not_computed
 from clauses.training import hiding
 from clauses.values import GENERATOR
 from support.page_programs import CORRECTED, FILL, PRINTED, Given, Printed, check, indexer_grad_kl_loss_refused

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.shares import faults, rights
+from support.drawn_faults import faults, rights
 
 
 def _write(line: str) -> None:

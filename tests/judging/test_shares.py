@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.shares import LOW, Roundings
+from support.drawn_faults import LOW, Roundings
 from support.sources import ROOT
 
 

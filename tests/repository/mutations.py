@@ -276,7 +276,7 @@ CALLERS = [
             "if t.dim() == [-4-]{+5+} and table is not None and", f"{FUSED_INTERFACES}::test_the_text_names_the_cause"),
 ]  # fmt: skip
 
-KERNELS = "kernels/test_cases.py::test_several_tiles"
+KERNELS = "kernels/test_dense_features.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
     package("Triton: sums do not fade", "backends/triton/dense/forward.py", "now, l [-* fade -]+ tl.sum(p, 1)",

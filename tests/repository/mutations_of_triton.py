@@ -2,7 +2,7 @@
 
 from mutant import core, package
 
-DESCRIPTORS, GLUON = "kernels/test_backward.py", "backends/test_triton_gluon.py"
+DESCRIPTORS, GLUON = "kernels/test_tensor_descriptors.py", "backends/test_triton_gluon.py"
 FORWARD = [
     package("Triton: the second part of rows is the first again", "backends/triton/common/kernels.py",
             "x1 = rows[1].load([j0, [-W0-]{+0+}])", f"{DESCRIPTORS}::test_high_tiles"),
@@ -17,7 +17,7 @@ FORWARD = [
             "s = warpgroup_mma_wait([-1-]{+0+}, [s])", f"{GLUON}::test_ahead"),
 ]  # fmt: skip
 
-TESTS = "kernels/test_backward.py"
+TESTS = "kernels/test_tensor_descriptors.py"
 BACKWARD = [
     package("Triton: a tile that ends behind the last key is whole", "backends/triton/dense/backward.py",
             "(end < j0[- + BN-])", f"{TESTS}::test_rows_by_descriptors"),

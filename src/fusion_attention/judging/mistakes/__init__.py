@@ -6,18 +6,31 @@ from fusion_attention.judging.mistakes import (
     compressed,
     gradients,
     lists,
-    loads,
     masks,
+    online_softmax,
     results,
     scores,
+    single_tiles,
     splits,
     stored,
-    tiles,
 )
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 # In this order mistakes are tried, and listed in reports if they explain a result equally well.
-_MODULES = (masks, compressed, scores, addresses, caches, results, tiles, loads, splits, gradients, stored, lists)
+_MODULES = (
+    masks,
+    compressed,
+    scores,
+    addresses,
+    caches,
+    results,
+    online_softmax,
+    single_tiles,
+    splits,
+    gradients,
+    stored,
+    lists,
+)
 MISTAKES: tuple[Mistake, ...] = tuple(
     mistake for module in _MODULES for mistake in vars(module).values() if isinstance(mistake, Mistake)
 )

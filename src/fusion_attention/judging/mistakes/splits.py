@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.ir.kv import PagedView
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try
-from fusion_attention.judging.mistakes.tiles import Loop, Sums, Way, explaining, exponentials, summed
+from fusion_attention.judging.mistakes.online_softmax import Loop, Sums, Way, explaining, exponentials, summed
 
 Tensor = torch.Tensor
 _COUNTS = (2, 3, 4, 5, 6, 7, 8, 12, 16)

@@ -10,7 +10,7 @@ import torch
 from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, out_of
-from fusion_attention.judging.mistakes.tiles import (
+from fusion_attention.judging.mistakes.online_softmax import (
     Loop,
     Sums,
     Way,
