@@ -108,8 +108,8 @@ class _Sparse(Counted):
     """Patches the layers of models with sparse attention while a name is registered."""
 
     def begin(self, changes: Changes) -> None:
-        """Patches the classes of layers that sparse_models supports, when the first name is registered; `changes`
-        records the patches."""
+        """Patches transformers' layers with sparse attention (sparse_models), once, before the first name of an
+        attention function is registered with transformers; `changes` records the patches."""
         sparse_models.patch(changes, _serves)
 
 

@@ -81,7 +81,7 @@ HEAD_MAJOR = " TND: the [N1, q_len, 8] of all sequences, concatenated; [T1, N1, 
 
 
 def packed(p: Tensor) -> Tensor:
-    """A copy of a statistics parameter that documents the order of packed sequences."""
+    """Returns a copy of the description of softmax_max or softmax_sum that adds the order of elements in layout TND."""
     return replace(p, text=p.text + HEAD_MAJOR)
 
 
