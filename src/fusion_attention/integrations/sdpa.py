@@ -126,8 +126,7 @@ def _ours(
 ) -> Tensor | None:
     """Returns the result computed by attention(), or None if torch must compute or reject the call.
 
-    mask, grouped: the arguments attn_mask and enable_gqa of scaled_dot_product_attention(), whose names the others
-    have.
+    The parameters are those of scaled_dot_product_attention(); mask and grouped are attn_mask and enable_gqa.
     """
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None

@@ -193,7 +193,8 @@ class Errors:
         return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1
 
     def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
-        """Yields (sequence, worst group) for every kind of group and sequence; sequence -1 for all elements.
+        """Yields (sequence, the group with the largest error) for every sequence and every kind of group (Look.kind);
+        sequence -1 for all elements.
 
         draws: the number of programs from which expected sizes were estimated; 0: they were computed by formulas.
         """

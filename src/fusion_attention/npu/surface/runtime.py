@@ -31,7 +31,7 @@ _TYPES = (
 
 
 class Format(enum.IntEnum):
-    """Numbers of the chip's formats, for npu_format_cast."""
+    """The chip's memory layouts of a tensor, such as ND and NZ, as npu_format_cast numbers them."""
 
     UNDEFINED = -1
     NCHW = 0

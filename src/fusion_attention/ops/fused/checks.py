@@ -310,7 +310,7 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
     """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out (see out_dtypes()); any is legal
-    for a floating-point query without quant_scale2, which ignores it.
+    if the query is floating-point and quant_scale2 is absent, because the call ignores it then.
     """
     dtype = OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):

@@ -136,7 +136,8 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """True if a pse tensor has a legal shape; form: the result of _pse_form(), axes: B, N1, S1, S2."""
+    """True if pse, a bias of the scores, has a legal shape, else the text of its shape; form: the kind of bias that
+    _pse_form() found, "" for none; axes: B, N1, S1, S2."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 
