@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from benchmarks.dense import DTYPES, PEAKS
-from benchmarks.features import with_threads
 from benchmarks.gradient import gradient
 from benchmarks.selections import BACKWARD, CHOSEN, DIM, FORWARD, INDEX_DIM, SCALE, Index, Selection
+from benchmarks.threads import with_threads
 from fusion_attention.bench.pair import Pair, seconds
 
 HEADS, KEYS, INDEX_HEADS = 64, 8192, 32

@@ -3,7 +3,7 @@
 #include "dispatch.h"
 
 #include "cpu_features.h"
-#include "data/tiles.h"
+#include "data/amx_counts.h"
 #include "tile_memory.h"
 
 #include <algorithm>

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "data/tiles.h"
+#include "data/amx_counts.h"
 #include "simd/vec.h"
 
 namespace fusion {

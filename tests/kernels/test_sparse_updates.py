@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.captured import Captured
+from support.fake_cuda_graph import Captured
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.common.shapes import Tile

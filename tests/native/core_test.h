@@ -11,7 +11,7 @@ void test_caches(Report &report);            // cache_test.cpp
 void test_pooling(Report &report);           // pool_test.cpp
 void test_sparse(Report &report);            // sparse_test.cpp
 void test_teams(Report &report);             // team_test.cpp
-void test_tiles(Report &report);             // tiles_test.cpp
+void test_tiles(Report &report);             // amx_counts_test.cpp
 
 // Those to test, without those that share this part with a weaker one.
 std::vector<fusion::Built> with_own_sparse_part(const Report &report);

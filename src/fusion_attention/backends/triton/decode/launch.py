@@ -12,7 +12,7 @@ from fusion_attention.backends.triton.common import launching, layout_table, sha
 from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.dense import launch as launch_dense
-from fusion_attention.backends.triton.dense.recompute import recompute_out
+from fusion_attention.backends.triton.dense.not_finite import recompute_out
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView

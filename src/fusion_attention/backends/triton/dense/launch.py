@@ -21,7 +21,7 @@ from fusion_attention.backends.triton.decode.kernel import decode, join
 from fusion_attention.backends.triton.dense import launch_gluon
 from fusion_attention.backends.triton.dense.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.dense.forward import forward
-from fusion_attention.backends.triton.dense.recompute import recompute_key, recompute_out, recompute_query
+from fusion_attention.backends.triton.dense.not_finite import recompute_key, recompute_out, recompute_query
 from fusion_attention.ir import dropout, tiles
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem

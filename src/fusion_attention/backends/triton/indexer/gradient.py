@@ -17,7 +17,7 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.pages import safe_unit
-from fusion_attention.backends.triton.dense.recompute import gather_three, recomputed_three, wrong_three
+from fusion_attention.backends.triton.dense.not_finite import gather_three, recomputed_three, wrong_three
 from fusion_attention.backends.triton.indexer.loss_parts import is_finite
 from fusion_attention.backends.triton.indexer.scores import index_product
 from fusion_attention.backends.triton.selected.selection import SCANNED, token_at

@@ -27,7 +27,7 @@ from fusion_attention.backends.triton.selected.backward import backward_rows, ba
 from fusion_attention.backends.triton.selected.launch import slots
 from fusion_attention.backends.triton.selected.launch import tokens as listed_tokens
 from fusion_attention.backends.triton.selected.launch_key_sum import Gradient, Where
-from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
+from fusion_attention.backends.triton.selected.not_finite_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.ir.kv import RowView

@@ -1,7 +1,7 @@
 // What the model of tiles counts: products beside the useful multiply-adds, loads and stores. And what becomes of a
 // system that refuses tiles.
 
-#include "data/tiles.h"
+#include "data/amx_counts.h"
 #include "plan/backward.h"
 #include "plan/decode.h"
 #include "plan/forward.h"

@@ -13,7 +13,7 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.pages import cache_at
-from fusion_attention.backends.triton.dense import recompute
+from fusion_attention.backends.triton.dense import not_finite
 from fusion_attention.backends.triton.selected import selection
 from fusion_attention.backends.triton.selected.forward import NUMBERS, heads_of, offset_within, page_of
 
@@ -61,10 +61,10 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
             values = common.load_three(v + cache_v[0], offset, counted, True, V0, V1, V2, DIM_V)
         p = tl.exp2((s - peak) * common.LOG2E)[:, None]
         counted = (counted & (s != -float("inf")))[:, None]
-        acc0, acc1, acc2 = recompute.gather_three(
-            (acc0, acc1, acc2), p, recompute.outlasting(p), counted, values, V1, V2
+        acc0, acc1, acc2 = not_finite.gather_three(
+            (acc0, acc1, acc2), p, not_finite.outlasting(p), counted, values, V1, V2
         )
-        more = recompute.left_three((acc0, acc1, acc2), at_out[0], at_out[1], there, False, V0, V1, V2, DIM_V)
+        more = not_finite.left_three((acc0, acc1, acc2), at_out[0], at_out[1], there, False, V0, V1, V2, DIM_V)
         n0 = tl.where(more > 0, n0 + BN, slots)
     return acc0, acc1, acc2
 
@@ -86,7 +86,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
     at_out, head_out = row_of(strides, count, b, row, layout_index.OUT, ALIGN)
     at_max, head_max = row_of(strides, count, b, row, layout_index.MAX, 1)
     at_sum, head_sum = row_of(strides, count, b, row, layout_index.SUM, 1)
-    flagged = recompute.wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
+    flagged = not_finite.wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
     sums = tl.load(sum_ + at_sum + h * head_sum, mask=valid, other=0.0)
     some = tl.max(tl.where(sums == sums, flagged, 0), 0) > 0
     begin = tl.min(h, 0).to(tl.int32)
@@ -107,7 +107,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
     for one in tl.range(begin, tl.where(some, tl.minimum(begin + BM, (hk + 1) * GROUP), begin).to(tl.int32)):
         head = one + tl.zeros([1], tl.int64)
         there = head >= 0
-        bad = recompute.wrong_three(out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V) > 0
+        bad = not_finite.wrong_three(out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V) > 0
         peak, total = tl.load(max_ + at_max + head * head_max), tl.load(sum_ + at_sum + head * head_sum)
         bad = bad & (total == total) & (peak != -float("inf"))
         any_bad = tl.max(bad.to(tl.int32), 0) > 0
@@ -143,4 +143,4 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
                 table_compressed, last_compressed, first * 0, last_end, slots, peak, scale, at_head, there, SELECT > 0,
                 BLOCK, SHARED, PAGE_COMPRESSED, NEAR, D0, D1, D2, DIM, 0, 0, V0, V1, V2, DIM_V, BN)  # fmt: skip
         rescale = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
-        recompute.recomputed_three(out + at_out, head * head_out, bad, acc, rescale, False, V0, V1, V2, DIM_V)
+        not_finite.recomputed_three(out + at_out, head * head_out, bad, acc, rescale, False, V0, V1, V2, DIM_V)
