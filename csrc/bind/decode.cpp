@@ -146,7 +146,7 @@ private:
     mutable int runs_ = 0;  // number of active runs
 };
 
-struct Form {
+struct DecodeForm {
     using Plan = Decode;
     using Operands = fusion::DecodeOperands;
 
@@ -178,8 +178,8 @@ void bind_decode(nb::module_ &m) {
         .def("update", &Decode::update, "kv_len"_a, "lo"_a, "hi"_a)
         .def("workspace_bytes", &Decode::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &Decode::variant)
-        .def("run", &run_once<Form>, "threads"_a, "operands"_a)
+        .def("run", &run_once<DecodeForm>, "threads"_a, "operands"_a)
         .def("run_dense", &Decode::run_dense, "dense"_a, "threads"_a, "operands"_a)
-        .def("prepare", &Prepared<Form>::prepare, "operands"_a, "names"_a);
-    Prepared<Form>::bind(m, "PreparedDecode");
+        .def("prepare", &Prepared<DecodeForm>::prepare, "operands"_a, "names"_a);
+    Prepared<DecodeForm>::bind(m, "PreparedDecode");
 }

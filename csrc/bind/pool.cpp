@@ -25,6 +25,7 @@ void run(bool backward, int threads, const nb::tuple &problem, const nb::tuple &
          const nb::object &variant) {
     require_threads(threads);
     const fusion::PoolCall call = call_of(problem, lengths, variant);
+    call.check();
     const std::int64_t channels = call.problem.channels(), written = backward ? channels : 0;
     Views from(operands, 7, "operands of pooling are 7 values", call.sequences.size());
     fusion::PoolOperands o;
@@ -33,7 +34,6 @@ void run(bool backward, int threads, const nb::tuple &problem, const nb::tuple &
     (backward ? o.dout : o.out) = from.rows(3, "out", call.problem.dim);
     o.dkv = from.rows(4, "dkv", written), o.dgate = from.rows(5, "dgate", written);
     o.dbias = reinterpret_cast<float *>(from.get<std::uintptr_t>(6));
-    call.check();
     const nb::gil_scoped_release released;
     backward ? call.backward(o, threads) : call.forward(o, threads);
 }

@@ -39,9 +39,8 @@ enum class Of { forward, backward, loss };  // a loss has no incoming gradient, 
 constexpr std::size_t values_at = 10, target_at = 26;  // operands whose rows have any length
 
 // The number of elements of rows whose length is not a size of the problem; 0 if the operand is missing.
-std::int64_t width_of(const nb::tuple &operands, std::size_t i) {
-    const nb::object from = nb::borrow(operands[i]);
-    return from.is_none() ? 0 : item<std::int64_t>(nb::cast<nb::tuple>(from), 4);
+std::int64_t width_of(const Views &from, std::size_t i, const char *name) {
+    return from.lacks(i) ? 0 : item<std::int64_t>(from.view(i, name, true, {5}), 4);
 }
 
 // Operands and results of a call.
@@ -54,7 +53,7 @@ Arguments<SparseOperands> operands_of(const nb::tuple &values, const SparseProbl
     const auto written = [&](std::int64_t dim) { return writes ? dim : 0; };
     const auto second = [&](std::int64_t dim) { return p.compressed_ratio ? dim : 0; };
     const std::int64_t own_dim_v = p.shares_kv ? 0 : p.dim_v;
-    const std::int64_t value_width = of == Of::loss          ? width_of(values, values_at)
+    const std::int64_t value_width = of == Of::loss          ? width_of(from, values_at, "values")
                                      : from.lacks(values_at) ? 0
                                                              : p.select_count;
     SparseOperands o;
@@ -75,7 +74,7 @@ Arguments<SparseOperands> operands_of(const nb::tuple &values, const SparseProbl
     o.wide_keys = from.get<bool>(21);
     o.dk_compressed = from.rows(24, "dk_compressed", second(written(p.dim_qk)));
     o.dv_compressed = from.rows(25, "dv_compressed", second(written(own_dim_v)));
-    o.target = from.rows(target_at, "target", of == Of::loss ? width_of(values, target_at) : 0);
+    o.target = from.rows(target_at, "target", of == Of::loss ? width_of(from, target_at, "target") : 0);
     return {std::move(from), o};
 }
 

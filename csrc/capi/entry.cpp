@@ -125,8 +125,9 @@ public:
 
     // Plans the call in Python, under its lock.
     void plan(const Python &py, std::uint64_t &workspace_size) {
+        PyObject *const arguments = packed(py);  // first, because it may throw
         const Reference answer(py, called(py, entry().plan,
-                                          {text_of(py, op_.name), packed(py), text_of(py, settings_.device),
+                                          {text_of(py, op_.name), arguments, text_of(py, settings_.device),
                                            text_of(py, settings_.backend)}));
         refuse(py, answer.get());
         workspace_size = planned_->workspace = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer.get(), 1));
@@ -259,8 +260,9 @@ public:
 
     // Passes changed addresses to Python and runs, under its lock.
     void operator()(const Python &py, const Settings &settings) {
+        PyObject *const moved = moves(py, settings);  // first, because it may throw
         py.Py_IncRef(planned_.job);
-        const Reference answer(py, called(py, entry().run, {planned_.job, moves(py, settings)}));
+        const Reference answer(py, called(py, entry().run, {planned_.job, moved}));
         if (answer.get() != py.none) Request::refuse(py, answer.get());
     }
 

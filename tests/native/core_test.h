@@ -52,12 +52,16 @@ inline Call call_of(const fusion::Problem &p, const Lengths &lengths) {
 
 // Computes a call by run(threads), with the same bits for any number of threads.
 template <class Run> void run_teams(Judge &judge, Call &c, Run run) {
-    Elements before;
+    Elements out, max, sum;
     for (int threads : {3, 8, 1}) {
         c.out.poison(), c.max.poison(), c.sum.poison();
         run(threads);
-        if (threads != 3) judge.require_same("out", before, c.out.elements);
-        before = c.out.elements;
+        if (threads != 3) {
+            judge.require_same("out", out, c.out.elements);
+            judge.require_same("max", max, c.max.elements);
+            judge.require_same("sum", sum, c.sum.elements);
+        }
+        out = c.out.elements, max = c.max.elements, sum = c.sum.elements;
     }
 }
 

@@ -1,8 +1,10 @@
-// What core_test.cpp does not run: teams alone, runs that are given up, and memory that is missing.
+// What core_test.cpp does not run: teams alone, runs that are given up, memory that is missing, and the plans of
+// selections, whose bits any number of threads leaves as they are. Numbers are judged by the Python suite.
 
 #include "core_test.h"
 #include "plan/arena.h"
 #include "plan/team.h"
+#include "selected.h"
 #include "system.h"
 
 #include <chrono>
@@ -173,6 +175,22 @@ void lease(Report &report) {
     expect(report, address(1) != kept, "a buffer that nobody needs is kept", 1);
 }
 
+void same_bits(Report &report, const fusion::Built &built) {
+    for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {
+        for (const Selected kind : {Selected::forward, Selected::backward, Selected::indexer,
+                                    Selected::indexed_gradient, Selected::list_loss, Selected::tile_loss}) {
+            SelectedCall call(dtype, kind);
+            const std::vector<unsigned char> want = call.run(*built.sparse, 1);
+            for (const int threads : sizes) {
+                if (call.run(*built.sparse, threads) == want) continue;
+                report.fail(std::string(built.name) + ", selection " + std::to_string(static_cast<int>(kind)) +
+                            ", dtype " + std::to_string(static_cast<int>(dtype)) + ": other bits with " +
+                            std::to_string(threads) + " threads");
+            }
+        }
+    }
+}
+
 }  // namespace
 
 void test_teams(Report &report) {
@@ -184,6 +202,7 @@ void test_teams(Report &report) {
         meet(report, threads);
         give_up(report, threads);
     }
+    for (const fusion::Built &built : with_own_sparse_part(report)) same_bits(report, built);
 }
 
 }  // namespace check
