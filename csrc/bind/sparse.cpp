@@ -106,7 +106,8 @@ void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &oper
     require_threads(threads);
     if (!self.attention() || !loss) refuse("this is the plan of no loss, or the loss has no place");
     const auto given = operands_of(operands, self.problem(), Of::loss, self.sequences());
-    const std::int64_t target = width_of(operands, target_at), values = width_of(operands, values_at);
+    const std::int64_t target = width_of(given.views, target_at, "target"),
+                       values = width_of(given.views, values_at, "values");
     if (self.given_target() ? target < self.target_width() : target)
         refuse("target is missing, too short, or no operand");
     if (values && values < self.target_width()) refuse("values are too short");

@@ -1,8 +1,10 @@
 """A band of keys beside compressed keys under Triton's interpreter, against golden."""
 
 import pytest
+import torch
 from support.compressed import CASES, CompressedCase, arguments, compute, lowered, wanted
 
+import fusion_attention as fa
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.selected import launch_backward
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
@@ -29,3 +31,10 @@ ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for c
 def test_cases(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, lowered(args), args["dy"], "triton"), wanted(case, args))
+
+
+def test_sequences_without_rows_and_keys() -> None:
+    q, k, compressed = (torch.empty(1, 0, heads, 64).half().requires_grad_() for heads in (8, 1, 1))
+    with fa.use_backend("triton"):
+        fa.compressed_attention(q, k, compressed, ratio=4).sum().backward()
+    assert [t.grad.shape for t in (q, k, compressed) if t.grad is not None] == [q.shape, k.shape, compressed.shape]

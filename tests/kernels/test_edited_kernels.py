@@ -84,8 +84,8 @@ EDITS = (
          '-float("inf"))', "", ("edge-tiles-unmasked",), CAUSAL),
     Edit("dv without dropout's factor", backward, "(dv0, dv1, dv2), 1.0 / keep_prob", "(dv0, dv1, dv2), 1.0",
          ("dropout-scale",), {"drop_bits": True, **DROPS}),
-    Edit("lse without the sum", backward, "peak * common.LOG2E + tl.log2(total)",
-         "peak * common.LOG2E",
+    Edit("lse without the sum", backward, "peak * LOG2E + tl.log2(total)",
+         "peak * LOG2E",
          ("unnormalised", "probabilities-wrong")),
 )  # fmt: skip
 KERNELS = ("forward", "prepare", "backward_query", "backward_key")

@@ -124,7 +124,7 @@ LISTS = [
     package("Triton: the page of the turn before, of a list", "backends/triton/selected/forward.py",
             "key, page = key_next, [-page_next-]{+page+}", f"{LISTS_FORWARD}::test_cases"),
     package("Triton: what no float holds weighs nothing in a list", "backends/triton/selected/not_finite.py",
-            "p, [-recompute.outlasting(p)-]{+p+}, counted",
+            "p, [-not_finite.outlasting(p)-]{+p+}, counted",
             f"{LISTS_FORWARD}::test_infinite_values_outlast_weights_that_no_float_can_hold"),
     package("Triton: every share of a list is its first", "backends/triton/selected/forward.py",
             "begin = [-tl.program_id(1)-]{+0+} * per", SHARED_OUT),

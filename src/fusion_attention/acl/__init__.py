@@ -110,7 +110,8 @@ def init(config_path: str | None = None, *, device: str | torch.device = "cpu", 
 
 
 def finalize() -> int:
-    """Ends the runtime: closes contexts and streams, and frees memory; returns 0, or 100037 if it was already ended."""
+    """Ends the runtime: closes contexts and streams, and frees memory; returns 0, or an error code if it was
+    already ended (100037) or never begun."""
     if STATE.device is None:
         state.note("acl: finalize: called twice, or before acl.init()")
         return state.REPEAT_FINALIZE if STATE.finalized else state.UNINITIALIZED

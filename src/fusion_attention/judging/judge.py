@@ -109,8 +109,9 @@ def judged(
     opinions = {}
     for name, tally in result.tallies.items():
         map_ = result.maps.get(name)
-        sentences = [] if map_ is None else map_.sentences()
-        where = [] if tally.passes else [*sentences, *subject.looks(name, tally)]
+        where = []
+        if not tally.passes:
+            where = [*([] if map_ is None else map_.sentences()), *subject.looks(name, tally)]
         surface = subject.surface(name, tally) if map_ is None else map_.surface()
         opinions[name] = opinion(name, tally, grades[name], standard, where, surface)
     mistakes, noisy = subject.explained(result) if search and not result.passes else ((), False)

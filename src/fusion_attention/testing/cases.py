@@ -104,7 +104,7 @@ class Case(Named):
     @property
     def npu(self) -> bool:
         """True if torch_npu's functions can make this call: they lack masks of tiles, a softcap, and padded sequences
-        of unequal lengths."""
+        of unequal lengths or followed by further rows."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
         ours_only = self.mask == "tiles" or self.softcap != 0
         return not ours_only and (self.packed or not ragged)

@@ -50,6 +50,9 @@ class HostSystem:
 class _ExperimentalConfig(SimpleNamespace):
     """Accepts every setting of a chip's profile, without effect."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+
 
 def _activities(given: Iterable[Any] | None) -> list[Any] | None:
     """Returns torch's ProfilerActivity list for torch_npu's: CPU stays, NPU becomes CUDA if there is a GPU, else CPU;

@@ -283,7 +283,7 @@ def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
 
 
 def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
-    """Returns lse [rows, heads] as CANN's softmax_lse: [rows, heads, 1], or [1, heads, rows, 1] if by_batch."""
+    """Returns lse with a last axis of 1, as CANN has it; [rows, heads] becomes [1, heads, rows, 1] if by_batch."""
     return (lse.mT.unsqueeze(0) if by_batch else lse).unsqueeze(-1)
 
 

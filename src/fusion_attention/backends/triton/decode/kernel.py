@@ -14,6 +14,8 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index, pages
 from fusion_attention.backends.triton.common.bias import biased
+from fusion_attention.backends.triton.common.kernels import PER_TILE
+from fusion_attention.backends.triton.common.pages import PER_CHANNEL, PER_TOKEN
 from fusion_attention.backends.triton.dense.forward import finish
 
 MOST_SHARES = tl.constexpr(128)
@@ -66,7 +68,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     row into `partials`. width: entries of a row of the page table. WITHIN: a tile of keys is within one page. SHARED:
     values are the first column blocks of the keys. PAIRED: values are int8, loaded in pairs.
     """
-    entry, hk = work + tl.program_id(0) * common.PER_TILE, tl.program_id(1).to(tl.int64)
+    entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
     begin, end, shares = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
@@ -99,9 +101,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         scale_vs = pages.cache_at(strides, count, b, hk, layout_index.SCALE_V, 1)
         offset_vs = pages.cache_at(strides, count, b, hk, layout_index.OFFSET_V, 1)
     added, unit_k = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    if DEQUANT_K == pages.PER_CHANNEL:
+    if DEQUANT_K == PER_CHANNEL:
         query, added, unit_k = pages.channels_folded(query, scale_k, offset_k, scale_ks, offset_ks, D0, D1, D2, DIM)
-    if DEQUANT_K == pages.PER_TOKEN:
+    if DEQUANT_K == PER_TOKEN:
         added = pages.rows_summed(query, D1, D2)
 
     if PAIRED:
@@ -122,17 +124,17 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         ahead = pages.page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
         # Loaded early, because they are not prefetched.
         offsets_k, offsets_v = inside, inside
-        if DEQUANT_K == pages.PER_TOKEN and offset_k is not None:
+        if DEQUANT_K == PER_TOKEN and offset_k is not None:
             offsets_k = pages.tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
-        if DEQUANT_V == pages.PER_TOKEN and offset_v is not None:
+        if DEQUANT_V == PER_TOKEN and offset_v is not None:
             offsets_v = pages.tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
         keys = pages.stored_three(
             pages.load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
         )
         s = common.inner_three(query, keys, D1, D2)
-        if DEQUANT_K == pages.PER_CHANNEL:
+        if DEQUANT_K == PER_CHANNEL:
             s = s * unit_k[:, None] + added[:, None]
-        if DEQUANT_K == pages.PER_TOKEN:
+        if DEQUANT_K == PER_TOKEN:
             if offset_k is not None:
                 s += added[:, None] * offsets_k[None, :]
             s = s * pages.tokens_at(scale_k, scale_ks, page, j0, inside, PAGE, WITHIN, BN)[None, :]
@@ -165,13 +167,13 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         elif not SHARED:
             stored = pages.load_rows(v, cache_v, page, j0, inside, PAGE, WITHIN, BN, V0, V1, V2, DIM_V)
             values = pages.stored_three(stored, query[0], V1, V2)
-        if DEQUANT_V == pages.PER_TOKEN:
+        if DEQUANT_V == PER_TOKEN:
             scales = pages.tokens_at(scale_v, scale_vs, page, j0, inside, PAGE, WITHIN, BN)
             p, fade, unit_v = pages.scaled_weights(p, fade, scales, unit_v, query[0])
         p = p.to(query[0].dtype)
         if offset_v is not None:
             weight = p.to(tl.float32)
-            if DEQUANT_V == pages.PER_TOKEN:
+            if DEQUANT_V == PER_TOKEN:
                 weight = weight * offsets_v[None, :]
             lifted = lifted * fade + tl.sum(weight, 1)
         acc0 = acc0 * fade[:, None]
@@ -222,9 +224,9 @@ def join(out, max_, sum_, sink, partials, strides, work, count: tl.int32, rows: 
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of a row of a head from its partial results; grid (split tiles * rows, heads_kv)."""
-    listed, hk = work + tl.program_id(0) // rows * common.PER_TILE, tl.program_id(1).to(tl.int64)
+    listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
-    entry, n = work + slot * common.PER_TILE, tl.program_id(0) % rows
+    entry, n = work + slot * PER_TILE, tl.program_id(0) % rows
     r = tl.load(entry + 1) + n
     if (shares > 0) & (r < tl.load(entry + 2)):
         b, heads_kv = tl.load(entry).to(tl.int64), tl.num_programs(1)

@@ -25,6 +25,7 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.bias import MATRIX, TABLE, add_dbias, biased, capped
+from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 
 LARGE, SHRINK = tl.constexpr(256.0), tl.constexpr(1 / 256)
 HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
@@ -51,7 +52,7 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
     `partials` receives the tile's contribution to dsink. `large`, initially zeros, receives a 1 for each key head of a
     sequence with large dout.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(tile + 1) + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
@@ -71,14 +72,14 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
     peak = tl.load(max_ + at_max + row64 * stride_max, mask=valid, other=0.0)
     total = tl.load(sum_ + at_sum + row64 * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
-    lse = peak * common.LOG2E + tl.log2(total)
+    lse = peak * LOG2E + tl.log2(total)
     # inf marks empty rows; infinite statistics become NaN.
     lse = tl.where(tl.abs(lse) == float("inf"), float("nan"), lse)
     # If the last bit of a score exceeds the exponent range of weights, lse is rounded up so that no score is above it.
     lse = tl.where(tl.abs(lse) > HUGE, lse + tl.abs(lse) * HUGE_BITS, lse)
     lse, delta = tl.where(empty, float("inf"), lse), tl.where(empty, 0.0, delta)
     if SINK:
-        given = delta * tl.exp2(tl.load(sink + h) * common.LOG2E - lse)
+        given = delta * tl.exp2(tl.load(sink + h) * LOG2E - lse)
         tl.store(
             partials + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + h,
             -tl.sum(tl.where(empty | ~valid, 0.0, given), 0),
@@ -95,7 +96,7 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
     """Loads (lse, D) of rows of a head, which prepare() wrote from flat + at on, `stride` apart; D = dout . out - dlse.
-    Invalid rows get (inf, 0), as empty rows do."""
+    Invalid rows get (inf, 0), as rows without keys that return zeros do."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
@@ -198,7 +199,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
                    V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                    CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Writes dq of one tile of rows of one head, and adds to dbias; grid (tiles, heads_q)."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row0, row1 = tl.load(tile + 1), tl.load(tile + 2)
     begin, turns = tl.load(tile + 3), tl.load(tile + 4)
@@ -286,7 +287,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
 
     Scores are transposed, with keys as rows, so that weights enter the products from registers.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     j0 = tl.load(tile + 1)
     j = j0 + tl.arange(0, BN)

@@ -14,6 +14,7 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.bias import biased
+from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 
 
 @triton.jit
@@ -126,8 +127,8 @@ def finish(m, l, sink, h, unit, SINK: tl.constexpr):
         logit = tl.load(sink + h)
         joint = tl.maximum(top, logit)
         base = tl.where(joint == -float("inf"), 0.0, joint)
-        fade = tl.where(top == joint, fade, tl.exp2((top - base) * common.LOG2E))
-        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * common.LOG2E))
+        fade = tl.where(top == joint, fade, tl.exp2((top - base) * LOG2E))
+        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * LOG2E))
         top = joint
     # A NaN among the scores is in the sum only, because maxima ignore it.
     top = tl.where((l != l) & (top != float("inf")), float("nan"), top)
@@ -148,7 +149,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     MEAN: result of a row without visible keys: 0: zeros; 1: the mean of V; 2: the mean of V if its band has a key, else
     zeros.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row0 = tl.load(tile + 1)
     row = row0 + tl.arange(0, BM)

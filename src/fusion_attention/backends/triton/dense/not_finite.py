@@ -20,6 +20,7 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.bias import biased, capped
+from fusion_attention.backends.triton.common.kernels import LOG2E
 from fusion_attention.backends.triton.common.pages import cache_at, dequantised_three, offset_of, pages_of, scale_offset
 from fusion_attention.backends.triton.dense.backward import row_notes
 
@@ -191,7 +192,7 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
                 left = common.not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
             counted = counted & ((s != -float("inf")) | mean[None, :])
-            p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * common.LOG2E))
+            p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
             wild = outlasting(p)
             if DROPOUT:
                 counted = counted & tl.trans(common.kept_keys(bits, (strides, count, b, h, heads_q), one, j0,
@@ -281,7 +282,7 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
                 keep = common.kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
                                         (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
-            ds = product(tl.exp2(s * common.LOG2E - lse[None, :]), dp - delta[None, :])
+            ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, visible, keys, D1, D2)
@@ -368,7 +369,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
                 )
             visible = visible & (s != -float("inf"))
             mean = ((lse == float("inf")) & (delta > 0))[:, None]
-            p = tl.where(mean, delta[:, None], tl.exp2(s * common.LOG2E - lse[:, None]))
+            p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
             at_do, stride_do = common.rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
             do = common.load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = common.products(value, do, V1, V2)[:, None], visible | mean

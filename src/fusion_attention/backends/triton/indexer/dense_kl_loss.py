@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 from fusion_attention.backends.triton.indexer import loss_parts
 
 
@@ -50,7 +51,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
              E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr):  # fmt: skip
     """Writes the softmax maximum and sum of one tile of rows over one range of its keys; grid (tiles)."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
@@ -66,7 +67,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
         strange = tl.maximum(strange, tl.max((x != x).to(tl.int32), 1))
         now = tl.maximum(top, tl.max(x, 1))
         shift = tl.where(now == -float("inf"), 0.0, now)
-        total = total * tl.exp2((top - shift) * common.LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * common.LOG2E), 1)
+        total = total * tl.exp2((top - shift) * LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * LOG2E), 1)
         top = now
     top = tl.where(strange > 0, float("nan"), top)
     at = partial + 2 * split * plane + flat + tl.arange(0, BM)
@@ -77,7 +78,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
 @triton.jit(do_not_specialize=["count", "plane"])
 def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
     """Merges the statistics of the key ranges of one tile of rows; grid (tiles)."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     shares, flat = tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
@@ -91,7 +92,7 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
         strange = tl.maximum(strange, (m != m).to(tl.int32))
         now = tl.maximum(top, m)
         shift = tl.where(now == -float("inf"), 0.0, now)
-        total = total * tl.exp2((top - shift) * common.LOG2E) + s * tl.exp2((m - shift) * common.LOG2E)
+        total = total * tl.exp2((top - shift) * LOG2E) + s * tl.exp2((m - shift) * LOG2E)
         top = now
     at_max, stride_max = common.rows_at(strides, count, b, 0, layout_index.MAX, 1)
     at_sum, stride_sum = common.rows_at(strides, count, b, 0, layout_index.SUM, 1)
@@ -155,7 +156,7 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
                 DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Writes the probabilities p of one tile of rows and one tile of keys; grid (tiles of keys, tiles of rows)."""
-    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * common.PER_TILE
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
         return
@@ -176,7 +177,7 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
     (tiles of keys, tiles of rows). GIVEN: writes only y, which warm_given() then reads."""
-    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * common.PER_TILE
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
         return
@@ -194,7 +195,7 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
     at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
     visible = sees(row, key, extents, RATIO) & valid[:, None]
     if GIVEN:
-        y = tl.exp2((x - top[:, None]) * common.LOG2E) / total[:, None]
+        y = tl.exp2((x - top[:, None]) * LOG2E) / total[:, None]
         tl.store(at, tl.where(visible, y, 0.0))
     else:
         gap, loss = loss_parts.difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
@@ -208,7 +209,7 @@ def warm_given(target, values, differences, losses, strides, lengths, tiles, cou
                BK: tl.constexpr):  # fmt: skip
     """Overwrites y of one tile of rows by y sum(p) - p for a given target p (UNIT: sum(p) is taken as 1), writes y to
     `values` if there are any, and the tile's contribution to the loss; grid (tiles)."""
-    tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * common.PER_TILE
+    tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * PER_TILE
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     turns = tl.load(tile + 4) * (BN // BK)
     if turns == 0:
@@ -247,7 +248,7 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
     """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): the query rows, with zeros for
     rows that are not finite, and their weights; grid (tiles of the chunk, heads)."""
     at_tile, h = tl.program_id(0), tl.program_id(1)
-    tile = tiles + (first_tile + at_tile).to(tl.int64) * common.PER_TILE
+    tile = tiles + (first_tile + at_tile).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     turns, first = tl.load(tile + 4), tl.load(tile + 6)
     row, lane = (row0 + tl.arange(0, BM)).to(tl.int64), tl.arange(0, BM)
@@ -281,7 +282,7 @@ def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_ti
              BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     """Adds the contribution of a chunk of rows, in ascending order, to the gradients of one tile of keys, for one of
     SPLITS groups of heads; grid (tiles of keys, SPLITS)."""
-    of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * common.PER_TILE, tl.program_id(1)
+    of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * PER_TILE, tl.program_id(1)
     key0, at = tl.load(of_keys + 1), tl.load(of_keys + 5)
     begin = tl.maximum(tl.load(of_keys + 3) - first_tile, 0)
     end = tl.minimum(tl.load(of_keys + 4) - first_tile, tiles_of_chunk)
@@ -296,7 +297,7 @@ def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_ti
     lane, at_zero = tl.arange(0, BR), tl.full([], 0, tl.int64)
     for t in tl.range(begin * (BM // BR), end * (BM // BR)):
         at_tile = t // (BM // BR)
-        tile = tiles + (first_tile + at_tile) * common.PER_TILE
+        tile = tiles + (first_tile + at_tile) * PER_TILE
         column = key0 - tl.load(tile + 3)
         at_gap, line = block_at(differences, tile, 0, BM, BN)
         met = (column >= 0) & (column < line) & (n >= 0)

@@ -29,8 +29,8 @@ COPIES = tl.constexpr(4)  # loads of each entry
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns int32 entries n of a list, -1 for n >= slots, as entry_ahead() does; for 32 entries, each is loaded by
-    several threads.
+    """Returns int32 the entries of a list that have its keys n (entry n // BLOCK), -1 for n >= slots, as entry_ahead()
+    does; for 32 entries, each is loaded by several threads.
 
     With fewer loads than threads, Triton repeats them for each layout of an iteration, a fifth of all instructions. For
     16 entries the multiply-adds need the registers, and for 64 the products of sm_90 would wait for each other.

@@ -191,7 +191,7 @@ def ready(
         scratch["large"] = Scratch((count * p.heads_kv,), torch.int32, cleared=True)
     if p.has_sink and len(by_row.tensor):
         scratch["partials"] = Scratch((len(by_row.tensor), p.heads_q))
-    per = tokens_of(p, rows, slots[1], row)
+    per = tokens_of(p, rows, slots[1], row) if rows else 1
     scratch |= buffers_of(p, per, slots[1], row) if rows else {}
     names = [*given, *scratch, *(("rows",) if ATOMIC else ())]
     fixed = dict.fromkeys(ABSENT - {*names}) | m.fixed | {

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import LOG2E
 from fusion_attention.backends.triton.common.pages import cache_at
 from fusion_attention.backends.triton.dense import not_finite
 from fusion_attention.backends.triton.selected import selection
@@ -59,7 +60,7 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
         if not SHARED:
             offset = offset_within(cache_v, key, page, PAGE, NEAR)
             values = common.load_three(v + cache_v[0], offset, counted, True, V0, V1, V2, DIM_V)
-        p = tl.exp2((s - peak) * common.LOG2E)[:, None]
+        p = tl.exp2((s - peak) * LOG2E)[:, None]
         counted = (counted & (s != -float("inf")))[:, None]
         acc0, acc1, acc2 = not_finite.gather_three(
             (acc0, acc1, acc2), p, not_finite.outlasting(p), counted, values, V1, V2

@@ -103,7 +103,8 @@ def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.const
                LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Writes the key and id of slots FIRST to LAST, -1 for slots without a key; returns the end of the slots with one.
 
-    Slot FIRST + n has the key of entry n of the list (LISTED), else key first + n; for n >= slots it has none.
+    Slot FIRST + n has key n of the list's entries, each of which stands for BLOCK keys (LISTED), else key first + n;
+    for n >= slots it has none.
     """
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, LAST - FIRST, N):
