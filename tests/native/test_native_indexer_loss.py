@@ -7,6 +7,7 @@ results lie in poison. What the attention saved is computed here too, and given 
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.bits import same_bits
@@ -197,3 +198,18 @@ def test_what_this_back_end_does_not_compute_is_said() -> None:
     wide = IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64")
     assert len(cpu.reasons_against(wide, "cpu")) == 2
     assert not cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="bfloat16"), "cpu")
+
+
+@pytest.mark.parametrize(("at", "name"), [(10, "values"), (26, "target")])
+def test_a_view_of_another_size_is_an_error(at: int, name: str) -> None:
+    call = loss_of(case := LossCase(q_len=(3,), kv_len=(5,), count=2), drawn(case))
+    filled = call.fill(call.results())
+    plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, None)
+
+    class Changed:
+        def run(self, threads: int, own: tuple[Any, ...], *others: Any) -> None:
+            plan.run(threads, (*own[:at], (1,), *own[at + 1 :]), *others)
+
+    changed: Any = Changed()
+    with pytest.raises(ValueError, match=f"{name} is no view"):
+        cpu.indexer_loss(call.problem, call.extents, changed, *filled.operands)
