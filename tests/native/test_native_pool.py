@@ -51,7 +51,7 @@ CASES = [
     Case(ratio=11, dim=19, heads=1, lengths=(40, 9, 22), size=40),
     Case(ratio=11, overlap=False, dim=40, lengths=(25,), size=30, packed=True),
     Case(ratio=8, overlap=False, dim=128, heads=1, lengths=(16,), size=19),
-    Case(ratio=128, overlap=False, dim=18, heads=1, lengths=(131,), size=131),
+    Case(ratio=128, overlap=False, dim=18, heads=1, lengths=(300, 128), size=300),
     Case(before=True, lengths=(11, 8, 4), size=12),
     Case(before=True, ratio=12, lengths=(36, 24), size=36, packed=True, biased=False),
 ]
