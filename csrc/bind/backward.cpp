@@ -20,13 +20,14 @@ Arguments<fusion::Gradients> gradients_of(const nb::tuple &values, const fusion:
     return {std::move(from), g};
 }
 
-void construct(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
+void construct_backward(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
                const nb::object &variant) {
     const fusion::Problem p = problem_of(problem);
     new (self) fusion::BackwardPlan(variant_named(variant), p, sequences_of(extents, p.heads_q));
 }
 
-std::int64_t run(const fusion::BackwardPlan &self, int threads, const nb::tuple &operands, const nb::tuple &gradients) {
+std::int64_t run_backward(const fusion::BackwardPlan &self, int threads, const nb::tuple &operands,
+                          const nb::tuple &gradients) {
     require_threads(threads);
     const auto read = operands_of(operands, self.problem(), self.sequences());
     const auto written = gradients_of(gradients, self.problem(), self.sequences());
@@ -38,8 +39,8 @@ std::int64_t run(const fusion::BackwardPlan &self, int threads, const nb::tuple 
 
 void bind_backward(nb::module_ &m) {
     nb::class_<fusion::BackwardPlan>(m, "BackwardPlan", "The backward of one problem on given lengths.")
-        .def("__init__", &construct, "problem"_a, "extents"_a, "variant"_a = nb::none())
+        .def("__init__", &construct_backward, "problem"_a, "extents"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::BackwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::BackwardPlan::variant)
-        .def("run", &run, "threads"_a, "operands"_a, "gradients"_a);
+        .def("run", &run_backward, "threads"_a, "operands"_a, "gradients"_a);
 }

@@ -6,7 +6,7 @@
 
 namespace {
 
-void construct(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
+void construct_forward(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
                const nb::object &variant) {
     using fusion::Tile;
     if (tiles.size() != 5) refuse("tiles are five arrays");
@@ -44,7 +44,7 @@ struct Forward {
 void bind_forward(nb::module_ &m) {
     m.attr("TILE_ROWS") = fusion::tile_rows;
     nb::class_<fusion::ForwardPlan>(m, "ForwardPlan", "The forward of one problem on given lengths.")
-        .def("__init__", &construct, "problem"_a, "extents"_a, "tiles"_a, "variant"_a = nb::none())
+        .def("__init__", &construct_forward, "problem"_a, "extents"_a, "tiles"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::ForwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
         .def("run", &run_once<Forward>, "threads"_a, "operands"_a)

@@ -49,14 +49,18 @@ template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const
 
 FUSION_INLINE float power(float x) { return exp2(all(x))[0]; }
 
-// The largest product of a weight and the scale of its value.
+FUSION_INLINE Floats weights_of(Floats scores, float peak, float factor) {
+    return exp2((scores - all(peak)) * all(factor));
+}
+
+// Converts scores to weights in place; returns the largest product of a weight and the scale of its value.
 template <class F>
-float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count,
-                      float from) {
+float largest_product(const DecodeWork<F> &w, const DecodeTile &t, float *scores, float from) {
     Floats top = {};
-    for (std::int64_t c = 0; c < least(count, t.count); c += lanes) {
-        const Floats x =
-            exp2((load<Floats>(scores + c) - all(from)) * all(w.factor)) * load<Floats>(t.values.scale + c);
+    for (std::int64_t c = 0; c < t.count; c += lanes) {
+        const Floats weights = weights_of(load<Floats>(scores + c), from, w.factor);
+        store(scores + c, weights);
+        const Floats x = weights * load<Floats>(t.values.scale + c);
         top = larger(top, larger(x, -x));
     }
     return largest_of(top);
@@ -76,11 +80,11 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
                 from = peak == -infinity ? 0.0f : peak;
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
-    if (count > t.count) store(scores + t.count, all(-infinity));
     const bool scaled = F::integer && t.values.kind == Dequant::token;
+    if (count > t.count) store(scores + t.count, all(scaled ? 0.0f : -infinity));
     float top = 1.0f, share = 1.0f, factor = 1.0f;
     if constexpr (F::integer) {
-        top = scaled          ? largest_product(w, t, scores, count, from)
+        top = scaled          ? largest_product(w, t, scores, from)
               : found == peak ? 1.0f
                               : power((found - from) * w.factor);
         share = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
@@ -88,8 +92,8 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
         if (feeds<F>) keys.fetch(lines);
-        Floats low = exp2((load<Floats>(scores + c) - all(from)) * all(w.factor));
-        Floats high = exp2((load<Floats>(scores + c + lanes) - all(from)) * all(w.factor));
+        Floats low = load<Floats>(scores + c), high = load<Floats>(scores + c + lanes);
+        if (!scaled) low = weights_of(low, from, w.factor), high = weights_of(high, from, w.factor);
         sum += low;
         other += high;
         if (scaled) {
