@@ -9,7 +9,7 @@
 #include "dense/gradient.h"
 #include "kernel_table.h"
 #include "peak.h"
-#include "simd/formats.h"
+#include "simd/operand_formats.h"
 
 namespace fusion {
 namespace {

@@ -4,7 +4,7 @@
 #include "sparse/indexer.h"
 #include "sparse/loss_tiles.h"
 #include "kernel_table.h"
-#include "simd/formats.h"
+#include "simd/operand_formats.h"
 #include "sparse/attend.h"
 #include "sparse/gradient.h"
 

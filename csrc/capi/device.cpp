@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "capi/memory.h"
+#include "capi/allocations.h"
 #include "capi/python.h"
 
 namespace fusion::capi {

@@ -9,7 +9,7 @@
 
 #include "capi/exchange.h"
 #include "capi/handles.h"
-#include "capi/memory.h"
+#include "capi/allocations.h"
 #include "capi/python.h"
 
 namespace fusion::capi {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "capi/calls.h"
-#include "capi/memory.h"
+#include "capi/allocations.h"
 
 namespace fusion::capi {
 

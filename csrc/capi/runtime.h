@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "capi/handles.h"
-#include "capi/memory.h"
+#include "capi/allocations.h"
 
 namespace fusion::capi {
 

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "decode/formats.h"
+#include "decode/operand_formats.h"
 
 namespace fusion {
 namespace {

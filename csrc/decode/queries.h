@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "decode/formats.h"
+#include "decode/operand_formats.h"
 #include "decode/rows.h"
 #include "simd/carve.h"
 

@@ -4,7 +4,7 @@
 
 #include "dense/bias.h"
 #include "dense/pack_cache.h"
-#include "simd/formats.h"
+#include "simd/operand_formats.h"
 #include "simd/masks.h"
 #include "simd/prefetch_queue.h"
 #include "simd/tile.h"

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "simd/formats.h"
+#include "simd/operand_formats.h"
 #if defined(FUSION_TILES)
 #include "simd/tiles.h"
 #endif

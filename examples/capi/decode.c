@@ -2,7 +2,7 @@
  * of 16 tokens, in float16. Each of three steps makes the sequences one token longer, and repeats phase 1, which reads
  * the lengths. */
 #include "aclnnop/aclnn_incre_flash_attention_v4.h"
-#include "attention.h"
+#include "attention_reference.h"
 
 enum { ITEMS = 2, HEADS = 8, KEY_HEADS = 2, DIM = 64, PAGE = 16, PAGES = 5, STEPS = 3 };
 static const int32_t TABLE[ITEMS][3] = {{4, 0, 2}, {1, 3, 0}};

@@ -1,7 +1,7 @@
 /* Inference: FusedInferAttentionScoreV4, a causal prompt, with the log-sum-exp of each row, in float16. Phase 1 runs
  * once: its executor is made repeatable, and runs again after the query's tensor got the address of another query. */
 #include "aclnnop/aclnn_fused_infer_attention_score_v4.h"
-#include "attention.h"
+#include "attention_reference.h"
 
 enum { ROWS = 48, KEYS = 80, HEADS = 4, KEY_HEADS = 2, DIM = 64, RUNS = 2 };
 

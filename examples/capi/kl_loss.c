@@ -1,7 +1,7 @@
 /* Training of the indexer: SparseLightningIndexerGradKLLoss, the divergence of the indexer's distribution over the
  * listed keys from the attention's, and the gradients of its queries, keys and weights, in bfloat16. */
 #include "aclnnop/aclnn_sparse_lightning_indexer_grad_kl_loss.h"
-#include "selected.h"
+#include "selected_reference.h"
 
 enum { INDEX_HEADS = 8, INDEX_DIM = 128 };
 

@@ -2,7 +2,7 @@
  * Their lengths are given as cumulative ends. Each sequence is causal. */
 #include "aclnnop/aclnn_flash_attention_score.h"
 #include "aclnnop/aclnn_flash_attention_score_grad.h"
-#include "attention.h"
+#include "attention_reference.h"
 
 enum { SEQUENCES = 3, ROWS = 64, HEADS = 4, DIM = 64 };
 static const int64_t ENDS[SEQUENCES] = {5, 45, ROWS};

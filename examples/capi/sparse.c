@@ -1,7 +1,7 @@
 /* Sparse attention: SparseFlashAttention, whose rows attend to listed keys, and its gradient operator, in bfloat16. */
 #include "aclnnop/aclnn_sparse_flash_attention.h"
 #include "aclnnop/aclnn_sparse_flash_attention_grad.h"
-#include "selected.h"
+#include "selected_reference.h"
 
 typedef struct {
     double *out, *max, *sum, *dq, *dk, *dv, *dq_rope, *dk_rope;

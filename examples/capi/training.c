@@ -1,7 +1,7 @@
 /* Training: FlashAttentionScoreV2, causal, with two query heads per key head; then FlashAttentionScoreGradV2. */
 #include "aclnnop/aclnn_flash_attention_score.h"
 #include "aclnnop/aclnn_flash_attention_score_grad.h"
-#include "attention.h"
+#include "attention_reference.h"
 
 enum { ROWS = 96, HEADS = 4, KEY_HEADS = 2, DIM = 32 };
 

@@ -1,4 +1,4 @@
-#include "capi/memory.h"
+#include "capi/allocations.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
