@@ -163,7 +163,7 @@ SURFACE = [
             f"{AROUND}::test_a_program_for_cuda"),
     package("a replay computes into memory of its own", "npu/surface/graphs.py", "old.[-copy_-]{+set_+}(new)",
             "npu/test_npu_graphs.py::test_a_replay_is_an_eager_call_into_the_same_outputs"),
-    package("CANN's starts are lengths", "ops/shared/cu_seqlens.py", "if ends is None else [-np.diff(ends)-]{+ends[:-1]+}",
+    package("CANN's starts are lengths", "ops/shared/cu_seqlens.py", "None else [-np.diff(ends)-]{+ends[:-1]+}",
             f"{CANN_INDEXER}::test_packed_rows"),
     package("sequences lie end to end although some are shorter than their memory", "ops/indexer/lowered_call.py",
             'self.[-capacities or self.-]extents, "q")', f"{CANN_INDEXER}::test_packed_rows"),
