@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.planted import planted_call
-from support.planted_cases import BASE, CAUSAL
+from support.planted_calls import BASE, CAUSAL, planted_call
 
 import fusion_attention as fa
 from fusion_attention.judging.error_bound import Errors

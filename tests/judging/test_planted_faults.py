@@ -1,4 +1,7 @@
-"""Faults of tiled and backward kernels, caches and lists are named, with parameters; right results are not."""
+"""Faults of simulated kernels are named, with parameters; right, noisy and other wrong results are not.
+
+The kernels are plain torch (tests/support/planted_*.py). A share runs every day, all of them when slow tests do.
+"""
 
 from dataclasses import replace
 from types import ModuleType
@@ -6,15 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from support import faulty_list_kernels, planted_decodes, planted_gradients, planted_tiles
+from support import (
+    faulty_list_kernels,
+    planted_calls,
+    planted_compressed,
+    planted_decodes,
+    planted_gradients,
+    planted_tiles,
+)
+from support.planted_calls import CAUSAL, UNNAMED, made_unnamed, planted_call
 
 from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.judge import diagnose, judged
 from fusion_attention.judging.verdict import Judgement
+from fusion_attention.testing.cases import Case
 
-SEEDS = 5
-MODULES = (planted_tiles, planted_decodes, faulty_list_kernels)
-FAULTS = [(module, fault) for module in (*MODULES, planted_gradients) for fault in module.FAULTS]
+MODULES = (planted_calls, planted_tiles, planted_decodes, faulty_list_kernels)
+SEEDS = {planted_calls: 3, planted_compressed: 1}  # others draw any number of calls
+FAULTS = [
+    pytest.param(module, fault, seed, id=f"{fault}-{seed}")
+    for module in (*MODULES, planted_gradients, planted_compressed)
+    for fault in module.FAULTS
+    for seed in range(SEEDS.get(module, 5))
+]
+RIGHT = [
+    (module, seed) for module in MODULES for seed in range(len(planted_calls.CASES) if module is planted_calls else 20)
+]
+NOISY = [pytest.param(case, low, id=f"{case.id},{low}") for case, low in planted_calls.noisy()]
 
 
 def diagnosed(call: Any) -> Judgement:
@@ -23,9 +44,8 @@ def diagnosed(call: Any) -> Judgement:
     return diagnose(call.operator, call.inputs, call.outputs)
 
 
-@pytest.mark.sampled(100)
-@pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize(("module", "fault"), [pytest.param(*f, id=f[1]) for f in FAULTS])
+@pytest.mark.sampled(80)
+@pytest.mark.parametrize(("module", "fault", "seed"), FAULTS)
 def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
     call, names, words = module.planted(fault, seed)
     result = diagnosed(call)
@@ -36,11 +56,29 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
 
 
 @pytest.mark.sampled(20)
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("module", MODULES, ids=["tiles", "caches", "lists"])
+@pytest.mark.parametrize(("module", "seed"), RIGHT, ids=lambda value: getattr(value, "__name__", value))
 def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
     result = diagnosed(module.right(seed))
     assert result.verdict == "right", result
+    assert not result.mistakes
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(("case", "low"), NOISY)
+def test_noise_is_called_noise(case: Case, low: torch.dtype) -> None:
+    result = diagnosed(planted_call(case, "", low=low))
+    exact = result.grade in ("as exact as a program in bfloat16", "as exact as a program in float16")  # of few sums
+    assert result.verdict == ("right" if exact else "noisy"), result
+    assert not result.mistakes
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("change", UNNAMED)
+def test_a_mistake_without_a_name_is_given_none(change: str, dtype: str) -> None:
+    result = diagnosed(made_unnamed(replace(CAUSAL, dtype=dtype), change))
+    assert result.verdict == "wrong", result
+    assert not result.mistakes, result
 
 
 def test_different_faults_of_two_gradients_are_both_named() -> None:

@@ -3,13 +3,14 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from support import (
     faulty_list_kernels,
+    planted_calls,
     planted_compressed,
     planted_decodes,
     planted_gradients,
@@ -18,17 +19,14 @@ from support import (
     right_results,
 )
 from support.planted import Capture
-from support.planted_cache import planted_caches
-from support.planted_cases import Make, correct, planted
 from torch.overrides import TorchFunctionMode
 
 from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.judge import diagnose, judged
 from fusion_attention.judging.verdict import Judgement
-from fusion_attention.testing.cases import Case
 
 Tensor = torch.Tensor
-Planted = Callable[[int], tuple[Capture | Recorded, tuple[str, ...], tuple[str, ...]]]
+Program = Callable[[int], tuple[Capture | Recorded, tuple[str, ...], tuple[str, ...]]]
 LOW = torch.bfloat16
 
 
@@ -54,32 +52,16 @@ class Roundings(TorchFunctionMode):
         return (x + self.more * distance * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)).to(LOW)
 
 
-def _of_case(make: Make, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    capture = make()
-    return capture, (capture.mistake,), ()
-
-
-def _low(make: Any) -> Any:
-    """Returns the program of a case in bfloat16."""
-    dtypes = {Case: lambda case: replace(case, dtype="bfloat16"), torch.dtype: lambda dtype: LOW}
-    return partial(make.func, *(dtypes.get(type(a), lambda a: a)(a) for a in make.args), **make.keywords)
-
-
-def kinds(low: bool) -> dict[str, Planted]:
+def kinds(low: bool) -> dict[str, Program]:
     """Returns the faults by name; low: only of cases in bfloat16."""
     modules = [planted_tiles, planted_gradients, planted_decodes, faulty_list_kernels]
     modules += [] if low else [planted_compressed]  # its model is in float32
-    results: dict[str, Planted] = {
+    results: dict[str, Program] = {
         f"{module.__name__.rpartition('planted_')[2]}: {fault}": partial(module.planted, fault)
         for module in modules
         for fault in module.FAULTS
     }
-    cases: dict[str, list[Make]] = {}
-    for name, make in (*planted(), *planted_caches()):
-        cases.setdefault(name.rpartition("-")[0], []).append(_low(make) if low else make)
-    for name, makes in cases.items():
-        results[f"calls: {name}"] = lambda seed, makes=makes: _of_case(makes[seed % len(makes)], seed)
-    return results
+    return results | {f"calls: {name}": partial(planted_calls.planted, name, low=low) for name in planted_calls.FAULTS}
 
 
 @dataclass(frozen=True)
@@ -125,14 +107,13 @@ def faults(count: int, seed: int, noise: float) -> Iterator[Named]:
 def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
     """Yields random correct results and their verdicts."""
     rng = random.Random(seed)
-    cases = [make for _, make in (*correct(), *planted_caches(False))]
     sources: dict[str, Callable[[int], tuple[str, Judgement]]] = {
         "forward": right_results.right,
         "backward": right_gradients.right,
         "tiles": lambda n: ("", _verdict(planted_tiles.right(n))),
         "decode": lambda n: ("", _verdict(planted_decodes.right(n))),
         "lists": lambda n: ("", _verdict(faulty_list_kernels.right(n))),
-        "calls": lambda n: ("", _verdict(cases[n % len(cases)]())),
+        "calls": lambda n: ("", _verdict(planted_calls.right(n))),
     }
     for _ in range(count):
         source, number = rng.choice([*sources]), rng.randrange(100_000)

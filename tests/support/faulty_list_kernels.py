@@ -7,10 +7,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from support.planted import Capture, fault
+from support.planted import Capture, Planted, fault
 
 Tensor = torch.Tensor
 
@@ -110,7 +111,7 @@ def differentiated(
 
 def capture(x: Call, out: Tensor) -> Capture:
     inputs = {"q": x.q, "k": x.k, "v": x.v, "indices": x.lists, "scale": x.scale, "block": x.block}
-    return Capture("", "sparse_attention", inputs, {"attention_out": out})
+    return Capture("sparse_attention", inputs, {"attention_out": out})
 
 
 def _without_last(lists: Tensor) -> Tensor:
@@ -139,29 +140,40 @@ class Indexer:
     rng: random.Random
 
 
-def drawn_indexer(seed: int) -> Indexer:
+def drawn_indexer(seed: int, exact: bool = False) -> Indexer:
+    """Draws a call; exact: small integers, so that scores tie."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
     rows, heads, dim = rng.randint(10, 40), rng.choice([4, 8]), rng.choice([16, 32])
     keys = rows + rng.randint(60, 120)
-    draw = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, rows, heads, dim), (2, keys, 1, dim)))
-    q, k = draw
-    return Indexer(q, k, torch.rand(2, rows, heads, generator=generator).to(dtype), rng.randint(8, 20), rng)
+    draw = partial(torch.randint, -2, 3) if exact else torch.randn
+    q, k = (draw(shape, generator=generator).to(dtype) for shape in ((2, rows, heads, dim), (2, keys, 1, dim)))
+    w = torch.ones(2, rows, heads) if exact else torch.rand(2, rows, heads, generator=generator)
+    return Indexer(q, k, w.to(dtype), rng.randint(8, 20), rng)
 
 
 def chosen(
-    x: Indexer, *, relu: bool = True, by: int = 0, bound: int = 0, shorter: int = 0, unread: tuple[int, int] = (0, 0),
-) -> Capture:  # fmt: skip
+    x: Indexer,
+    *,
+    relu: bool = True,
+    weighs: bool = True,
+    by: int = 0,
+    bound: int = 0,
+    shorter: int = 0,
+    unread: tuple[int, int] = (0, 0),
+    last: bool = False,
+) -> Capture:
     """Computes lists and scores; every option is a fault."""
     rows, keys = x.q.shape[1], x.k.shape[1]
     products = torch.einsum("brhd,bkd->brhk", x.q.float(), x.k[:, :, 0].float())
     products = products.relu() if relu else products
-    scores = (products * x.w.float().roll(-by, -1)[..., None]).sum(2)
+    scores = (products * (x.w.float().roll(-by, -1)[..., None] if weighs else 1.0)).sum(2)
     key = torch.arange(keys)
     visible = (key <= torch.arange(rows)[:, None] + keys - rows + bound) & ~((key >= unread[0]) & (key < unread[1]))
     scores = scores.masked_fill(~visible, -math.inf)
-    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    values, order = (scores.flip(-1) if last else scores).sort(dim=-1, descending=True, stable=True)
+    order = keys - 1 - order if last else order
     values, order = values[..., : x.count].clone(), order[..., : x.count].clone()
     if shorter:
         values[..., -1], order[..., -1] = -math.inf, -1
@@ -169,27 +181,60 @@ def chosen(
     names = {"query": x.q, "key": x.k, "weights": x.w, "layout_query": "BSND", "layout_key": "BSND",
              "sparse_count": x.count, "sparse_mode": 3, "return_values": True}  # fmt: skip
     outputs = {"sparse_indices_out": order[:, :, None].int(), "sparse_values_out": values[:, :, None].to(x.q.dtype)}
-    return Capture("", "npu_lightning_indexer", names, outputs)
+    return Capture("npu_lightning_indexer", names, outputs)
+
+
+def divergence(seed: int, wrong: str = "") -> Capture:
+    """Makes a call of the indexer's loss over all keys, by autograd of its formula; wrong: a mistake."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    rows, keys, heads, scale = 9, 24, 3, 0.2
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    q, k, iq, ik = draw(2, rows, 4, 16), draw(2, keys, 1, 16), draw(2, rows, heads, 8), draw(2, keys, 1, 8)
+    w = torch.rand(2, rows, heads, generator=generator).to(dtype)
+    hidden = torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows
+    scores = torch.einsum("brhd,bkd->bhrk", q.float(), k[:, :, 0].float()) * scale
+    scores = scores.masked_fill(hidden, -math.inf)
+    p = scores.softmax(-1)
+    p = p.sum(1) if wrong == "target-heads" else p.mean(1)
+    leaves = [t.float().requires_grad_() for t in (iq, ik, w)]
+    dots = torch.einsum("brhd,bkd->brhk", leaves[0], leaves[1][:, :, 0])
+    index = (dots.relu() * leaves[2][..., None]).sum(2)
+    y = index.masked_fill(hidden, -1e30).softmax(-1)
+    a, b = (y, p) if wrong == "kl-direction" else (p, y)
+    loss = (a * (a.clamp(min=1e-8).log() - b.clamp(min=1e-8).log())).masked_fill(hidden, 0).sum()
+    loss = loss / (2 * rows) if wrong == "loss-mean" else loss
+    differentiated_loss = loss
+    if wrong == "target-heads":  # the gradient for a target that is not normalised
+        differentiated_loss = (index * (y - p).detach()).masked_fill(hidden, 0).sum()
+    grads = torch.autograd.grad(differentiated_loss, leaves)
+    names = {"query": q, "key": k, "lse": scores.logsumexp(-1), "query_index": iq, "key_index": ik,
+             "weights": w, "layout": "BSND", "scale_value": scale, "causal": True}  # fmt: skip
+    outputs = {n: g.to(dtype) for n, g in zip(("dquery_index", "dkey_index", "dweights"), grads, strict=True)}
+    return Capture("indexer_loss", names, {**outputs, "loss": loss.detach().reshape(1)})
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Planted = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
+Faulty = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
 
 
 @fault
-def _list(seed: int, change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> Planted:
+def _list(seed: int, change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> Faulty:
     x = drawn(seed, ends)
     return capture(x, change(x)), (word,)
 
 
 @fault
-def _backward(seed: int, word: str, options: Callable[[Call], dict[str, Any]]) -> Planted:
+def _backward(seed: int, word: str, options: Callable[[Call], dict[str, Any]]) -> Faulty:
     x = drawn(seed, True)
     return differentiated(x, **options(x)), (word,)
 
 
-def _twice(seed: int) -> Planted:
+def _twice(seed: int) -> Faulty:
     x = drawn(seed, True)
     while x.block > 1:
         seed += 100
@@ -198,17 +243,27 @@ def _twice(seed: int) -> Planted:
 
 
 @fault
-def _index(seed: int, word: str, **options: Any) -> Planted:
+def _loss(seed: int, wrong: str) -> Faulty:
+    return divergence(seed, wrong), ("",)
+
+
+@fault
+def _index(seed: int, word: str, **options: Any) -> Faulty:
     return chosen(drawn_indexer(seed), **options), (word,)
 
 
-def _unread(seed: int) -> Planted:
+def _upper_left(seed: int) -> Faulty:
+    x = drawn_indexer(seed)
+    return chosen(x, bound=x.q.shape[1] - x.k.shape[1]), ("",)
+
+
+def _unread(seed: int) -> Faulty:
     x = drawn_indexer(seed)
     tile = x.rng.choice([16, 32])
     return chosen(x, unread=((x.k.shape[1] - 1) // tile * tile, x.k.shape[1])), ("",)
 
 
-FAULTS: dict[str, tuple[Callable[[int], Planted], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[int], Faulty], tuple[str, ...]]] = {
     "the last entry is not read": (
         _list(lambda x: attended(x, _without_last(x.lists)), "the last before -1"), ("list-shortened",)
     ),
@@ -239,18 +294,23 @@ FAULTS: dict[str, tuple[Callable[[int], Planted], tuple[str, ...]]] = {
     "a bound one too small": (_index("diagonal", bound=-1), ("window-off-by-one",)),
     "lists one short": (_index("", shorter=1), ("list-shortened",)),
     "the last tile is not read": (_unread, ("tile-skipped",)),
+    "ties go to the last key": (lambda seed: (chosen(drawn_indexer(seed, True), last=True), ("",)), ("topk-ties",)),
+    "no weights": (_index("", weighs=False), ("index-weights-missing",)),
+    "a diagonal from the upper left": (_upper_left, ("causal-alignment",)),
+    **{f"loss: {wrong}": (_loss(wrong), (wrong,)) for wrong in ("kl-direction", "loss-mean", "target-heads")},
 }  # fmt: skip
 
 
-def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+def planted(name: str, seed: int) -> Planted:
+    """Returns a call with the fault `name`."""
     program, names = FAULTS[name]
     result, words = program(1000 * seed + [*FAULTS].index(name))
     return result, names, words
 
 
 def right(seed: int) -> Capture:
-    """Returns a call with correct results."""
+    if seed % 8 == 2:
+        return divergence(seed)
     if seed % 2:
         return chosen(drawn_indexer(seed))
     x = drawn(seed, seed % 4 == 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.planted import Capture
+from support.planted import Capture, Planted
 from support.sources import ROOT
 
 import fusion_attention as fa
@@ -129,10 +129,10 @@ def _calls() -> tuple[Recording, ...]:
         return (*attention, recording(files, "lightning_indexer"))
 
 
-def _planted(number: int, wrong: str) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+def _planted(number: int, wrong: str) -> Planted:
     call, program = _calls()[number], chosen if number == 2 else attended
     inputs = {name: value for name, value in call.args.items() if value is not None}
-    return Capture("", call.op.name, inputs, program(call.args, wrong)), (wrong.partition(":")[0],), ()
+    return Capture(call.op.name, inputs, program(call.args, wrong)), (wrong.partition(":")[0],), ()
 
 
 BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)  # for listed and for all compressed keys
@@ -144,6 +144,6 @@ FAULTS = {
 }
 
 
-def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call of the example with wrong results, names of the fault's mistakes, ())."""
+def planted(fault: str, seed: int) -> Planted:
+    """Returns a call of the example with wrong results."""
     return FAULTS[fault]()

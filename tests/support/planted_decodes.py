@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support.planted import Capture, fault
+from support.planted import Capture, Planted, fault
 
 Tensor = torch.Tensor
 
@@ -96,7 +96,9 @@ def paged(
     tables, rows = tables or (x.table, x.table), []
     for b, length in enumerate(x.lengths):
         full = -(-length // x.page) * x.page
-        read = {"seen": full, "dropped": length // x.page * x.page}.get(beyond, length - shorter)
+        other = {"seen": full, "dropped": length // x.page * x.page}
+        other["summed"] = min(sum(x.lengths[: b + 1]), x.table.shape[1] * x.page)
+        read = other.get(beyond, length - shorter)
         k, v = (heads(x.gathered(side, tables[side], b, read), side) for side in (0, 1))
         if beyond == "zeros":
             k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, full - length)) for t in (k, v))
@@ -111,26 +113,26 @@ def capture(x: Call, out: Tensor) -> Capture:
         "block_table": x.table, "num_heads": x.q.shape[1], "scale_value": x.scale, "input_layout": "BNSD",
         "num_key_value_heads": heads, "block_size": x.page, "actual_seq_lengths_kv": x.lengths,
     }  # fmt: skip
-    return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out[:, :, None]})
+    return Capture("aclnnFusedInferAttentionScore", names, {"attention_out": out[:, :, None]})
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Planted = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
+Faulty = tuple[Capture, tuple[str, ...]]  # a call with the fault, and texts of its parameters in the diagnosis
 
 
 @fault
-def _tables(x: Call, change: Callable[[Tensor], Tensor], sides: str, word: str) -> Planted:
+def _tables(x: Call, change: Callable[[Tensor], Tensor], sides: str, word: str) -> Faulty:
     changed = change(x.table.clone())
     tables = (changed if "k" in sides else x.table, changed if "v" in sides else x.table)
     return capture(x, paged(x, tables=tables)), (word,)
 
 
-def _dropped(x: Call) -> Planted:
+def _dropped(x: Call) -> Faulty:
     return capture(x, paged(x, beyond="dropped")), ("the last, partial tile of", f" {x.page}")
 
 
-def _one_page(x: Call) -> Planted:
+def _one_page(x: Call) -> Faulty:
     table = x.table.clone()
     b = x.rng.randrange(3)
     page = x.rng.randrange(x.lengths[b] // x.page)
@@ -140,23 +142,23 @@ def _one_page(x: Call) -> Planted:
 
 
 @fault
-def _splits(x: Call, merge: str, word: str) -> Planted:
+def _splits(x: Call, merge: str, word: str) -> Faulty:
     count = x.rng.choice([2, 3, 4, 8])
     return capture(x, paged(x, splits=count, merge=merge)), (word, f"{count} splits")
 
 
-def _lost_split(x: Call) -> Planted:
+def _lost_split(x: Call) -> Faulty:
     count = x.rng.choice([2, 3, 4])
     lost = x.rng.randrange(count)
     return capture(x, paged(x, splits=count, lost=lost)), (f"split {lost} of {count} splits",)
 
 
 @fault
-def _fixed(x: Call, word: str, **options: Any) -> Planted:
+def _fixed(x: Call, word: str, **options: Any) -> Faulty:
     return capture(x, paged(x, **options)), (word,)
 
 
-def _modulo(x: Call) -> Planted:
+def _modulo(x: Call) -> Faulty:
     heads, group = x.pool[0].shape[2], x.q.shape[1] // x.pool[0].shape[2]
     other = torch.arange(heads * group) % heads
     rows = [attended(x, x.q[b], *(x.gathered(side, x.table, b, n)[:, other] for side in (0, 1)))
@@ -164,17 +166,32 @@ def _modulo(x: Call) -> Planted:
     return capture(x, torch.stack(rows).to(x.dtype)), ("h % N2",)
 
 
+@fault
+def _lse(x: Call, of: Callable[[Tensor], Tensor]) -> Faulty:
+    """Returns the right output and wrong log-sum-exps; of: function of the products of query and keys [N1, S]."""
+    group, rows = x.q.shape[1] // x.pool[0].shape[2], []
+    for b, length in enumerate(x.lengths):
+        k = x.gathered(0, x.table, b, length).transpose(0, 1).repeat_interleave(group, 0)
+        rows.append(of((x.q[b].float()[:, None] @ k.mT)[:, 0]))
+    call = capture(x, paged(x))
+    outputs = call.outputs | {"softmax_lse": torch.stack(rows)[:, :, None, None]}
+    return replace(call, inputs=call.inputs | {"softmax_lse_flag": True}, outputs=outputs), ("",)
+
+
 Meaning = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @fault
-def _quantised(x: Call, kind: str, read: Meaning, word: str) -> Planted:
+def _quantised(x: Call, kind: str, read: Meaning, word: str, **options: Any) -> Faulty:
     """Has an integer cache; read: dequantises stored [S, N2, D] with scale and offset incorrectly."""
-    return stored(x, kind, read), (word,)
+    return stored(x, kind, read, **options), (word,)
 
 
-def stored(x: Call, kind: str, read: Meaning) -> Capture:
-    """Makes a call over a padded integer cache with offsets; kind: "channel", "token" or "int4"."""
+def stored(x: Call, kind: str, read: Meaning, swapped: bool = False) -> Capture:
+    """Makes a call over a padded integer cache with offsets.
+
+    kind: "channel", "token" or "int4". swapped: keys have the scales and offsets of values, and values those of keys.
+    """
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     heads, dim, slots = x.pool[0].shape[2], x.pool[0].shape[3], max(x.lengths) + 5
     limit = 8 if kind == "int4" else 100
@@ -187,7 +204,8 @@ def stored(x: Call, kind: str, read: Meaning) -> Capture:
     for b, length in enumerate(x.lengths):
         meant = []
         for side in (0, 1):
-            of = [t[side, b, :, None, None] if kind == "token" else t[side][None] for t in (scale, offset)]
+            sides = [t[1 - side if swapped else side] for t in (scale, offset)]
+            of = [t[b, :, None, None] if kind == "token" else t[None] for t in sides]
             meant.append(read(rows[side][b].float(), *(t.float() for t in of))[:length])
         outs.append(attended(x, x.q[b], *meant))
     if kind == "int4":
@@ -202,14 +220,14 @@ def stored(x: Call, kind: str, read: Meaning) -> Capture:
         "antiquant_offset": offset if kind == "token" else offset.flatten(1), "antiquant_mode": int(kind == "token"),
     }  # fmt: skip
     out = torch.stack(outs).to(x.dtype)[:, :, None]
-    return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out})
+    return Capture("aclnnFusedInferAttentionScore", names, {"attention_out": out})
 
 
 Position = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
 
 
 @fault
-def _scales_in_pages(x: Call, place: Callable[[Call], Position], word: str) -> Planted:
+def _scales_in_pages(x: Call, place: Callable[[Call], Position], word: str) -> Faulty:
     return stored_in_pages(x, place(x)), (word,)
 
 
@@ -246,12 +264,18 @@ def _pairs(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return (stored.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) + offset) * scale
 
 
+def _turned(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Reads scales and offsets [1, N2, D] as if their memory were [D, N2]."""
+    scale, offset = (t.reshape(t.shape[2], t.shape[1]).T for t in (scale, offset))
+    return (stored + offset) * scale
+
+
 def _next(axis: int) -> Meaning:
     return lambda t, scale, offset: (t + offset.roll(-1, axis)) * scale.roll(-1, axis)
 
 
 # Name of a fault: (the fault, names of the mistakes that describe it).
-FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "entries a column to the right": (_tables(lambda t: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
     "entries a column to the left": (_tables(lambda t: t.roll(1, 1), "kv", "to the left"), ("page-table",)),
     "values a column to the right": (_tables(lambda t: t.roll(-1, 1), "v", "values alone"), ("page-table",)),
@@ -287,14 +311,20 @@ FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
     "offsets added after scaling": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
     "halves of int4 exchanged": (_quantised("int4", _pairs, "high half"), ("dequantisation",)),
     "int4 without its sign": (_quantised("int4", _unsigned, "without their sign"), ("dequantisation",)),
+    "scales in the other order of axes": (_quantised("channel", _turned, ""), ("dequantisation",)),
+    "scales of the other side": (_quantised("channel", right_meaning, "", swapped=True), ("dequantisation",)),
+    "no scale": (lambda x: (capture(x, paged(replace(x, scale=1.0))), ("",)), ("scale-missing",)),
+    "cumulative lengths": (_fixed("", beyond="summed"), ("lengths-cumulative",)),
+    "log-sum-exps to base 2": (lambda x: _lse(lambda s: (s * x.scale).logsumexp(-1) / math.log(2))(x), ("lse-base",)),
+    "log-sum-exps of unscaled products": (_lse(lambda s: s.logsumexp(-1)), ("lse-unscaled",)),
 }  # fmt: skip
 
 
 _FLAT = ("zeros after the last key", "the new token left out")
 
 
-def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+def planted(name: str, seed: int) -> Planted:
+    """Returns a call with the fault `name`."""
     program, names = FAULTS[name]
     wanted, n = name == "heads modulo N2", 1000 * seed + [*FAULTS].index(name)
     x = drawn(n)

@@ -6,86 +6,33 @@ Shares no code with the judge. A seed determines the fault, its tile, head and r
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
+from support import right_gradients
 from support.planted import Edit, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
 
-from fusion_attention.judging.calls import Recorded, recorded
+from fusion_attention.judging.calls import Recorded
 
 Tensor = torch.Tensor
 Grads = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A backward of fusion_attention.attention, its kernel's tile size, and the random generator of faults.
+@dataclass(frozen=True, eq=False)
+class Call(right_gradients.Call):
+    """A call whose backward is computed by a kernel with tiles of `tile` rows and keys; rng: generator of faults."""
 
-    Attributes:
-        q, dout: [B, N1, S1, D]. keep: [B, N1, S1, S2], false for dropped pairs, or None. sink: [N1], or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    scale: float
-    causal: bool
-    tile: int
-    rng: random.Random
-    keep: Tensor | None = None
-    keep_prob: float = 1.0
-    softcap: float = 0.0
-    sink: Tensor | None = None
+    tile: int = 16
+    rng: random.Random = field(default_factory=random.Random)
 
     @property
-    def group(self) -> int:
-        return self.q.shape[1] // self.k.shape[1]
+    def causal(self) -> bool:
+        return not bool(self.visible.all())
 
     def tiles(self, of: str) -> list[slice]:
         length = self.q.shape[2] if of == "rows" else self.k.shape[2]
         return [slice(a, min(a + self.tile, length)) for a in range(0, length, self.tile)]
-
-    def per_head(self, t: Tensor) -> Tensor:
-        return t.float().repeat_interleave(self.q.shape[1] // t.shape[1], 1)
-
-    def visible(self) -> Tensor:
-        rows, keys = self.q.shape[2], self.k.shape[2]
-        full = torch.ones(rows, keys, dtype=torch.bool)
-        return full.tril(keys - rows) if self.causal else full
-
-    def scores(self) -> tuple[Tensor, Tensor | float]:
-        """Returns scores [B, N1, S1, S2] before the mask, and the derivative of the softcap."""
-        scores = self.per_head(self.q) @ self.per_head(self.k).mT * self.scale
-        if not self.softcap:
-            return scores, 1.0
-        tanh = (scores / self.softcap).tanh()
-        return self.softcap * tanh, 1 - tanh * tanh
-
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output in the dtype, and the maximum and sum of rows [B, N1, S1, 1]."""
-        scores = self.scores()[0].masked_fill(~self.visible(), -math.inf)
-        top = scores.amax(-1, keepdim=True)
-        sink = None if self.sink is None else self.sink[:, None, None]
-        top = top if sink is None else torch.maximum(top, sink)
-        weights = (scores - top).exp()
-        total = weights.sum(-1, keepdim=True) + (0 if sink is None else (sink - top).exp())
-        weights = weights if self.keep is None else weights * self.keep / self.keep_prob
-        return (weights @ self.per_head(self.v) / total).to(self.q.dtype), top, total
-
-    def recorded(self, grads: Grads) -> Recorded:
-        out, top, total = self.forward()
-        visible = self.visible()
-        inputs: dict[str, Any] = {"q": self.q, "k": self.k, "v": self.v, "layout": "BNSD", "scale": self.scale,
-                                  "blocked": None if bool(visible.all()) else ~visible, "softcap": self.softcap,
-                                  "sink": self.sink, "keep_prob": self.keep_prob}  # fmt: skip
-        if self.keep is not None:
-            bits = np.packbits(self.keep.numpy().reshape(-1), bitorder="little")
-            inputs["drop_bits"] = torch.from_numpy(np.pad(bits, (0, -len(bits) % 16)))
-        saved = {"out": out, "max": top[..., 0], "sum": total[..., 0]}
-        return replace(recorded("attention", inputs, grads), saved=saved, upstream={"out": self.dout})
 
 
 def drawn(seed: int, **wanted: Any) -> Call:
@@ -107,9 +54,10 @@ def drawn(seed: int, **wanted: Any) -> Call:
         return torch.randn(2, heads, count, dim, generator=generator).to(dtype)
 
     heads = 2 * group
+    visible = torch.ones(rows, keys, dtype=torch.bool)
     x = Call(
         rows_of(rows, heads), rows_of(keys, 2), rows_of(keys, 2), rows_of(rows, heads),
-        dim**-0.5 * rng.choice([1.2, 1.7]), causal, tile, rng,
+        visible.tril(keys - rows) if causal else visible, dim**-0.5 * rng.choice([1.2, 1.7]), tile=tile, rng=rng,
     )  # fmt: skip
     if wanted.get("dropout"):
         keep_prob = rng.choice([0.8, 0.6])
@@ -148,9 +96,9 @@ def kernel(
     if heads is not None:
         which, of = heads
         order = [of(h, x.group) % x.k.shape[1] for h in range(x.q.shape[1])]
-        k, v = (t[:, order] if n in which else x.per_head(t).to(t.dtype) for n, t in (("k", x.k), ("v", x.v)))
+        k, v = (t[:, order] if n in which else x.per_head(t) for n, t in (("k", x.k), ("v", x.v)))
         x = replace(x, k=k, v=v)
-    q, k, v, dout = (x.per_head(t) for t in (x.q, x.k, x.v, x.dout))
+    q, k, v, dout = (x.per_head(t).float() for t in (x.q, x.k, x.v, x.dout))
     scores, slope = x.scores()
     products = (dout * out.float()).sum(-1, keepdim=True)
     if total == "missing":
@@ -158,7 +106,7 @@ def kernel(
     if total == "next":
         top, sums = top.roll(-1, 1), sums.roll(-1, 1)
     p = ((scores - top) * base).exp() / sums
-    p = p.masked_fill(~x.visible(), 0) if masked else p
+    p = p.masked_fill(~x.visible, 0) if masked else p
     dp, dropped = dout @ v.mT, p
     if x.keep is not None:
         dropped = p * x.keep / (1 if "dv" in unkept else x.keep_prob)

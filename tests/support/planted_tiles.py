@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.planted import Capture, Edit, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
+from support.planted import Capture, Edit, Planted, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
 
 Tensor = torch.Tensor
 
@@ -137,17 +137,17 @@ def kernel(
 # ------------------------------------------------------------------------------------------------------------- faults
 
 Words = tuple[str, ...]  # texts of the fault's parameters in the diagnosis
-Planted = tuple[Tensor, Words]  # a wrong output, and the words
+Faulty = tuple[Tensor, Words]  # a wrong output, and the words
 
 
 @fault
-def _fixed(x: Call, word: str, **options: Any) -> Planted:
+def _fixed(x: Call, word: str, **options: Any) -> Faulty:
     """Has no drawn parameters; word: its text, with {tile} for the tile's size."""
     return kernel(x, **options), (word.format(tile=x.tile),)
 
 
 @fault
-def _at_tile(x: Call, which: str, word: str, run: Callable[[Call, int], Tensor]) -> Planted:
+def _at_tile(x: Call, which: str, word: str, run: Callable[[Call, int], Tensor]) -> Faulty:
     """Has one tile; which: "first", "inner" or "last"."""
     last = len(x.tiles()) - 1
     number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
@@ -155,41 +155,41 @@ def _at_tile(x: Call, which: str, word: str, run: Callable[[Call, int], Tensor])
     return run(x, number), partial if which == "last" else (f"keys {number * x.tile} to", word)
 
 
-def _stale(what: str) -> Callable[[Call], Planted]:
+def _stale(what: str) -> Callable[[Call], Faulty]:
     word = {"v": "the values", "k": "the keys", "kv": "keys and values"}[what]
     return _at_tile("inner", f"with {word} of the tile before", lambda x, n: kernel(x, moved=(n, what, -x.tile)))
 
 
 @fault
-def _late(x: Call, what: str, word: str) -> Planted:
+def _late(x: Call, what: str, word: str) -> Faulty:
     return kernel(x, moved=(EVERY, what, -x.tile)), (f"every tile of {x.tile}", f"with {word} of the tile")
 
 
-def _offset(what: str, word: str, by: int) -> Callable[[Call], Planted]:
+def _offset(what: str, word: str, by: int) -> Callable[[Call], Faulty]:
     return _at_tile("inner", f"with {word} from one key", lambda x, n: kernel(x, moved=(n, what, by)))
 
 
-def _exchanged(x: Call) -> Planted:
+def _exchanged(x: Call) -> Faulty:
     number = x.rng.randrange(len(x.tiles()) - 2)
     return kernel(x, exchanged=(number, number + 1)), (f"keys {number * x.tile} to", "exchanged")
 
 
 @fault
-def _first(x: Call, order: str, word: str) -> Planted:
+def _first(x: Call, order: str, word: str) -> Faulty:
     last = len(x.tiles()) - 1
     tiles = [*range(last, -1, -1)] if order == "reversed" else [last, *range(last)]
     return kernel(x, unscaled="out", order=tiles), (f"accumulator, key tiles of {x.tile}", word)
 
 
 @fault
-def _stored(x: Call, edit: Edit) -> Planted:
+def _stored(x: Call, edit: Edit) -> Faulty:
     out = kernel(x)
     word = edit(out.transpose(1, 2), x.rng)
     return out, (word,)
 
 
 @fault
-def _changed(x: Call, word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Planted:
+def _changed(x: Call, word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Faulty:
     """Replaces keys and values [B, N1, S2, D]."""
     return kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,)
 
@@ -217,7 +217,7 @@ _HEAD_TWICE = moved(lambda out: torch.cat((out[:, :1], out[:, :1], out[:, 2:]), 
 _REVERSED_HEADS, _OTHER_SEQUENCE = moved(lambda out: out.flip(1), "head"), moved(lambda out: out.flip(0), "sequence b")
 _TILES = "key tiles of {tile}"
 # Name of a fault: (the fault, names of the mistakes that describe it).
-FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "the accumulator is not rescaled": (_fixed(f"accumulator, {_TILES}", unscaled="out"), ("rescale-missing",)),
     "the sum is not rescaled": (_fixed(f"sum of weights, {_TILES}", unscaled="sum"), ("rescale-missing",)),
     "nothing is rescaled": (
@@ -265,12 +265,12 @@ FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def planted(name: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
-    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+def planted(name: str, seed: int) -> Planted:
+    """Returns a call with the fault `name`."""
     program, names = FAULTS[name]
     x = drawn(1000 * seed + [*FAULTS].index(name))
     out, words = program(x)
-    return Capture("", "attention", x.inputs, {"out": out}), names, words
+    return Capture("attention", x.inputs, {"out": out}), names, words
 
 
 def right(seed: int) -> Capture:
@@ -278,4 +278,4 @@ def right(seed: int) -> Capture:
     x = drawn(seed)
     order = [*range(len(x.tiles()))]
     x.rng.shuffle(order)
-    return Capture("", "attention", x.inputs, {"out": kernel(x, order=order)})
+    return Capture("attention", x.inputs, {"out": kernel(x, order=order)})
