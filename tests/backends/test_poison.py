@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.unwritten import Results, forgets, is_poison
-from support.unwritten_calls import FAMILIES
+from support.unwritten import FAMILIES, Results, forgets, is_poison
 
 import fusion_attention as fa
 from fusion_attention import memory

@@ -2,21 +2,54 @@
 
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.commands import run as command
-from support.written import text as written
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.contract import Op
+from fusion_attention.contract import Array, Op, Tensor
 from fusion_attention.contract.sampling import InvalidSample, invalid_samples, sample
+from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.refusals.cann_logs import CODES, read_log
 from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
 from fusion_attention.refusals.parser import parse_call
+
+
+def written(op: Op, args: Mapping[str, Any], interface: bool = True) -> str:
+    """Returns the text of a call with every argument by name; interface: without outputs, which functions of torch_npu
+    and of this package do not have."""
+    words = []
+    for p in op.params:
+        value = args.get(p.name)
+        if value is None or (interface and isinstance(p, Tensor) and p.output):
+            continue
+        if isinstance(p, Array) and isinstance(value, torch.Tensor):
+            value = value.tolist()
+        words.append(f"{p.shown}={word(value)}")
+    return f"{op.name}({', '.join(words)})"
+
+
+def word(value: Any) -> str:
+    """Returns the text of a value; a tensor is written with its dtype and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape)) or '()'}]"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(word, value)) + "]"
+    if isinstance(value, np.ndarray):
+        return str(value.tolist())
+    if isinstance(value, Band):
+        return f"Band({value.lo}, {value.hi}, {value.align!r}, {value.prefix!r})"
+    if isinstance(value, float) and value != value:
+        return "float('nan')"
+    return f"float('{value}')" if isinstance(value, float) and abs(value) == float("inf") else repr(value)
+
 
 OPERATORS = [name for name in RECORDS if name != "decode_attention"]  # its cache is no parameter of the record
 # What shapes and dtypes cannot show.

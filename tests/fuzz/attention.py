@@ -239,7 +239,6 @@ def _expect(batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: 
 
 
 def rows_of(batch: Batch, b: int, e: dict[str, Any], scale: float) -> Rows:
-    """One sequence of a call."""
     count = e["counts"][b]
     sink = None if e["sink"] is None else e["sink"].double()
     bias = None if e["biases"] is None else e["biases"][b]

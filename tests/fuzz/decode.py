@@ -229,7 +229,6 @@ def _run(s: Step, call: dict[str, Any]) -> Results:
 
 
 def attended(s: Step, b: int) -> Rows:
-    """One sequence over its cache."""
     cache, group = s.cache, s.group
     span = span_of(s, b)
     keys = cache.keys.real(b, span.start, span.stop, group)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.launches import watch
-from support.unwritten import Results, forgets, is_poison
-from support.unwritten_calls import FAMILIES
+from support.unwritten import FAMILIES, Results, forgets, is_poison
 
 import fusion_attention as fa
 from fusion_attention.backends.triton.decode import launch as launch_decode

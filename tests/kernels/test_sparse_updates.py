@@ -1,15 +1,19 @@
 """Plans over lists whose key lengths change, and graphs captured of them: the bits are those of fresh plans."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.fake_cuda_graph import Captured
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton.common import launching
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, shapes_loss
 from fusion_attention.ir.kv import RowView
@@ -21,6 +25,57 @@ from fusion_attention.testing import indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
+
+
+class Captured(TorchDispatchMode):
+    """Replaces a CUDA graph: records the launches and torch operations that run in its context, and repeats them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self._launch = launching.launch
+        self._open = False
+        monkeypatch.setattr(launching, "launch", self._record)
+
+    def __enter__(self) -> Captured:
+        self._open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self._open = False
+        super().__exit__(*given)
+
+    def _record(self, *given: Any) -> None:
+        with _disable_current_modes():  # the interpreter's torch operations are not part of a graph
+            self._launch(*given)
+        if self._open:
+            self.steps.append(lambda: self._launch(*given))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if "empty" not in str(op):  # a replay reuses the memory
+            self.steps.append(lambda: _again(op, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        """Repeats all recorded operations."""
+        assert self.steps
+        for step in self.steps:
+            step()
+
+
+def _again(op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Repeats an operation and copies its results to the old results."""
+    for old, new in zip(_tensors(out), _tensors(op(*args, **kwargs)), strict=True):
+        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            old.copy_(new)
+
+
+def _tensors(results: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor))
+
 
 CPU = torch.device("cpu")
 OP_KINDS = (

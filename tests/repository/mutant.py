@@ -11,7 +11,7 @@ class Mutant:
     """`old`, found exactly once in `file`, becomes `new`; every one of `tests` must then fail.
 
     Args:
-        name: a line of what breaks, as --table prints it.
+        name: a line of what breaks, as --list prints it.
         file: below the root.
         tests: "tests/test_x.py::test_y"; of a kernel's file "tests/kernels/..."; of csrc "make test-core".
     """

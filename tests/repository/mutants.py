@@ -244,12 +244,12 @@ def baseline(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
     ]
 
 
-def judge(copies: Sequence[Copy], mutants: Sequence[Mutant], table: bool) -> list[str]:
+def judge(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
     """The names of the mutants that survived; prints a line for each mutant."""
     survivors, total = [], 0.0
     for mutant, (blind, seconds, output) in each(copies, Copy.survived, mutants):
         total += seconds
-        print(row(mutant, seconds) if table else line(mutant, seconds, blind), flush=True)
+        print(line(mutant, seconds, blind), flush=True)
         if blind:
             survivors.append(mutant.name)
             print(output, file=sys.stderr, flush=True)
@@ -261,13 +261,6 @@ def line(mutant: Mutant, seconds: float, blind: list[str]) -> str:
     """What is printed of a mutant."""
     verdict = f"SURVIVED {', '.join(blind)}" if blind else "caught"
     return f"{mutant.name:<36} {mutant.file:<58} {seconds:5.1f} s  {verdict}"
-
-
-def row(mutant: Mutant, seconds: float) -> str:
-    """Its row of --table."""
-    file = mutant.file.removeprefix("src/fusion_attention/")
-    tests = ", ".join(f"`{name.removeprefix('tests/')}`" for name in mutant.tests)
-    return f"| {mutant.name} | `{file}` | {tests} | {seconds:.0f} |"
 
 
 def chosen(only: list[str]) -> list[Mutant]:
@@ -284,7 +277,6 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this mutant; may be repeated")
     parser.add_argument("--list", action="store_true", help="names them, and runs nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: all cores)")
-    parser.add_argument("--table", action="store_true", help="prints rows of a table: names, tests, CPU seconds")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Both take the copies away.
     mutants = chosen(given.only)
@@ -305,7 +297,7 @@ def main() -> int:
         if failing:
             print("unmutated, these fail:\n" + "\n".join(failing), file=sys.stderr)
             return 2
-        return 1 if judge(copies, mutants, given.table) else 0
+        return 1 if judge(copies, mutants) else 0
 
 
 if __name__ == "__main__":

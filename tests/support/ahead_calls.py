@@ -131,7 +131,6 @@ def on_chip(chip: int, processors: int, atomic: bool) -> Iterator[list[Launched]
 
 
 def call(p: AnyProblem, op_kind: str, rows: int, align: int) -> None:
-    """Runs an operation."""
     extents, *operands = memory_of(p, rows, align)
     if op_kind in ("attention_forward", "indexer_topk", "indexer_lse", "pooling"):
         del operands[1]

@@ -57,7 +57,6 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        """Ends the browser and removes its files."""
         os.close(self.to)
         try:
             self.process.wait(10)
@@ -135,7 +134,6 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, buttons=1, clickCount=1)
 
     def click(self, selector: str) -> None:
-        """Clicks the middle of an element."""
         x, y = self.middle(selector)
         self.mouse("Pressed", x, y)
         self.mouse("Released", x, y)

@@ -35,7 +35,6 @@ def plain_shell(**settings: str) -> dict[str, str]:
 
 
 def ended(program: Path | list[str], **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end in a plain environment."""
     command = [str(program)] if isinstance(program, Path) else program
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=plain_shell(**settings), timeout=120, check=False

@@ -31,8 +31,6 @@ DECLARED = re.compile(r"(?:ACL_FUNC_VISIBILITY|ACLNN_FUNCTION)\s+([\w ]+?[ *]+)(
 
 @dataclass(frozen=True)
 class Parameter:
-    """The declaration of a parameter."""
-
     name: str
     type: str
 
@@ -51,8 +49,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """The declaration of a function."""
-
     name: str
     returns: str
     parameters: tuple[Parameter, ...]
@@ -125,7 +121,6 @@ class Runtime:
         assert self.aclFinalize() == 0, self.message()
 
     def malloc(self, size: int, policy: int = 0) -> int:
-        """Allocates device memory and returns its address."""
         place = ctypes.c_void_p()
         assert self.aclrtMalloc(ctypes.byref(place), size, policy) == 0, self.message()
         assert place.value is not None

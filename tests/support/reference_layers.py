@@ -3,10 +3,24 @@
 from typing import Any
 
 import torch
-from support.eager_loss import chosen_keys, one_sequence
 from torch import Tensor
 
 from fusion_attention import nn as dsa
+
+
+def one_sequence(
+    q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, weights: Tensor, keys: Tensor, scale: float
+) -> Tensor:
+    """Returns the loss of a sequence: q [S, N1, D], k [S, N2, D] (rope parts appended), keys bool [S, S]."""
+    with torch.no_grad():
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        p = scores.masked_fill(~keys, -torch.inf).softmax(-1).mean(0)
+    index = (torch.einsum("ihd,jd->ihj", index_q, index_k[:, 0]).relu() * weights[..., None]).sum(1)
+    index = index.masked_fill(~keys, -torch.inf)
+    logs = index.log_softmax(-1).masked_fill(~keys, 0)
+    return (torch.special.xlogy(p, p) - p * logs).sum()
+
 
 LATENT: dict[str, Any] = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
 HEADS = 4
@@ -65,7 +79,7 @@ def plain(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
     index_k = turned(indexer.k_norm(indexer.wk(x.detach()))[:, None], at, width)
     weights = indexer.weights_proj(x.detach()) / (indexer.heads * indexer.head_dim) ** 0.5
     scores = (torch.einsum("ihd,jd->ihj", index_q, index_k[:, 0]).relu() * weights[..., None]).sum(1)
-    keys = chosen_keys(None, len(x))
+    keys = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     if layer.stage == "sparse":
         order = (
             scores.masked_fill(~keys, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k]

@@ -66,5 +66,4 @@ function everything(given) {
 
 
 def argument(s: Setting) -> str:
-    """Returns a setting as JSON."""
     return json.dumps(asdict(s))

@@ -54,7 +54,6 @@ def upstream(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def of_one(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Computes results and gradients of a case in one process."""
     words = {"layout": "BSND", **case["words"]}
     leaves = tensors(words["layout"], case["dtype"], **case["sizes"])
     leaves = {n: t.requires_grad_(n in GRADIENTS) for n, t in leaves.items()}
@@ -166,7 +165,6 @@ CASES = {
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Draws a random case."""
     draw = random.Random(seed)
     n2 = draw.choice([1, 2, 4])
     sizes: dict[str, Any] = {"b": draw.choice([1, 1, 3]), "n1": 4, "n2": n2, "d": draw.choice([8, 24, 64])}

@@ -45,12 +45,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def code_of(name: str) -> Any:
-    """Returns the module that defines a family."""
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 def config_of(name: str, **changed: Any) -> Any:
-    """Returns a configuration of a family."""
     configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     return getattr(configuration, MODELS[name][1])(**MODELS[name][2] | changed)
 

@@ -12,18 +12,15 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def written(page: str) -> str:
-    """Returns the table in a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return text.split(BEGIN)[1].split(END)[0]
 
 
 def write(page: str, lines: str) -> None:
-    """Replaces the table in a page."""
     path = ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + lines + END, text, flags=re.DOTALL), encoding="utf-8")

@@ -71,7 +71,6 @@ RUNS = {
 
 
 def launched(run: str) -> Launched:
-    """Returns the launch of an entry of RUNS."""
     _, name, chip = RUNS[run]
     return CONFIGS[name].launched(chip)
 

@@ -123,7 +123,6 @@ def call(
 def done(
     op: Op, args: Args, outputs: dict[str, torch.Tensor | None] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Returns the outputs of a valid call."""
     given = outputs_of(op, args) if outputs is None else outputs
     assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
     return {name: tensor for name, tensor in given.items() if tensor is not None}

@@ -111,7 +111,6 @@ class Worlds:
         self._ends = [end for _, end in sorted(((end.recv(), end) for end in ends), key=lambda pair: int(pair[0]))]
 
     def end(self) -> None:
-        """Ends the processes; the next case starts new ones."""
         for end in self._ends:
             end.close()
         for process in self._processes:
