@@ -271,7 +271,7 @@ FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, An
     "the mean of a group": (_of_heads(_mean), ("group-sum",), {"grouped": True}),
     "dv without 1 / keep_prob": (_fixed(unkept="dv"), ("dropout-scale",), {"dropout": True}),
     "dP without 1 / keep_prob": (_fixed(unkept="dp"), ("dropout-scale",), {"dropout": True}),
-    "dq without its last tile": (_tile("dq", 0.0, "last"), ("update-lost",), {"causal": False}),
+    "dq without its last tile": (_tile("dq", 0.0, "last"), ("update-lost", "tile-skipped"), {"causal": False}),
     "dq without a tile": (_tile("dq", 0.0, "inner"), ("update-lost",), {}),
     "a tile twice in dq": (_tile("dq", 2.0, "inner"), ("update-twice",), {}),
     "dk and dv without a tile": (_tile("dk dv", 0.0, "inner"), ("update-lost",), {"causal": False}),
