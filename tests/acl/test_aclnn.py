@@ -16,7 +16,7 @@ from support.two_phase import V2, Args, call, done, failed, handles_of, outputs_
 from torch.utils._pytree import tree_map_only
 
 from fusion_attention import acl, aclnn, npu, use_backend
-from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
+from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op, bind
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import definitions as indexer
@@ -24,6 +24,7 @@ from fusion_attention.ops.indexer_loss import definitions as loss
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.ops.training import score_v4
+from fusion_attention.torch_ops import eager
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
 TRAINING = [op for op in OPERATORS.values() if op in (*training.RECORDS, *score_v4.RECORDS)]
@@ -104,6 +105,20 @@ def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
         for output, tensor in got.items():
             expected = leaves[inputs[output]].grad
             assert same(tensor, torch.zeros_like(tensor) if expected is None else expected), (name, output)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
+def test_calls_give_the_bytes_of_plain_runs(op: Op) -> None:
+    """In every layout, with the outputs that a flag asks for and without, which may then stay as they were."""
+    flags = [op.by_name[n] for n in ("return_softmax_lse", "softmax_lse_flag", "return_values") if n in op.by_name]
+    for layout, flag in itertools.product(layouts(op), (0, 1) if flags else (1,)):
+        args = sample(op, **layout, **{p.name: p.type(flag) for p in flags})  # type: ignore[union-attr, operator]
+        want = eager.run(op.lower(bind(op, args, strict=False)))  # type: ignore[misc]
+        outputs = {name: torch.full_like(t, 77) for name, t in want.items() if name in op.by_name}
+        assert call(op, args, outputs, strict=False) == (0, 0), acl.get_recent_err_msg()
+        for name, t in outputs.items():
+            assert same(t, want[name]) or (not flag and (t == 77).all()), (layout, flag, name)
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)

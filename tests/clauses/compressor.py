@@ -146,6 +146,7 @@ LENGTHS = {
     ],
 }
 CLAUSES = merged(
+    LENGTHS,
     of_parameters(
         "x wkv wgate stateCacheRef ape cmpKv",
         "wkv wgate cmpKv",
@@ -156,7 +157,6 @@ CLAUSES = merged(
         workspace=False,
         repeats=False,
     ),
-    LENGTHS,
     {
         "softmaxScore and kv are written where gradEnabled says so (ruling 44).": [
             *(computes(saves=False, coff=n) for n in (1, 2)),
@@ -229,6 +229,7 @@ def gradients(args: Args) -> dict[str, Near]:
 
 
 GRAD_CLAUSES = merged(
+    LENGTHS,
     of_parameters(
         "x wkv wgate dCmpKv softmaxScore kv dX dWkv dWgate dApe",
         "wkv wgate dCmpKv dX dWkv dWgate",
@@ -239,7 +240,6 @@ GRAD_CLAUSES = merged(
         workspace=False,
         repeats=False,
     ),
-    LENGTHS,
     {
         "Gradients have the shapes of what they are of.": [
             *(forbids(name, **{name: widened}) for name in ("dWkv", "dWgate", "dApe", "dCmpKv", "softmaxScore", "kv")),

@@ -84,15 +84,6 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 CLAUSES = merged(
-    of_parameters(
-        "q k softmaxLse out",
-        "q k",
-        "softmaxLse out",
-        " ".join(("sparseIndices", *ENDS)),
-        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)},
-        "q k softmaxLse out",
-        workspace=False,
-    ),
     {
         "Probabilities are of the entries of lists, or of all keys; mode 0 shows all keys (ruling 42).": [
             *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
@@ -121,5 +112,14 @@ CLAUSES = merged(
             computes(metadata=zeros(64, d=F32)),
         ],
     },
+    of_parameters(
+        "q k softmaxLse out",
+        "q k",
+        "softmaxLse out",
+        " ".join(("sparseIndices", *ENDS)),
+        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)},
+        "q k softmaxLse out",
+        workspace=False,
+    ),
 )
 PAGE = Page("aclnnSparseFlashMlaSoftmaxL1Norm", PROTOTYPE, base, formula, CLAUSES)

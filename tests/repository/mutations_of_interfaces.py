@@ -182,7 +182,7 @@ SURFACE = [
     package("packed sequences begin where the lengths before them end", "ops/compressed/lower.py",
             'if [-n.get("q_start") is not None-]{+False+}:', f"{SHARED}::test_packed_sequences_with_padding_rows"),
     package("probabilities are summed over heads", "ops/compressed/probabilities.py", "scores.exp().[-mean-]{+sum+}(1)",
-            f"{SHARED}::test_the_norm_as_an_operator"),
+            "contract/test_clauses.py::test_the_clause_holds"),
     package("a row reads slots behind its bound", "ops/compressed/checks.py", "[-| (slot >= bound)-]",
             f"{SHARED}::test_entries_past_the_bound_are_counted"),
 ]  # fmt: skip

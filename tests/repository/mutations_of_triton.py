@@ -169,6 +169,7 @@ SPARSE_BACKWARD = [
 
 CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
 TARGET, PACKAGE = "sparse/test_target_loss.py", "npu/test_target_losses.py"
+CLAUSE = "contract/test_clauses.py::test_the_clause_holds"
 INDEXER_HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
 INDEXER = [
     package("Triton: a score that is no number is chosen last", "backends/triton/indexer/choice.py",
@@ -199,9 +200,8 @@ INDEXER = [
     package("Golden: a given target counts as one that sums to 1", "backends/golden/indexer_loss.py",
             "mass = 1 if problem.[-unit_target-]{+has_target+} else", f"{TARGET}::test_golden_is_the_formula"),
     package("Lists of shorter packed sequences are checked at other rows", "ops/sparse/checks.py",
-            "q_len[- if q_start is None else q_start-]", "contract/test_clauses.py::test_the_clause_holds"),
-    package("A log-sum-exp is a sum", "ops/indexer_loss/lowered_call.py", "max_ + sum_[-.log()-]",
-            f"{PACKAGE}::test_dense_pair_is_the_formula"),
+            "q_len[- if q_start is None else q_start-]", CLAUSE),
+    package("A log-sum-exp is a sum", "ops/indexer_loss/lowered_call.py", "max_ + sum_[-.log()-]", CLAUSE),
     package("A target of zeros is divided by nothing", "npu/surface/cann_functions.py",
             "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip
@@ -245,14 +245,14 @@ POOLING = [
             "np.cumsum(capacity) - capacity if ends is None else np.[-asarray(ends[:-1], np.int64)-]{+cumsum(capacity"
             " if used is None else used) - used+}", f"{CHIP}::test_packed_sequences_with_padding_rows"),
     package("probabilities of later entries are returned", "ops/compressed/probabilities.py",
-            "& (entry >= 0).cumprod(-1).bool()[- & (entry < visible)-]", f"{CHIP}::test_the_norm_as_an_operator"),
+            "& (entry >= 0).cumprod(-1).bool()[- & (entry < visible)-]", CLAUSE),
     package("entries behind a count are read", "ops/compressed/lowered_call.py", "slots [-<-]{+<=+} counts[..., None]",
             f"{LISTED}::test_lists_of_keys_and_their_gradients"),
     package("rows of an empty list see their sequence", "ops/compressed/lowered_call.py",
             "[-(end > first) & (self.second is not None)-]{+end > first+}",
             f"{LISTED}::test_lists_of_keys_and_their_gradients"),
     package("saved rows of windows do not alternate", "ops/auxiliary/compressed_rows.py",
-            ".[-transpose(1, 2).-]flatten(1, 2)", "acl/test_compressor.py::test_saved_rows_alternate"),
+            ".[-transpose(1, 2).-]flatten(1, 2)", CLAUSE),
     package("a call begins with its own window", "ops/auxiliary/compressed_rows.py",
             "begin = [-max(start // ratio - (coff - 1), 0)-]{+start // ratio+} * ratio", STATE),
     package("a ring keeps nothing of the last window", "ops/auxiliary/compressed_rows.py",
