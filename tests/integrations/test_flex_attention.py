@@ -215,40 +215,21 @@ def test_wrong_calls() -> None:
     q, k, v, _ = inputs(8)
     created_mask = block_mask(causal)
     full_heads = k.repeat_interleave(2, 1)
+    full, one = (q, full_heads, full_heads), (q[:1], full_heads[:1], full_heads[:1])
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (ValueError, "pass enable_gqa=True", (q, k, v), {}),
         (ValueError, "a number of heads that divides", (q[:, :3], k, v), {"enable_gqa": True}),
-        (ValueError, "as many elements in its rows", (q[..., :8], full_heads, full_heads), {}),
-        (ValueError, "as many rows as the value", (q, full_heads, full_heads[:, :, 1:]), {}),
-        (NotImplementedError, r"expected \[B, H, L, E\]", (q[0], full_heads[0], full_heads[0]), {}),
-        (ValueError, "or 1 beside a block_mask", (q, full_heads[:1], full_heads[:1]), {}),
-        (
-            ValueError,
-            "one made for q_len=100 and kv_len=200",
-            (q[:, :, :100], full_heads, full_heads),
-            {"block_mask": created_mask},
-        ),
-        (
-            ValueError,
-            "of 1 or 1 as its batch size",
-            (q[:1], full_heads[:1], full_heads[:1]),
-            {"block_mask": created_mask},
-        ),
-        (
-            TypeError,
-            "got <class 'torch.Tensor'>",
-            (q, full_heads, full_heads),
-            {"block_mask": torch.ones(TOKENS, TOKENS)},
-        ),
-        (ValueError, "got both", (q, full_heads, full_heads), {"return_lse": True, "return_aux": AuxRequest()}),
-        (
-            NotImplementedError,
-            "max_scores=True",
-            (q, full_heads, full_heads),
-            {"return_aux": AuxRequest(max_scores=True)},
-        ),
-        (RuntimeError, "sliced BlockMask", (q, full_heads, full_heads), {"block_mask": created_mask[:, :, :1]}),
-        (ValueError, "returns one bool", (q, full_heads, full_heads), {"block_mask": lambda b, h, row, key: row - key}),
+        (ValueError, "as many elements in its rows", (q[..., :8], *full[1:]), {}),
+        (ValueError, "as many rows as the value", (*full[:2], full_heads[:, :, 1:]), {}),
+        (NotImplementedError, r"expected \[B, H, L, E\]", tuple(t[0] for t in full), {}),
+        (ValueError, "or 1 beside a block_mask", (q, *one[1:]), {}),
+        (ValueError, "one made for q_len=100 and kv_len=200", (q[:, :, :100], *full[1:]), {"block_mask": created_mask}),
+        (ValueError, "of 1 or 1 as its batch size", one, {"block_mask": created_mask}),
+        (TypeError, "got <class 'torch.Tensor'>", full, {"block_mask": torch.ones(TOKENS, TOKENS)}),
+        (ValueError, "got both", full, {"return_lse": True, "return_aux": AuxRequest()}),
+        (NotImplementedError, "max_scores=True", full, {"return_aux": AuxRequest(max_scores=True)}),
+        (RuntimeError, "sliced BlockMask", full, {"block_mask": created_mask[:, :, :1]}),
+        (ValueError, "returns one bool", full, {"block_mask": lambda b, h, row, key: row - key}),
     ]
     for kind, text, tensors, words in wrong:
         with pytest.raises(kind, match=text):

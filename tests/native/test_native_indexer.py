@@ -12,11 +12,9 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
-from support.native_lowered import Args, Results, extents_of, far, in_pages, run
+from support.native_lowered import Args, Results, far, in_pages, run
 from support.selected import ordered
 
-from fusion_attention.backends import cpu
-from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer, part
@@ -140,15 +138,3 @@ def test_scores_that_are_no_numbers_have_a_place() -> None:
         indices, values = choose(args, variant)
         assert indices.flatten().tolist() == [2, 3, 4, 6, 0, -1]
         assert values.flatten().tolist() == [0.0, 0.0, -2.0, -2.0, -3.0, -math.inf]
-
-
-@pytest.mark.parametrize("op_kind", ["indexer_topk", "indexer_backward"])
-def test_memory_stays_under_a_gigabyte(op_kind: str) -> None:
-    for dtype in ("float32", "bfloat16"):
-        problem = IndexerProblem(64, 128, dtype, dtype, 2048)
-        assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), op_kind) < 200_000_000
-
-
-def test_what_this_back_end_does_not_compute_is_said() -> None:
-    assert len(cpu.reasons_against(IndexerProblem(1, 8, "float64", "float64"), "cpu")) == 2
-    assert not cpu.reasons_against(IndexerProblem(1, 8, "bfloat16", "float32", page_size=16), "cpu")

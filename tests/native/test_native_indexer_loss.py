@@ -15,7 +15,7 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
+from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase, arguments, lowered, statistics, tokens_of
@@ -181,23 +181,6 @@ def test_no_sequence_has_no_loss() -> None:
         empty.problem, empty.extents, cpu.schedule(empty.problem, empty.extents, empty.op_kind), *filled.operands
     )
     assert filled.operands[0].loss.item() == 0
-
-
-@pytest.mark.parametrize("select_count", [0, 2048])
-def test_memory_stays_under_a_gigabyte(select_count: int) -> None:
-    extents = extents_of((32768,), (32768,))
-    for dtype in ("float32", "bfloat16"):
-        heads_kv, dim = (1, 512) if select_count else (128, 128)
-        problem = IndexerLossProblem(128, heads_kv, dim, 64, 128, 64, dtype, dtype, select_count=select_count)
-        assert cpu.workspace_bytes(problem, extents, "indexer_loss") < 100_000_000
-        statistics = IndexerProblem(64, 128, dtype, dtype, top_k=0)
-        assert cpu.workspace_bytes(statistics, extents, "indexer_lse") < 100_000_000
-
-
-def test_what_this_back_end_does_not_compute_is_said() -> None:
-    wide = IndexerLossProblem(1, 1, 8, 1, 8, dtype="float64", weights_dtype="float64")
-    assert len(cpu.reasons_against(wide, "cpu")) == 2
-    assert not cpu.reasons_against(IndexerLossProblem(1, 1, 8, 1, 8, dtype="bfloat16"), "cpu")
 
 
 @pytest.mark.parametrize(("at", "name"), [(10, "values"), (26, "target")])

@@ -17,7 +17,7 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, hostile, in_pages, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ir.problem import Problem
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem, Problem
 from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check
 from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, part, selected
@@ -249,17 +249,37 @@ def test_beside_a_large_score_no_other_key_weighs_anything(variant: str, power: 
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 
-@pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
+# 32768 rows and keys, in megabytes.
+WORKSPACES: list[tuple[Problem | IndexerProblem | IndexerLossProblem, tuple[str, ...], int]] = [
+    (Problem(64, 1, 576, 512, select_count=2048), ("attention_forward", "attention_backward"), 1000),
+    (IndexerProblem(64, 128, top_k=2048), ("indexer_topk", "indexer_backward"), 200),
+    (IndexerProblem(64, 128, top_k=0), ("indexer_lse",), 100),
+    (IndexerLossProblem(128, 128, 128, 64, 128, 64), ("indexer_loss",), 100),
+    (IndexerLossProblem(128, 1, 512, 64, 128, 64, select_count=2048), ("indexer_loss",), 100),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_stays_under_a_gigabyte(op_kind: str, dtype: str) -> None:
-    problem = Problem(64, 1, 576, 512, dtype=dtype, select_count=2048)
-    assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), op_kind) < 1_000_000_000
+@pytest.mark.parametrize(("problem", "op_kinds", "most"), WORKSPACES, ids=str)
+def test_memory_is_bounded(problem: Any, op_kinds: tuple[str, ...], most: int, dtype: str) -> None:
+    dtypes = {"dtype": dtype} if isinstance(problem, Problem) else {"dtype": dtype, "weights_dtype": dtype}
+    for op_kind in op_kinds:
+        wanted = cpu.workspace_bytes(replace(problem, **dtypes), extents_of((32768,), (32768,)), op_kind)
+        assert wanted < most * 1_000_000
 
 
 def test_what_this_back_end_does_not_compute_is_said() -> None:
-    problem = Problem(1, 1, 8, 8, select_count=4, bias="matrix", dropout="bits", has_blocked=True, empty_rows="mean")
-    assert len(cpu.reasons_against(problem, "cpu")) == 4
-    assert not cpu.reasons_against(Problem(1, 1, 8, 8, select_count=4, page_size=16, shares_kv=True), "cpu")
+    double: Any = {"dtype": "float64", "weights_dtype": "float64"}
+    low: Any = {"dtype": "bfloat16"}
+    for reasons, problem in [
+        (4, Problem(1, 1, 8, 8, select_count=4, bias="matrix", dropout="bits", has_blocked=True, empty_rows="mean")),
+        (0, Problem(1, 1, 8, 8, select_count=4, page_size=16, shares_kv=True)),
+        (2, IndexerProblem(1, 8, **double)),
+        (0, IndexerProblem(1, 8, **low, page_size=16)),
+        (2, IndexerLossProblem(1, 1, 8, 1, 8, **double)),
+        (0, IndexerLossProblem(1, 1, 8, 1, 8, **low)),
+    ]:
+        assert len(cpu.reasons_against(problem, "cpu")) == reasons, problem
 
 
 def test_sizes_that_disagree_are_an_error() -> None:
