@@ -18,17 +18,7 @@ from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, CacheViews, Scales, as_float, narrowed
-from fusion_attention.ops.shared.layouts import (
-    LAYOUTS,
-    Form,
-    covered,
-    matrix_view,
-    row_view,
-    rows_shape,
-    stats_shape,
-    stats_view,
-    to_float32,
-)
+from fusion_attention.ops.shared import layouts
 
 Tensor = torch.Tensor
 
@@ -108,17 +98,28 @@ class InferenceCall:
         """Allocates out, and the other results in names: statistics of stats_shape(), or softmax_lse."""
         out, stats = self._templates()
         if self.names[1:] == (LSE,):
-            return {self.names[0]: another(out), LSE: empty(stats, self._lse_shape(stats))}
+            shape = (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
+            return {self.names[0]: another(out), LSE: empty(stats, shape)}
         more = self.stats() if len(self.names) > 1 else ()
         result = dict(zip(self.names, (another(out), *more), strict=True))
         return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         out, *given = (outputs[name] for name in self.names)
-        if self.names[1:] == (LSE,):
-            return _Logarithms(self, out, self.stats(), given[0])
-        max_, sum_ = given or self.stats()
-        return Filled(*_prepared(self, out, (max_, sum_)))
+        lse = given[0] if self.names[1:] == (LSE,) else None
+        stats = self.stats() if lse is not None or not given else given
+        buffers = buffer(out), *stats
+        clears = () if layouts.covered(self.q, self.layout, self.extents, "q") else buffers
+        operands = self.operands(dict(zip(("out", "max", "sum"), buffers, strict=True)))
+
+        def convert() -> None:
+            if lse is not None:
+                logarithms = _logarithm(*stats)
+                if self.problem.has_sink:
+                    _forget_sinks(self, operands, logarithms)
+                lse.copy_(_shaped(logarithms, self.lse_by_batch))
+
+        return Filled((operands,), buffers, (out,), clears, convert=convert)
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Allocates the softmax statistics max and sum, which back ends write."""
@@ -130,34 +131,31 @@ class InferenceCall:
         templates: tuple[Tensor, Tensor] | None = self.call_cache.templates
         if templates is None:
             p, q = self.problem, self.q
-            batch, token, _ = LAYOUTS[self.layout]
+            batch, token, _ = layouts.LAYOUTS[self.layout]
             sizes = 1 if batch is None else q.shape[batch], q.shape[token]
-            shape = rows_shape(self.out_layout or self.layout, *sizes, p.heads_q, p.dim_v)
+            shape = layouts.rows_shape(self.out_layout or self.layout, *sizes, p.heads_q, p.dim_v)
             out = template(q, shape, p.torch_dtype if p.out_quant == "none" else torch.int8)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
             templates = self.call_cache.templates = (
                 out,
-                template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype),
+                template(q, layouts.stats_shape(q, layouts.Form(self.layout), p.heads_q), dtype),
             )
         return templates
-
-    def _lse_shape(self, stats: Tensor) -> tuple[int, ...]:
-        return (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
         """Makes the views of the call; memory: out, max and sum, in this order."""
         out, max_, sum_ = memory.values()
-        p, e, form, views = self.problem, self.extents, Form(self.layout), self._views()
+        p, e, form, views = self.problem, self.extents, layouts.Form(self.layout), self._views()
         k = views.rows(self.k, p.dim_qk)
         v = narrowed(k, p.dim_v) if self.v is None else views.rows(self.v, p.dim_v)
-        stats = (stats_view(t, form, p.heads_q, e) for t in (max_, sum_))
+        stats = (layouts.stats_view(t, form, p.heads_q, e) for t in (max_, sum_))
         operands = Operands(
             q=self._row_view(self.q if self.q.dtype == p.torch_dtype else self.q.to(p.torch_dtype)),
             k=k,
             v=v,
-            out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
+            out=self._moved(layouts.row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
             stats=Stats(*map(self._moved, stats)),
-            sink=to_float32(self.sink, self.q),
+            sink=layouts.to_float32(self.sink, self.q),
         )
         if p.dim_rope:
             assert self.q_rope is not None
@@ -180,7 +178,7 @@ class InferenceCall:
             layout = "BSND" if self.layout == "BSH" else self.layout
             scale, factor = self.row_scale
             scale = (scale * factor.reshape(())).unsqueeze(-1)
-            operands.row_scale = self._moved(row_view(scale, layout, p.heads_q, e, "q"))
+            operands.row_scale = self._moved(layouts.row_view(scale, layout, p.heads_q, e, "q"))
         if self.weight_scale is not None:
             operands.weight_scale = as_float(self.weight_scale).reshape(1)
         if p.out_quant != "none":
@@ -197,10 +195,9 @@ class InferenceCall:
 
     @property
     def repeats(self) -> bool:
-        """True if the back end's run computes the complete call: keys are one tensor, and every row belongs to a
-        sequence."""
+        """True if a back end's run computes the call: keys are one tensor, and every row belongs to a sequence."""
         forgets = self.names[1:] == (LSE,) and self.problem.has_sink
-        return len(self.k) == 1 and not forgets and covered(self.q, self.layout, self.extents, "q")
+        return len(self.k) == 1 and not forgets and layouts.covered(self.q, self.layout, self.extents, "q")
 
     def memory(self) -> dict[str, Tensor]:
         return dict(zip(("out", "max", "sum"), (another(self._templates()[0]), *self.stats()), strict=True))
@@ -222,7 +219,7 @@ class InferenceCall:
 
     def _row_view(self, tensor: Tensor) -> RowView:
         """View of a tensor in the query's layout, such as q and q_rope."""
-        return self._moved(row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
+        return self._moved(layouts.row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
     def _moved(self, view: RowView) -> RowView:
         """The view with addresses at each sequence's first row, q_first."""
@@ -238,7 +235,7 @@ class InferenceCall:
         return as_float(scale).reshape(-1, p.dim_v if scale.numel() > 1 else 1).expand(p.heads_q, p.dim_v)
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
-        view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
+        view = layouts.matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
         # Columns count tokens of the padded cache; with a common prefix, which is not in it, they count keys.
         if self.first is not None and not self.problem.common_keys:
             view.address = view.address + self.first * view.stride_key
@@ -253,27 +250,9 @@ class InferenceCall:
             size = e.q_len * e.q_len
             view = MatrixView(mask.contiguous(), np.cumsum(size) - size, np.zeros_like(size), e.q_len, 1)
         else:
-            view = matrix_view(mask.unsqueeze(1), "broadcast", self.problem.heads_q, e)
+            view = layouts.matrix_view(mask.unsqueeze(1), "broadcast", self.problem.heads_q, e)
         view.address, view.first = view.address - first * view.stride_key, first
         return view
-
-
-class _Logarithms(Filled):
-    """A Filled whose second result is softmax_lse, max + ln(sum) of a row, with the chip's values for empty rows."""
-
-    __slots__ = ("call", "lse", "stats")
-
-    def __init__(self, call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor], lse: Tensor) -> None:
-        super().__init__(*_prepared(call, out, stats))
-        self.call, self.stats, self.lse = call, stats, lse
-
-    def finish(self) -> None:
-        """Copies results as usual after a run, and computes softmax_lse from the written statistics."""
-        super().finish()
-        lse = _logarithm(*self.stats)
-        if self.call.problem.has_sink:
-            _forget_sinks(self.call, self.operands[0], lse)
-        self.lse.copy_(_shaped(lse, self.call.lse_by_batch))
 
 
 def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
@@ -292,7 +271,7 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
     sink and do not show these rows; operands: the call's views.
     """
     e, heads = call.extents, call.problem.heads_q
-    view = call._moved(stats_view(lse, Form(call.layout), heads, e))
+    view = call._moved(layouts.stats_view(lse, layouts.Form(call.layout), heads, e))
     for b in range(len(e)):
         q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
         rows = view.sequence(b, heads, q_len).squeeze(-1)
@@ -308,16 +287,6 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
             visible = ((matrix[:, here] == 0) & (key >= low) & (key < high)).any(-1)
             history = (low < start) & (high > low)  # keys before the matrix are never blocked
             rows[:, here] = rows[:, here].masked_fill(~(visible | history[:, 0]), math.inf)
-
-
-def _prepared(
-    call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]
-) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The arguments (operands, buffers, outputs, clears) of the call's Filled; stats: memory for max and sum."""
-    buffers = buffer(out), *stats
-    clears = () if covered(call.q, call.layout, call.extents, "q") else buffers
-    operands = call.operands(dict(zip(("out", "max", "sum"), buffers, strict=True)))
-    return (operands,), buffers, (out,), clears
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:

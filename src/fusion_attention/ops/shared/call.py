@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,18 +86,8 @@ class TorchCall(TensorCall):
         return self.allocate()
 
     def fill(self, outputs: Results) -> Filled:
-        return _TorchRun(self, outputs)
-
-
-class _TorchRun(Filled):
-    __slots__ = ("call", "results")
-
-    def __init__(self, call: TorchCall, results: Results) -> None:
-        super().__init__((), clears=tuple(results[name] for name in call.clears if name in results))
-        self.call, self.results = call, results
-
-    def finish(self) -> None:
-        self.call.compute(self.results)
+        clears = tuple(outputs[name] for name in self.clears if name in outputs)
+        return Filled((), clears=clears, convert=partial(self.compute, outputs))
 
 
 class OfCall:

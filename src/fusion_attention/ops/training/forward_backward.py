@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates attention_out, softmax_max and softmax_sum of a forward call, by name, from its arguments and derived
-    values `n`."""
+    """Allocates the three results of a forward call, named FORWARD; n: arguments and derived values."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
@@ -86,16 +86,15 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        out, max_, sum_ = (outputs[name] for name in self.names)
-        if self.lanes:
-            return _ForwardRun(self.call, out, max_, sum_)
-        clears = () if self.call.covers("q") else (out, max_, sum_)
-        return Filled((operands_of(self.call, out, max_, sum_),), clears=clears)
+        call, (out, *lanes) = self.call, (outputs[name] for name in self.names)
+        written = (buffer(out), *statistics(call)) if self.lanes else (out, *lanes)
+        convert = partial(write_lanes, call, *written[1:], *lanes) if self.lanes else None
+        clears = () if call.covers("q") else written
+        return Filled((operands_of(call, *written),), written, (out,), clears, convert=convert)
 
     @property
     def repeats(self) -> bool:
-        """True if the back end's run computes the complete call: no dropout mask is drawn, and every row belongs to a
-        sequence."""
+        """True if a back end's run computes the call: no mask is drawn, and every row belongs to a sequence."""
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
@@ -178,64 +177,38 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """(max, sum) that a forward saved, in CANN's format [..., 8], converted to the kernels' format: one number per
-        row and head."""
+        """(max, sum) with one number per row and head, for kernels, from a forward's in CANN's format, [..., 8]."""
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        return _BackwardRun(self, outputs)
-
-
-class _ForwardRun(Filled):
-    __slots__ = ("call", "lanes")
-
-    def __init__(self, call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
-        self.call, self.lanes = call, (max_, sum_)
-        buffers = buffer(out), *statistics(call)
-        clears = () if call.covers("q") else buffers
-        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
-
-    def finish(self) -> None:
-        super().finish()
-        _, max_, sum_ = self.buffers
-        write_lanes(self.call, max_, sum_, *self.lanes)
-
-
-class _BackwardRun(Filled):
-    __slots__ = ("backward", "call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
-
-    def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
-        self.backward = backward
-        call = self.call = backward.call
-        dy, attention_in, *self.saved = backward.saved
-        self.targets = [outputs.get(name) for name in GRADIENTS]
-        self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
+        call, (dy, attention_in, *saved) = self.call, self.saved
+        targets = [outputs.get(name) for name in GRADIENTS]
         none = call.q.new_empty(0)
-        self.gradients = tuple(none if t is None else buffer(t) for t in self.targets)
-        if self.slopes:
-            self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
-        self.lanes = backward.lanes
+        gradients = tuple(none if t is None else buffer(t) for t in targets)
+        slopes = targets[DPSE] if call.extras[BIAS] is None else None
+        if slopes is not None:
+            gradients = (*gradients[:DPSE], none, *gradients[DPSE + 1 :])
         # Views of statistics assume contiguous memory.
-        self.stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in self.saved)
-        dlse = None if backward.dlse is None else backward.dlse.contiguous()
-        grads, self.summed = grads_of(call, dy, self.gradients, dlse)
-        buffers = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
-        buffers += [*(self.stats if self.lanes else ()), *([] if self.summed is None else [self.summed])]
-        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(buffers))
+        stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in saved)
+        dlse = None if self.dlse is None else self.dlse.contiguous()
+        grads, summed = grads_of(call, dy, gradients, dlse)
+        buffers = [g for g, t in zip(gradients, targets, strict=True) if g is not t and g.numel()]
+        buffers += [*(stats if self.lanes else ()), *([] if summed is None else [summed])]
 
-    def begin(self) -> None:
-        if self.lanes:
-            for tensor, value in zip(self.stats, self.backward.kernel_statistics(*self.saved), strict=True):
-                tensor.copy_(value)
-        clear_gradients(self.call, self.gradients, self.summed)
+        def prepare() -> None:
+            if self.lanes:
+                for tensor, value in zip(stats, self.kernel_statistics(*saved), strict=True):
+                    tensor.copy_(value)
+            clear_gradients(call, gradients, summed)
 
-    def finish(self) -> None:
-        if self.summed is not None:
-            self.gradients[DPSE].copy_(self.summed)
-        for target, gradient in zip(self.targets, self.gradients, strict=True):
-            if target is not None and gradient.numel() and gradient is not target:
-                target.copy_(gradient)  # The back end cannot write this target: its rows are not contiguous.
-        if self.slopes:
-            target = self.targets[DPSE]
-            assert target is not None
-            target.zero_()  # Slopes have no gradient.
+        def convert() -> None:
+            if summed is not None:
+                gradients[DPSE].copy_(summed)
+            for target, gradient in zip(targets, gradients, strict=True):
+                if target is not None and gradient.numel() and gradient is not target:
+                    target.copy_(gradient)  # The back end cannot write this target: its rows are not contiguous.
+            if slopes is not None:
+                slopes.zero_()  # Slopes have no gradient.
+
+        operands = operands_of(call, attention_in, *stats), grads
+        return Filled(operands, tuple(buffers), prepare=prepare, convert=convert)
