@@ -6,20 +6,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import to_array
+from fusion_attention.contract import record, to_array
 from fusion_attention.contract.expressions import dtype_text, evaluate, scope, size_of
-from fusion_attention.contract.record import (
-    INVALID,
-    NULL_POINTER,
-    REQUIRED,
-    Array,
-    Attr,
-    Op,
-    Param,
-    Rule,
-    Tensor,
-    Tensors,
-)
 
 # Values of attributes by type, of which the first one that violates a domain or a rule is used in an invalid call.
 VALUES: dict[type, tuple[Any, ...]] = {
@@ -50,7 +38,7 @@ class InvalidSample:
     expected: str = ""
 
 
-def sample(op: Op, **settings: Any) -> dict[str, Any]:
+def sample(op: record.Op, **settings: Any) -> dict[str, Any]:
     """Returns the arguments of a legal call, by canonical name; equal settings give equal arguments.
 
     Args:
@@ -71,28 +59,28 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
     sizes |= _derived_sizes(op, layout, settings)
     args: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(7)
-    defaults = {p.name: p.default for p in op.params if isinstance(p, Attr)}
+    defaults = {p.name: p.default for p in op.params if isinstance(p, record.Attr)}
     choices = {**dict.fromkeys(op.by_name), **op.neutral, **defaults, **settings, op.layout_attr: layout}
     for p in op.params:
         wanted = settings.get(p.name)
         if p.name == op.layout_attr:
             args[p.name] = layout
-        elif isinstance(p, Attr):
-            default = sizes[p.axis] if p.axis and p.default is REQUIRED else p.default
+        elif isinstance(p, record.Attr):
+            default = sizes[p.axis] if p.axis and p.default is record.REQUIRED else p.default
             args[p.name] = settings.get(p.name, default)
-        elif isinstance(p, Tensor) and isinstance(wanted, (str, tuple, bool)):
+        elif isinstance(p, record.Tensor) and isinstance(wanted, (str, tuple, bool)):
             args[p.name] = _tensor(p, wanted, op.layout_of(p, choices), sizes, args, generator)
-        elif isinstance(p, Tensor) and p.name not in settings and not (p.optional or p.output):
+        elif isinstance(p, record.Tensor) and p.name not in settings and not (p.optional or p.output):
             args[p.name] = _tensor(p, True, op.layout_of(p, choices), sizes, args, generator)
         else:
             args[p.name] = wanted
     return args
 
 
-def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
+def _derived_sizes(op: record.Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
     """Returns axis sizes that follow from arrays of lengths, those in `settings` or else of the default sample."""
     sample_sizes = op.samples.get(layout, {})
-    arrays = {p.name: p for p in op.params if isinstance(p, Array)}
+    arrays = {p.name: p for p in op.params if isinstance(p, record.Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
     if not any(name in arrays for name in sample_sizes):
         return {}
@@ -101,7 +89,7 @@ def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, i
 
 
 def _tensor(
-    p: Tensor, wanted: Any, layout: str, sizes: dict[str, int], args: dict[str, Any], generator: torch.Generator
+    p: record.Tensor, wanted: Any, layout: str, sizes: dict[str, int], args: dict[str, Any], generator: torch.Generator
 ) -> torch.Tensor:
     words, dtype = wanted if isinstance(wanted, tuple) else (wanted, "")
     shape = tuple(int(size_of(word, sizes) or 0) for word in (p.words(layout) if words is True else words.split()))
@@ -115,7 +103,7 @@ def _tensor(
     return torch.randn(shape, generator=generator).to(getattr(torch, dtype or dtype_name))
 
 
-def invalid_samples(op: Op) -> Iterator[InvalidSample]:
+def invalid_samples(op: record.Op) -> Iterator[InvalidSample]:
     """Yields a call for every way to violate a definition: every rule, presence, type, rank, axis and domain."""
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
@@ -129,57 +117,55 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
             yield InvalidSample(f"{op.name}-{p.name}-{name}", args, p.shown, code)
 
 
-def violation(op: Op, rule: Rule) -> dict[str, Any]:
+def violation(op: record.Op, rule: record.Rule) -> dict[str, Any]:
     """Returns settings of a sample call that violates a rule of `op`: the rule's, or a value its check excludes."""
     if rule.invalid:
         return {**rule.given, **rule.invalid}
     p = op.by_name[rule.param]
-    if isinstance(p, Attr):
+    if isinstance(p, record.Attr):
         return {**rule.given, p.name: _excluded(op, p, rule.check, p.domain or "True")}
-    return {
-        **rule.given,
-        p.name: [0, 0] if isinstance(p, Array) else True if isinstance(p, Tensor) and p.words("") else "1",
-    }
+    shaped = isinstance(p, record.Tensor) and p.words("")
+    return {**rule.given, p.name: [0, 0] if isinstance(p, record.Array) else True if shaped else "1"}
 
 
-def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
+def _excluded(op: record.Op, p: record.Attr, check: str, domain: str = "True") -> Any:
     """Returns the first of VALUES that is in the domain of attribute p and violates the expression `check`."""
-    names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, Attr)}}
+    names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, record.Attr)}}
     within = scope(names, op.functions)
     values = (value for value in VALUES[p.type] if evaluate(domain, {**within, p.name: value}))
     return next(value for value in values if not evaluate(check, {**within, p.name: value}))
 
 
-def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _stage_samples(op: record.Op, p: record.Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields (name, arguments, code) of calls that violate the declaration of parameter p: type, rank, axis, domain.
 
     legal: the arguments of a legal call, of which each differs in one argument.
     """
     present = legal[p.name] is not None
-    if isinstance(p, Attr):
+    if isinstance(p, record.Attr):
         if p.name == op.layout_attr and op.layouts:
-            yield "layout", {**legal, p.name: "NHWC"}, INVALID
-        if p.default is REQUIRED:
-            yield "missing", {**legal, p.name: None}, NULL_POINTER
-        yield "type", {**legal, p.name: object()}, INVALID
+            yield "layout", {**legal, p.name: "NHWC"}, record.INVALID
+        if p.default is record.REQUIRED:
+            yield "missing", {**legal, p.name: None}, record.NULL_POINTER
+        yield "type", {**legal, p.name: object()}, record.INVALID
         if p.domain:
             yield "domain", {**legal, p.name: _excluded(op, p, p.domain)}, p.code
         return
-    yield "type", {**legal, p.name: "a string"}, INVALID
-    if not isinstance(p, Tensor) or p.output or not present:
+    yield "type", {**legal, p.name: "a string"}, record.INVALID
+    if not isinstance(p, record.Tensor) or p.output or not present:
         return
     if not p.optional:
-        yield "missing", {**legal, p.name: None}, NULL_POINTER
-    first = next(other for other in op.params if isinstance(other, Tensor))
+        yield "missing", {**legal, p.name: None}, record.NULL_POINTER
+    first = next(other for other in op.params if isinstance(other, record.Tensor))
     if p.dtypes and p is not first:  # The other tensors must have the dtype of the first.
         # Tensors that must have the same dtype change with it.
         along = [t.name for t in op.tensors() if t is p or (t.dtypes == f"={p.name}" and legal[t.name] is not None)]
-        yield "dtype", {**legal, **{name: legal[name].to(torch.complex64) for name in along}}, INVALID
-    words = [] if isinstance(p, Tensors) else p.words(op.layout_of(p, legal))
+        yield "dtype", {**legal, **{name: legal[name].to(torch.complex64) for name in along}}, record.INVALID
+    words = [] if isinstance(p, record.Tensors) else p.words(op.layout_of(p, legal))
     if words:
-        yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID
+        yield "rank", {**legal, p.name: legal[p.name][None, None]}, record.INVALID
     # An axis can only be wrong if an earlier tensor determines its size.
     earlier = op.tensors()[: op.tensors().index(p)]
     if words and any(words[0] in q.words(op.layout_of(q, legal)) for q in earlier if legal[q.name] is not None):
         longer = torch.cat((legal[p.name], legal[p.name][:1]))
-        yield "axes", {**legal, p.name: longer}, INVALID
+        yield "axes", {**legal, p.name: longer}, record.INVALID

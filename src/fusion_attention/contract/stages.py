@@ -1,30 +1,17 @@
 """The stages in which bind() checks a call: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusion_attention.contract import record
 from fusion_attention.contract.arguments import TYPES, Fault, is_type, members, no_tensor, no_tensors
 from fusion_attention.contract.expressions import dtype_text, evaluate, parse, scope, shape_text, show, size_of
-from fusion_attention.contract.record import (
-    NULL_POINTER,
-    REQUIRED,
-    WARNED,
-    Array,
-    Attr,
-    ContractError,
-    Failure,
-    Op,
-    Param,
-    Rule,
-    Tensor,
-    Tensors,
-)
 
 
-def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
+def first_stages(op: record.Op, given: Sequence[Any], rules: list[record.Rule]) -> dict[str, Any]:
     """Runs all stages before "lengths", and returns the values of parameters and axes by name.
 
     Args:
@@ -39,19 +26,21 @@ def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, A
         ContractError: an invalid call; it has all failures of the first stage that fails.
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
-    _refuse(_presence(op, values))
-    lacking = (p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
+    _refuse([*_presence(op, values)])
+    lacking = (
+        p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, record.Attr) and value is None
+    )
     names: dict[str, Any] = {**op.neutral, **values, "missing": tuple(lacking)}
     ask(op, [r for r in rules if r.stage == "presence"], names)
     typed, _ = _broken(op, [r for r in rules if r.stage == "dtype"], names)
-    _refuse(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
-    _refuse(_ranks(op, names))
+    _refuse([*_dtypes(op, names), *_devices(op, names), *_layout(op, names), *typed])
+    _refuse([*_ranks(op, names)])
     _refuse(_axes(op, names))
     _refuse(_domains(op, names))
     return names
 
 
-def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
+def ask(op: record.Op, rules: list[record.Rule], names: dict[str, Any]) -> list[record.Failure]:
     """Checks rules of an operator in a call with these values by name.
 
     Returns the violated rules that only warn; raises ContractError if others are violated.
@@ -61,46 +50,43 @@ def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
     return notes
 
 
-def _value(op: Op, p: Param, value: Any) -> Any:
+def _value(op: record.Op, p: record.Param, value: Any) -> Any:
     """Returns an argument's value as rules read it: the default for None, None for an empty optional tensor."""
-    if isinstance(p, Attr):
+    if isinstance(p, record.Attr):
         if value is None:
-            return None if p.default is REQUIRED else p.default
+            return None if p.default is record.REQUIRED else p.default
         return value.item() if isinstance(value, np.generic) else value
-    if isinstance(p, Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
+    if isinstance(p, record.Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
         # A tensor without rows (rank > 1) is present: the call itself may have no rows.
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
         return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
-    if isinstance(p, Tensors) and p.optional and isinstance(value, tuple) and not value:
+    if isinstance(p, record.Tensors) and p.optional and isinstance(value, tuple) and not value:
         return None  # an empty list
     return value
 
 
-def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
-    failures = []
+def _presence(op: record.Op, values: dict[str, Any]) -> Iterator[record.Failure]:
     for p in op.params:
-        value, output = values[p.name], isinstance(p, Tensor) and p.output
+        value, output = values[p.name], isinstance(p, record.Tensor) and p.output
         fault: Fault | None = None
         if value is None:
-            if not (p.optional or output or (isinstance(p, Attr) and p.default is not REQUIRED)):
+            if not (p.optional or output or (isinstance(p, record.Attr) and p.default is not record.REQUIRED)):
                 what = p.text.split(". ")[0].removesuffix(".")
-                failures.append(op.failure(p.shown, f"a value ({what}.)", "None", code=NULL_POINTER))
-        elif isinstance(p, Tensors):
+                yield op.failure(p.shown, f"a value ({what}.)", "None", code=record.NULL_POINTER)
+        elif isinstance(p, record.Tensors):
             fault = no_tensors(value)
-        elif isinstance(p, Tensor):
+        elif isinstance(p, record.Tensor):
             fault = no_tensor(value, output)
-        elif isinstance(p, Array):
+        elif isinstance(p, record.Array):
             fault = None if isinstance(value, np.ndarray) else ("integers (list, tuple or tensor)", show(value), "")
-        elif isinstance(p, Attr) and not is_type(value, p):
+        elif isinstance(p, record.Attr) and not is_type(value, p):
             wanted = "an int below 2**64" if p.unsigned else TYPES.get(p.type, f"a {p.type.__name__}")
             fault = wanted, show(value), ""
         if fault:
-            failures.append(op.failure(p.shown, *fault))
-    return failures
+            yield op.failure(p.shown, *fault)
 
 
-def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
-    failures = []
+def _dtypes(op: record.Op, names: dict[str, Any]) -> Iterator[record.Failure]:
     for p in op.tensors(False) + op.tensors(True):
         if names.get(p.name) is None or not p.dtypes:
             continue
@@ -111,13 +97,11 @@ def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
         wrong = [result for t in members(names[p.name]) if (result := dtype_text(t)) not in allowed]
         if wrong:
             got = wrong[0]
-            failures.append(op.failure(p.shown, " or ".join(allowed) + source, got, p.cast))
-    return failures
+            yield op.failure(p.shown, " or ".join(allowed) + source, got, p.cast)
 
 
-def _devices(op: Op, names: dict[str, Any]) -> list[Failure]:
-    failures = []
-    first: Tensor | None = None
+def _devices(op: record.Op, names: dict[str, Any]) -> Iterator[record.Failure]:
+    first: record.Tensor | None = None
     for p in op.tensors(False) + op.tensors(True):
         value = names.get(p.name)
         if value is None or (p.on_host and value.device.type == "cpu"):
@@ -127,11 +111,10 @@ def _devices(op: Op, names: dict[str, Any]) -> list[Failure]:
         strange = [t.device for t in members(value) if t.device != device]
         if strange:
             expected = f"a tensor on {device} as {first.shown}"
-            failures.append(op.failure(p.shown, expected, f"one on {strange[0]}", f'move it: .to("{device}")'))
-    return failures
+            yield op.failure(p.shown, expected, f"one on {strange[0]}", f'move it: .to("{device}")')
 
 
-def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
+def _layout(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
     if not op.layouts or names[op.layout_attr] in op.layouts:
         return []
     got, advice = names[op.layout_attr], "layout strings are upper case"
@@ -141,33 +124,31 @@ def _layout(op: Op, names: dict[str, Any]) -> list[Failure]:
     return [op.failure(shown, "one of " + ", ".join(op.layouts), show(got), advice)]
 
 
-def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
-    failures = []
+def _ranks(op: record.Op, names: dict[str, Any]) -> Iterator[record.Failure]:
     for p in op.tensors(False) + op.tensors(True):
         layout = op.layout_of(p, names)
         where = f" in layout {layout}" if op.layouts else ""
         value, words = names.get(p.name), p.words(layout)
-        if value is not None and words and not isinstance(p, Tensors) and value.dim() != len(words):
+        if value is not None and words and not isinstance(p, record.Tensors) and value.dim() != len(words):
             expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
-            failures.append(op.failure(p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}"))
-    return failures
+            yield op.failure(p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}")
 
 
-def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
+def _axes(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
     """Adds the sizes of axis words to names, and returns failures of parameters with another size.
 
     Attributes determine sizes before tensors; then the first tensor with an axis word determines its size.
     """
     origin: dict[str, str] = {}
     for p in op.params:
-        if isinstance(p, Attr) and p.axis and (names[p.name] != p.default or p.default):
+        if isinstance(p, record.Attr) and p.axis and (names[p.name] != p.default or p.default):
             if names[p.name] <= 0:
                 return [op.failure(p.shown, f"{p.shown} > 0", show(names[p.name]))]
             names[p.axis], origin[p.axis] = names[p.name], p.shown
     failures = []
     for p in op.tensors(False) + op.tensors(True):
         value, words = names.get(p.name), p.words(op.layout_of(p, names))
-        shape = () if value is None or isinstance(p, Tensors) else value.shape
+        shape = () if value is None or isinstance(p, record.Tensors) else value.shape
         for position, (word, size) in enumerate(zip(words, shape)):  # noqa: B905
             expected = _bind_axis(word, size, names, origin, p.shown)
             if expected:
@@ -202,20 +183,21 @@ def _origins(word: str, origin: dict[str, str], param: str) -> str:
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
 
-def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
+def _domains(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
     within = scope(names, op.functions)
     return [
         op.failure(p.shown, op.spell(p.domain), show(names[p.name]), code=p.code)
         for p in op.params
-        if isinstance(p, Attr) and p.domain and not evaluate(p.domain, within)
+        if isinstance(p, record.Attr) and p.domain and not evaluate(p.domain, within)
     ]
 
 
-def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
-    """Evaluates those of the rules that apply to a call, whose values are `names`; returns the violated ones as
-    (failures, warnings)."""
-    failures: list[Failure] = []
-    notes: list[Failure] = []
+def _broken(
+    op: record.Op, rules: list[record.Rule], names: dict[str, Any]
+) -> tuple[list[record.Failure], list[record.Failure]]:
+    """Evaluates the rules that apply to a call with values `names`; returns violated ones: (failures, warnings)."""
+    failures: list[record.Failure] = []
+    notes: list[record.Failure] = []
     if not rules:
         return failures, notes
     layout, within = names.get(op.layout_attr), scope(names, op.functions)
@@ -229,11 +211,11 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
             got = "" if rule.level == "doubt" else got
             expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
             failure = op.failure(op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
-            (notes if rule.level in WARNED else failures).append(failure)
+            (notes if rule.level in record.WARNED else failures).append(failure)
     return failures, notes
 
 
-def _got(rule: Rule, names: Mapping[str, Any]) -> str:
+def _got(rule: record.Rule, names: Mapping[str, Any]) -> str:
     """Returns the values that a rule reads as text: 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
     read = parse(rule.check)
     if read.axes:
@@ -245,6 +227,6 @@ def _got(rule: Rule, names: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={show(names[name])}" for name in used) or show(names.get(rule.param))
 
 
-def _refuse(failures: list[Failure]) -> None:
+def _refuse(failures: list[record.Failure]) -> None:
     if failures:
-        raise ContractError(failures)
+        raise record.ContractError(failures)
