@@ -69,8 +69,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (the elements of
-    `sides`)."""
+    """Rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (of each side)."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
@@ -188,7 +187,7 @@ OF_TABLES = rules.group(
     given=IN_PAGES,
 )
 LAYOUT = (
-    rules.keys_lie(PAGES, needs=("block_table",)),
+    rules.keys_lie(PAGES),
     rules.tabled("block_table", PAGES, invalid={"block_table": "2 M"}),
     rules.tabled("compressed_table", PAGES, "key_compressed is None or ", invalid={"compressed_table": "2 Mc"}),
 )
@@ -318,8 +317,5 @@ RETURNED = rules.invalid(
     invalid={"softmax_lse": "B N2 S1 3"},
 )
 SAVED = rules.invalid(
-    "N2 * G == N1",
-    "softmax_lse: a last axis of N1 (one number per head)",
-    when="N2 == 1",
-    invalid={"G": 3},
+    "N2 * G == N1", "softmax_lse: a last axis of N1 (one number per head)", when="N2 == 1", invalid={"G": 3}
 )

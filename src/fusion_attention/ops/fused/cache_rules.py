@@ -8,20 +8,16 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID
-from fusion_attention.ops.fused.rules import CACHE, FUSED_ONLY, GAPS, HEADS, LATENT, PADDED, PAGES, PREFIX, ROPE
+from fusion_attention.ops.fused.rules import CACHE, GAPS, HEADS, LATENT, PADDED, PAGES, PREFIX, ROPE
 from fusion_attention.ops.inference.rules import POOLS, SHORT_LIST, SIZED_PAGES
 from fusion_attention.ops.shared import rules
 
 CACHES = (
     replace(SIZED_PAGES, given=PAGES),
-    rules.meaning(
-        "actual_seq_lengths_kv is not None",
-        "actual_seq_lengths_kv: lengths beside a block table (the tensor of pages does not show them)",
+    rules.lengths_of_pages(
+        "actual_seq_lengths_kv",
+        PAGES,
         when="block_table is not None and input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD')",
-        needs=FUSED_ONLY,
-        stage="presence",
-        given=PAGES,
-        invalid={"actual_seq_lengths_kv": None},
     ),
     replace(
         rules.of_lengths(
@@ -30,7 +26,6 @@ CACHES = (
             "are [blocks, block_size, N2*D], [blocks, N2, block_size, D] or, in fragments of 32 bytes, [blocks, N2, "
             "D/d0, block_size, d0])",
             when="heads_fit(num_key_value_heads, N1)",
-            needs=FUSED_ONLY,
             invalid={"key": "B S2 7", "value": "B S2 7"},
         ),
         code=INVALID,
@@ -39,7 +34,6 @@ CACHES = (
         f"lies_as(value, key, {CACHE}, None, block_table)",
         "value: the shape of key except for the last axis (one value per key; value rows may have fewer elements)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
-        needs=FUSED_ONLY,
         invalid={"value": "B 5 N2*Dv"},
     ),
     rules.of_lengths(
@@ -47,7 +41,6 @@ CACHES = (
         "key: one tensor of the batch, one per sequence with a batch of 1, or (with a block table) pages (packed and "
         "paged keys are one tensor)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
-        needs=FUSED_ONLY,
         invalid={"key": "3 S2 N2*D", "value": "3 S2 N2*Dv"},
     ),
     rules.meaning(
@@ -62,7 +55,6 @@ CACHES = (
         "key: fragments of 32 bytes in pages of five axes ([blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, "
         "32 for int8)",
         when="block_table is not None",
-        needs=FUSED_ONLY,
         given={**PAGES, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"},
         invalid={"key": "8 N2 2 16 32", "value": "8 N2 2 16 32"},
     ),
@@ -75,7 +67,7 @@ CACHES = (
     *(
         replace(rule, when="block_table is not None and block_table.shape[0] == B")
         for rule in rules.paged(
-            "block_size", "block_size", "a sequence", PAGES, {"actual_seq_lengths_kv": [20, 33]}, [[0, 1], [2, 8]]
+            "block_size", "block_size", PAGES, {"actual_seq_lengths_kv": [20, 33]}, [[0, 1], [2, 8]]
         )
     ),
 )
@@ -93,7 +85,6 @@ CACHE_LIMITS = (
         "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
         "key: pages [blocks, block_size, N2*D] (the chip takes pages of heads beside BNSD and TND only)",
         when="block_table is not None",
-        needs=FUSED_ONLY,
         given=PAGES,
         invalid={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
@@ -106,11 +97,10 @@ CACHE_LIMITS = (
         given=PAGES,
         invalid={"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*D"},
     ),
-    replace(SHORT_LIST, needs=FUSED_ONLY, invalid={**SHORT_LIST.invalid, "D": 16, "Dv": 16}),
+    replace(SHORT_LIST, invalid={**SHORT_LIST.invalid, "D": 16, "Dv": 16}),
     rules.limit(
         "len({0 in t.shape for t in key}) == 1",
         "key: tensors of which all or none are empty (the chip takes no list with some empty tensors)",
-        needs=FUSED_ONLY,
         given={"B": 1},
         invalid={
             "B": 2,
@@ -169,12 +159,7 @@ PADDING = (
     ),
 )
 PREFIXES = rules.group(
-    rules.meaning(
-        "(key_shared_prefix is None) == (value_shared_prefix is None)",
-        "key_shared_prefix: key_shared_prefix and value_shared_prefix, or neither (a prefix has keys and values)",
-        stage="presence",
-        invalid={"value_shared_prefix": None},
-    ),
+    rules.both_or_neither("key_shared_prefix", "value_shared_prefix", "a prefix has keys and values"),
     rules.of_lengths(
         f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
         "key_shared_prefix: a tensor of key's layout, heads, elements and dtype, with a batch of 1 (all sequences "
@@ -186,7 +171,6 @@ PREFIXES = rules.group(
         "dtype_of(value_shared_prefix) == dtype_of(value)",
         "value_shared_prefix: the shape of key_shared_prefix except for the last axis (one value per key)",
         when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
-        needs=("key_shared_prefix",),
         invalid={"value_shared_prefix": "1 3 N2*Dv"},
     ),
     rules.meaning(

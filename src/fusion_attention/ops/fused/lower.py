@@ -17,7 +17,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.fused.geometry import geometry, lse_shape, of_inputs, of_output, out_dtype, out_shape
-from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, per_channel, stored_as
 from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall, extents_of
 
 __all__ = ["PROMPT_RESULTS", "RESULTS", "fresh", "geometry", "lower"]
@@ -29,8 +29,7 @@ RESULTS = ("attention_out", LSE)
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates attention_out and, if requested, softmax_lse, by name, from a call's arguments and derived values
-    `n`."""
+    """Allocates attention_out and, if requested, softmax_lse, by name; n: arguments and derived values of a call."""
     q = n["query"]
     results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
@@ -100,8 +99,7 @@ def _settle(n: dict[str, Any]) -> _Settled:
 
 
 def _prepared(layout: str) -> str:
-    """The key of LAYOUTS for an input layout: "NTD" (packed) for "NSD", one sequence without a batch axis, else the
-    layout itself."""
+    """The key of LAYOUTS for an input layout: "NTD" for "NSD" (one sequence without a batch axis), else the layout."""
     return "NTD" if layout == "NSD" else layout
 
 
@@ -176,15 +174,15 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
     if kind == "none":
         return UNSCALED
     if _is_full(n):
-        return _per_channel(n, side, n[("dequant_scale1", "dequant_scale2")[side]], None)
-    if n["key_antiquant_scale"] is None:
+        scale, offset, mode = n[("dequant_scale1", "dequant_scale2")[side]], None, 0
+    elif n["key_antiquant_scale"] is None:
         scale, offset = n["antiquant_scale"][side], n["antiquant_offset"]
         offset, mode = None if offset is None else offset[side], n["antiquant_mode"]
     else:
         scale, offset = n[f"{name}_antiquant_scale"], n[f"{name}_antiquant_offset"]
         mode = n[f"{name}_antiquant_mode"]
     if kind == "channel":
-        return _per_channel(n, side, scale, offset)
+        return per_channel(scale, offset, n["N2"], (n["D"], n["Dv"])[side])
 
     def by_head(t: Tensor | None) -> Tensor | None:
         if t is None or mode in (3, 5):
@@ -192,24 +190,6 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
         return t.reshape(-1, 1, t.shape[-1])  # all heads share a scale
 
     return Scales(by_head(scale), by_head(offset), "pages" if mode in (4, 5) else "tokens")
-
-
-def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor | None) -> Scales:
-    """Dequantisation scale and offset of keys (side 0) or values (side 1), both expanded to [N2, D or Dv].
-
-    Args:
-        n: arguments and derived values of the call, by name; N2, D and Dv are read.
-        side: 0 or 1.
-        scale: one number, one per key head, or one per key head and element, in any shape.
-        offset: one number, one per key head, or one per key head and element; None: no offset.
-    """
-    heads, dim = n["N2"], (n["D"], n["Dv"])[side]
-
-    def per_head(t: Tensor) -> Tensor:
-        each = t.numel() in (heads * dim, heads) and t.numel() > 1
-        return (t.reshape(heads, -1) if each else t.reshape(1, 1)).expand(heads, dim)
-
-    return Scales(per_head(scale), None if offset is None else per_head(offset))
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -234,7 +234,6 @@ PRECISION = (
         "inner_precise: 0 or 1 for one-token and packed queries (the chip takes no other there; it affects only rows "
         "whose keys the mask hides)",
         when="one_token or T1 is not None",
-        needs=("block_table",),
         given={"S1": 1},
     ),
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
+from fusion_attention.ops.shared import rules
 from fusion_attention.ops.shared.params import FLOATS
 from fusion_attention.ops.shared.rules import doubt, group, invalid, limit, meaning, refused, reserved, typed
 
@@ -11,6 +12,7 @@ ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this librar
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
 JOINT: dict[str, Any] = {**ROWS, "antiquant_scale": "2 N2*D"}
 APART: dict[str, Any] = {**ROWS, "key_antiquant_scale": "N2*D", "value_antiquant_scale": "N2*D"}
+SHIFTED: dict[str, Any] = {**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"}
 EITHER: dict[str, Any] = {**JOINT, **APART}
 SCALED = ("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")
 # Several query rows over integer keys.
@@ -107,7 +109,6 @@ NO_INTEGER_LATENTS = (
         "dtype_of(query) != 'int8' or query_rope is None",
         "query: no int8 query beside rope parts (it needs a scale per row, which FusedInferAttentionScoreV4 and "
         "npu_fused_infer_attention_score_v2 take)",
-        needs=("query_rope",),
         given=ROPE,
         invalid={
             "query": ("B S1 N1*D", "int8"),
@@ -168,29 +169,15 @@ SIDES = (
             ("query_quant_mode", "!= 6"),
         )
     ),
-    meaning(
-        "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
-        "key_antiquant_scale: key_antiquant_scale and value_antiquant_scale, or neither (keys and values are "
-        "integers together)",
-        given=APART,
-        invalid={"value_antiquant_scale": None},
-        stage="presence",
-    ),
-    meaning(
-        "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
-        "key_antiquant_offset: key_antiquant_offset and value_antiquant_offset, or neither (keys and values have "
-        "offsets together)",
-        given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
-        invalid={"value_antiquant_offset": None},
-        stage="presence",
+    *(
+        rules.both_or_neither(f"key_{name}", f"value_{name}", f"keys and values {advice}", given=given)
+        for name, advice, given in (
+            ("antiquant_scale", "are integers together", APART),
+            ("antiquant_offset", "have offsets together", SHIFTED),
+        )
     ),
     *(
-        beside_its_scale(
-            f"{side}_antiquant_offset",
-            f"{side}_antiquant_scale",
-            {**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
-            "3",
-        )
+        beside_its_scale(f"{side}_antiquant_offset", f"{side}_antiquant_scale", SHIFTED, "3")
         for side in ("key", "value")
     ),
     meaning(
@@ -350,7 +337,6 @@ OUTPUTS = (
         "quant_scale2: no int8 output beside rope parts, int4 or a window that misses the diagonal (the chip writes "
         "no int8 there)",
         when="quant_scale2 is not None",
-        needs=("sparse_mode",),
         given={**NARROW, "atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": 3},
         invalid={"next_tokens": -1},
     ),
@@ -358,7 +344,6 @@ OUTPUTS = (
         "not may_empty(mode, mask_kind, pre, next, q_used, common + kv_used)",
         "quant_offset2: no offset if some row may have no visible key (the chip refuses it)",
         when="quant_offset2 is not None and quant_scale2 is not None and not (mode == 4 and (pre < 0 or next < 0))",
-        needs=("sparse_mode",),
         given={**NARROW, "quant_offset2": "1", "atten_mask": "2048 2048", "sparse_mode": 3},
         invalid={"actual_seq_lengths_kv": [2, 6]},
     ),

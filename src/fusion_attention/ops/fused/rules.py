@@ -28,7 +28,6 @@ PREFIX: dict[str, Any] = {"key_shared_prefix": "1 4 N2*D", "value_shared_prefix"
 PADDED: dict[str, Any] = {"actual_seq_lengths": [2, 3], "actual_seq_lengths_kv": [4, 5]}
 HEADS = "num_key_value_heads or N1"
 CACHE = f"input_layout, {HEADS}"
-FUSED_ONLY = ("block_table",)
 UNTRAINED = "inference has no derivative: call it under torch.no_grad(), or train with npu_fusion_attention"
 GAPS = torch.zeros(2, 3, 512, dtype=torch.float16)[..., ::2]
 
@@ -196,14 +195,12 @@ FUSED_LIMITS = (
         "and D == 512)",
         "input_layout: a layout without _NBSD or _NTD, except with rope parts and D 512 (the chip transposes the "
         "output in no other call)",
-        needs=("query_rope",),
         invalid={"input_layout": "BSND_NBSD", **ROPELESS},
     ),
     rules.limit(
         "input_layout not in ('BSH_BNSD', 'BSND_BNSD') or (query_rope is not None and D == 128)",
         "input_layout: BSH_BNSD or BSND_BNSD only with rope parts and D 128 (the chip transposes the output in no "
         "other call)",
-        needs=("query_rope",),
         invalid={"input_layout": "BSND_BNSD", **ROPELESS},
     ),
 )

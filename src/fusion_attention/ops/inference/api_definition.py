@@ -15,7 +15,7 @@ from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Ten
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, per_channel, stored_as
 from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
 from fusion_attention.ops.inference.lowered_call import InferenceCall, extents_of
 from fusion_attention.ops.shared import params, rules
@@ -100,14 +100,7 @@ def scales_fit(
 
 
 RULES: tuple[Rule, ...] = (
-    rules.meaning(
-        "kv_len is not None",
-        "kv_len: lengths beside a block table (the tensor of pages does not show them)",
-        when="block_table is not None",
-        stage="presence",
-        given=PAGES,
-        invalid={"kv_len": None},
-    ),
+    rules.lengths_of_pages("kv_len", PAGES),
     rules.meaning(
         "(v is None) == (dim_v > 0)",
         "dim_v: v, or dim_v (without v, values are the first dim_v elements of the keys)",
@@ -162,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rules.cached("kv_len"),
     rules.meaning("rows_within(q_len, S1)", "q_len: 0 <= length <= S1 (rows of q)", invalid={"q_len": [0, 2]}),
-    *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
+    *paged("page_size", "page size", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
     *(
         rules.meaning(
             f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
@@ -277,14 +270,10 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
 def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
     """The scales with which keys (side "k") or values ("v") are dequantised: per channel, expanded to [N2, dim]; per
     token, unchanged. n: arguments and derived values."""
-    heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
-
-    def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or kind == "token":
-            return tensor
-        return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
-
-    return Scales(viewed(n[f"{side}_scale"]), viewed(n[f"{side}_offset"]))
+    scale, offset = n[f"{side}_scale"], n[f"{side}_offset"]
+    if scale_kind(scale, n["k"], n["N2"], dim) == "token":
+        return Scales(scale, offset)
+    return per_channel(scale, offset, n["N2"], dim)
 
 
 def _problem(n: dict[str, Any]) -> Problem:

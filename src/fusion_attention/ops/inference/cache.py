@@ -145,8 +145,7 @@ class CacheViews:
         return np.cumsum(suffix_len) - suffix_len
 
     def _bytes(self, dim: int) -> int:
-        """Number of stored elements in a row of `dim` elements: half as many if a byte stores two (int4), else
-        `dim`."""
+        """Number of stored elements in a row of `dim` elements: half as many if a byte stores two (int4)."""
         return (dim + 1) // 2 if self.halves else dim
 
 
@@ -160,6 +159,18 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def narrowed(view: View, dim: int) -> View:
     """A view of the first dim elements of every row."""
     return replace(view, dim=dim)
+
+
+def per_channel(scale: Tensor | None, offset: Tensor | None, heads: int, dim: int) -> Scales:
+    """Scale and offset, expanded to [heads, dim] from one number, one per head, or one per head and element."""
+
+    def expanded(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        each = t.numel() in (heads * dim, heads) and t.numel() > 1
+        return (t.reshape(heads, -1) if each else t.reshape(1, 1)).expand(heads, dim)
+
+    return Scales(expanded(scale), expanded(offset))
 
 
 def as_float(scale: Tensor) -> Tensor:

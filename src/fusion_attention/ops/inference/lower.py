@@ -15,7 +15,7 @@ from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.cache import Cache, Scales, per_channel, stored_as
 from fusion_attention.ops.inference.checks import page_layout, sizes
 from fusion_attention.ops.inference.lowered_call import InferenceCall, extents_of
 
@@ -96,15 +96,8 @@ def _scales(n: dict[str, Any], side: int) -> Scales:
 
     n: arguments and derived values of the call.
     """
-    heads, dim = n["N2"], n["D"]
-
-    def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        one = tensor[side]
-        return one.reshape(1, 1).expand(heads, dim) if one.dim() == 0 else one.reshape(heads, dim)
-
-    return Scales(viewed(n["antiquant_scale"]), viewed(n["antiquant_offset"]))
+    scale, offset = (None if t is None else t[side] for t in (n["antiquant_scale"], n["antiquant_offset"]))
+    return per_channel(scale, offset, n["N2"], n["D"])
 
 
 def _extents(n: dict[str, Any]) -> Extents:

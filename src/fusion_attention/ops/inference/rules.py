@@ -3,6 +3,7 @@
 A rule applies to every operator definition that has its parameter. docs/rulings.md 15 explains levels and codes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,15 +42,7 @@ EVEN_HEADS = rules.of_lengths(
 )
 INPUTS = (
     SIZED_PAGES,
-    rules.meaning(
-        "actual_seq_lengths is not None",
-        "actual_seq_lengths: lengths beside a block table (the tensor of pages does not show them)",
-        when="block_table is not None",
-        needs=("block_table",),
-        stage="presence",
-        given=PAGES,
-        invalid={"actual_seq_lengths": None},
-    ),
+    replace(rules.lengths_of_pages("actual_seq_lengths", PAGES), needs=("block_table",)),
     EVEN_HEADS,
     rules.of_lengths(
         "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
@@ -76,7 +69,7 @@ INPUTS = (
         "same_shapes(value, key)", "value: the shapes of key (one value per key)", invalid={"value": "B 5 N2*D"}
     ),
     rules.cached("actual_seq_lengths"),
-    *rules.paged("block_size", "block_size", "a sequence", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
+    *rules.paged("block_size", "block_size", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
 )
 
 MATRICES = (
@@ -236,13 +229,7 @@ LIMITS = (
         for name, what, needs, given, gaps in (
             ("atten_mask", "mask", (), {}, torch.zeros(2, 12, dtype=torch.bool)[:, ::2]),
             ("pse_shift", "bias", ("block_table",), {}, torch.zeros(2, 4, 1, 12, dtype=torch.float16)[..., ::2]),
-            (
-                "block_table",
-                "table",
-                (),
-                PAGES,
-                torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2],
-            ),
+            ("block_table", "table", (), PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
             ("attention_out", "output", (), {}, torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]),
             ("antiquant_scale", "tensor", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
             ("antiquant_offset", "tensor", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),

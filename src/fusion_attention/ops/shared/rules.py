@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
+from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Rule, Settings
 
 PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 OF_950 = "this form (950 only) is not computed here"
@@ -75,10 +75,15 @@ def groups_of_heads(key: str, *others: str) -> Rule:
     return meaning("N1 > 0 and N2 > 0 and N1 % N2 == 0", f"{key} ({advice})", invalid={"N2": 3})
 
 
+def both_or_neither(first: str, second: str, advice: str, code: int = TILING, **more: Any) -> Rule:
+    """Rule: two parameters are both given, or neither; advice: the reason; more: other fields of Rule."""
+    check, text = f"({first} is None) == ({second} is None)", f"{first}: {first} and {second}, or neither ({advice})"
+    return presence(check, text, code=code, invalid={second: None}, **more)
+
+
 def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
     """Rule: rope tensors of query and key are both given, or neither."""
-    text, check = f"{query_rope} and {key_rope}, or neither", f"({query_rope} is None) == ({key_rope} is None)"
-    return presence(check, f"{query_rope}: {text} (rope parts come in pairs)", given=given, invalid={key_rope: None})
+    return both_or_neither(query_rope, key_rope, "rope parts come in pairs", NULL_POINTER, given=given)
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
@@ -148,10 +153,8 @@ def cached(kv_len: str) -> Rule:
     return meaning("lengths_within(kv_len, capacity)", f"{kv_len}: {text} ({advice})", invalid={kv_len: [3, 7]})
 
 
-def paged(
-    size: str, size_text: str, owner: str, given: Settings, too_long: Settings, unknown: list[list[int]]
-) -> tuple[Rule, ...]:
-    """Rules: the page table has a page for every token, and the pages exist; owner: the word for a sequence in errors.
+def paged(size: str, size_text: str, given: Settings, too_long: Settings, unknown: list[list[int]]) -> tuple[Rule, ...]:
+    """Rules: the page table has a page for every token, and the pages exist.
 
     size, size_text: expression and words for the page size; given: settings of sample calls; too_long, unknown: invalid
         lengths and page numbers.
@@ -164,13 +167,18 @@ def paged(
         ),
         meaning(
             f"pages_exist(block_table, kv_len, {size}, blocks)",
-            f"block_table: numbers of pages that exist (entries behind {owner}'s last token are not read)",
+            "block_table: numbers of pages that exist (entries behind a sequence's last token are not read)",
             reads=True,
             invalid={"block_table": torch.tensor(unknown, dtype=torch.int32)},
         ),
-        when="block_table is not None",
         given=given,
     )
+
+
+def lengths_of_pages(lengths: str, given: Settings, when: str = "block_table is not None") -> Rule:
+    """Rule: the array `lengths` is given if keys are paged; given: settings of sample calls."""
+    text = f"{lengths}: lengths beside a block table (the tensor of pages does not show them)"
+    return meaning(f"{lengths} is not None", text, when=when, stage="presence", given=given, invalid={lengths: None})
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
@@ -182,8 +190,7 @@ def reserved(name: str, **more: Any) -> Rule:
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Rule of level "limit" (strict calls): page numbers are int32; ids: an invalid page table; given: settings of
-    sample calls."""
+    """Rule of level "limit" (strict calls): page numbers are int32; ids: an invalid table; given: of sample calls."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, f"block_table: int32 ({advice})", when=when, given=given, invalid={"block_table": ids})
@@ -231,15 +238,13 @@ def untrained(
 
 
 def own_scale(scale: str) -> Rule:
-    """Rule of level "note" (a warning): the argument `scale` is passed, because torch_npu's default, 1.0, is seldom
-    intended."""
+    """Rule of level "note" (a warning): `scale` is passed, as torch_npu's default, 1.0, is seldom intended."""
     advice = "the default is 1.0, not 1 / sqrt(D): pass 1.0 if queries are already scaled"
     return note(f"'{scale}' not in missing or D < 32", f"{scale}: a {scale} ({advice})", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
-    """Rule of level "limit" (strict calls): the query is float16 or bfloat16; weights: sample shape of the weights, if
-    there are any."""
+    """Rule of level "limit" (strict calls): the query is float16 or bfloat16; weights: sample shape of any weights."""
     invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
     return refused(f"not float32({query})", f"{query}: {text} ({advice})", invalid=invalid)

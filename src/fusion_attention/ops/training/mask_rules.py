@@ -208,7 +208,6 @@ BIASES = (
         "positions(q_start_idx) and positions(kv_start_idx)",
         "q_start_idx: positions below 2**40 (element 0 of each is the position of the first row, and of the first key)",
         when="q_start_idx is not None or kv_start_idx is not None",
-        needs=("kv_start_idx",),
         given={"kv_start_idx": [0]},
         invalid={"q_start_idx": [1 << 41]},
     ),
