@@ -26,6 +26,13 @@ WARNED = ("note", "doubt")
 STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
+# The documentation of operators, by the beginning of their names.
+SOURCES = {
+    "aclnn": "CANN",
+    "cann_ops_transformer.": "CANN's cann_ops_transformer",
+    **dict.fromkeys(("npu_", "_npu_"), "Ascend op-plugin"),
+}
+
 Check = Callable[..., Any]
 Settings = Mapping[str, Any]
 
@@ -268,15 +275,17 @@ class Declared:
         return replace(self, names={**self.names, **names})
 
     def of_page(self, **names: str) -> Declared:
-        """Returns a copy with further exceptions, for an operator whose own page in CANN's documentation has all of
-        these names."""
+        """Returns a copy with further exceptions, for an operator whose own page in CANN's documentation has them."""
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:
         """Returns the declaration of an operator `op`: its parameters' names as CANN spells them, and its header."""
         names = tuple(map(self._spelled, op.params))
+        header = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", op.name).lower() + ".h"
+        if op.name.startswith("aclnnFlashAttention"):  # the training operators share two headers
+            header = f"aclnn_flash_attention_score{'_grad' if 'Grad' in op.name else ''}.h"
         on_device = frozenset(name for name in names if re.search(self.on_device, name))
-        return Prototype(names, self.source, _header(op.name), on_device)
+        return Prototype(names, self.source, header, on_device)
 
     def _spelled(self, p: Param) -> str:
         first, *rest = p.shown.split("_")
@@ -288,14 +297,6 @@ class Declared:
         return name + self.optional * p.optional
 
 
-def _header(name: str) -> str:
-    """Returns the name of CANN's header of an operator; the training operators share two headers."""
-    if name.startswith("aclnnFlashAttention"):
-        return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
-    words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
-    return words.lower() + ".h"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Op:
     """The definition of an operator.
@@ -305,7 +306,7 @@ class Op:
         summary: the description, one sentence.
         formula, tex: the formula as text and in TeX.
         params: the parameters in the interface's order.
-        source: the documentation that the definition follows; "" for this library's functions.
+        follows: the documentation that the definition follows, if it is not that of SOURCES.
         rulings: numbers of decisions in docs/rulings.md about questions that the source leaves open.
         rules: conditions of legal calls; those about a parameter or layout that the definition lacks are ignored.
         layouts: the layout strings; sample calls have the first.
@@ -334,7 +335,7 @@ class Op:
     rules: tuple[Rule, ...] = ()
     formula: str = ""
     tex: str = ""
-    source: str = ""
+    follows: str = ""
     rulings: tuple[int, ...] = ()
     layouts: tuple[str, ...] = ()
     layout_attr: str = "input_layout"
@@ -439,6 +440,11 @@ class Op:
     def called(self) -> str:
         """The function's name without the package."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def source(self) -> str:
+        """The documentation that the definition follows; "" for this library's functions."""
+        return self.follows or next((text for start, text in SOURCES.items() if self.name.startswith(start)), "")
 
     @property
     def page(self) -> str:

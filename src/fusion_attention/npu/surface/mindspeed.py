@@ -27,7 +27,7 @@ def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
     their names, and the parameters listed in `without` are removed."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
-    return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
+    return op.version(name, op.summary, params=params, rules=(), follows="MindSpeed", example="")
 
 
 _FORWARD = _former(

@@ -132,7 +132,6 @@ INDEX_SCORE = Op(
     formula="""score[h, t, b] = max of q[t, h] . k_j for the keys j of block b that are visible to row t
 then 1e30 for b < init_blocks,  then 1e29 for max(0, start_loc + 1 - local_blocks) <= b <= start_loc""",
     tex=r"score_{htb} = \max_{j \in b,\; j \le t}\; q_{th} \cdot k_j",
-    source="CANN's cann_ops_transformer",
     layouts=("BBND", "BNBD", "TND"),
     layout_attr="layout_key",
     results=("score",),

@@ -75,7 +75,6 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
         name,
         summary,
         (*inputs, *results),
-        source="Ascend op-plugin",
         results=tuple(p.name for p in results),
         sizes=SIZES | more.pop("sizes", {}),
         samples={"": more.pop("sample")},
@@ -91,8 +90,7 @@ def writes(*names: str) -> dict[str, Any]:
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """Rule: tensor `name` has the shape of tensor `other`; more: `invalid`, settings of a sample call that violate
-    it."""
+    """Rule: tensor `name` has the shape of tensor `other`; more: `invalid`, settings of an invalid sample call."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken

@@ -1,7 +1,6 @@
 """The operator definition of CANN's compressor, which projects rows and pools their windows to compressed keys."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -104,88 +103,85 @@ _LENGTHS = "x, cu_seqlens, seqused, start_pos"
 _FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes_fit, apart)
 
 
-COMPRESSOR = replace(
-    auxiliary(
-        "cann_ops_transformer.compressor",
-        "Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key.",
-        (
-            floats("x", "Rows [B, S, H], or packed [T, H] with cu_seqlens."),
-            floats("wkv", "Projection to keys, [coff * D, H].", like="x"),
-            floats("wgate", "Projection to gates, [coff * D, H].", like="x"),
-            Tensor(
-                "state_cache",
-                "Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.",
-                dtypes="float32",
-            ),
-            Tensor("ape", "Bias of gates by position in the window, [cmp_ratio, coff * D].", dtypes="float32"),
-            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1"),
-            Tensor(
-                "state_block_table",
-                "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, where rows of block 0 are not "
-                "stored; [B] in cache_mode 2. None: no rows are stored.",
-                True,
-                dtypes="int32",
-            ),
-            Array("cu_seqlens", "Packed rows: 0, then the cumulative ends of the sequences.", True),
-            Array("seqused", "Number of used rows of each sequence; None: all.", True),
-            Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
-            one_of("coff", "2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: "
-                   "they do not.", (1, 2)),
-            one_of("cache_mode", "1: a page table of blocks; 2: one block per sequence, used as a ring.", (1, 2)),
+COMPRESSOR = auxiliary(
+    "cann_ops_transformer.compressor",
+    "Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key.",
+    (
+        floats("x", "Rows [B, S, H], or packed [T, H] with cu_seqlens."),
+        floats("wkv", "Projection to keys, [coff * D, H].", like="x"),
+        floats("wgate", "Projection to gates, [coff * D, H].", like="x"),
+        Tensor(
+            "state_cache",
+            "Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.",
+            dtypes="float32",
         ),
-        (
-            result("cmp_kv", "[B, ceil(S / cmp_ratio), D], zeros behind the windows of each sequence; or packed "
-                   "[min(T, T // cmp_ratio + B), D], zeros behind the windows of all.", "=x"),
+        Tensor("ape", "Bias of gates by position in the window, [cmp_ratio, coff * D].", dtypes="float32"),
+        Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1"),
+        Tensor(
+            "state_block_table",
+            "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, where rows of block 0 are not "
+            "stored; [B] in cache_mode 2. None: no rows are stored.",
+            True,
+            dtypes="int32",
         ),
-        rules=(
-            invalid(_AXES,
-                    "x: [B, S, H], or [T, H] with cu_seqlens (packed rows require cu_seqlens)", invalid={"x": "4 W"}),
-            invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], where x has rows of H elements (a row per "
-                    "channel)",
-                    invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
-            invalid("wgate.shape == wkv.shape", "wgate: the shape of wkv (a gate per channel)",
-                    invalid={"wgate": "6 W"}),
-            invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]",
-                    "ape: [cmp_ratio, coff * D] (a row per position in a window)", invalid={"ape": "3 4"},
-                    when="wkv.dim() == 2"),
-            invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]",
-                    "state_cache: [blocks, rows, 2 * coff * D] (keys, then gates)", invalid={"state_cache": "3 4 6"},
-                    when="wkv.dim() == 2"),
-            meaning("ends_fit(x, cu_seqlens)", "cu_seqlens: 0, then ends that never fall, the last the number of "
-                    "rows of x (sequences are packed)", invalid={"x": "6 W", "cu_seqlens": [1, 4, 6]}, when=_AXES),
-            meaning("used_fit(x, cu_seqlens, seqused)", "seqused: one number per sequence, at most its rows (the used "
-                    "rows of each sequence)", invalid={"seqused": [7, 2]}, when=_ENDS),
-            meaning("starts_fit(x, cu_seqlens, start_pos)", "start_pos: one position per sequence (the number of its "
-                    "earlier rows)", invalid={"start_pos": [-1, 0]}, when=_ENDS),
-            meaning(f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
-                    "state_block_table: a block for every row that is stored or read (windows read earlier rows)",
-                    invalid={"start_pos": [30, 0]},
-                    when=f"{_AXES} and state_cache.dim() == 3"
-                    f" and lengths_fit({_LENGTHS})"),
-            meaning("state_block_table is None or within(state_block_table, state_cache.shape[0])",
-                    "state_block_table: numbers of blocks of state_cache (from 0 on)", reads=True,
-                    when="state_cache.dim() == 3",
-                    invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
-            *in_place(torch.float32, state_cache=(3, 4, 8)),
-        ),
-        functions={one.__name__: one for one in _FUNCTIONS},
-        sizes={"Cw": 4},
-        sample={
-            "x": "B 6 W", "wkv": "Cw W", "wgate": "Cw W", "state_cache": "3 4 8", "ape": "4 Cw",
-            "state_block_table": torch.tensor([[1, 2], [0, 2]], dtype=torch.int32),
-        },
-        formula="z_p = wgate x_p + ape[p % r],  cmp_w = sum_p softmax_p(z_p) * (wkv x_p),  p in window w",
-        tex=r"z_p = W_{gate}\, x_p + ape_{p \bmod r} \qquad cmp_w = \sum_{p=wr}^{wr+r-1} "
-            r"\operatorname{softmax}_p(z_p) \odot W_{kv}\, x_p",
-        keywords="state_block_table",
-        declared={"state_cache": Annotated[torch.Tensor, "a!"]}
-        | dict.fromkeys(("cu_seqlens", "seqused", "start_pos"), TENSOR_FIRST),
-        example="""\
+        Array("cu_seqlens", "Packed rows: 0, then the cumulative ends of the sequences.", True),
+        Array("seqused", "Number of used rows of each sequence; None: all.", True),
+        Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
+        one_of("coff", "2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: "
+               "they do not.", (1, 2)),
+        one_of("cache_mode", "1: a page table of blocks; 2: one block per sequence, used as a ring.", (1, 2)),
+    ),
+    (
+        result("cmp_kv", "[B, ceil(S / cmp_ratio), D], zeros behind the windows of each sequence; or packed "
+               "[min(T, T // cmp_ratio + B), D], zeros behind the windows of all.", "=x"),
+    ),
+    rules=(
+        invalid(_AXES,
+                "x: [B, S, H], or [T, H] with cu_seqlens (packed rows require cu_seqlens)", invalid={"x": "4 W"}),
+        invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], where x has rows of H elements (a row per "
+                "channel)",
+                invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
+        invalid("wgate.shape == wkv.shape", "wgate: the shape of wkv (a gate per channel)",
+                invalid={"wgate": "6 W"}),
+        invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]",
+                "ape: [cmp_ratio, coff * D] (a row per position in a window)", invalid={"ape": "3 4"},
+                when="wkv.dim() == 2"),
+        invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]",
+                "state_cache: [blocks, rows, 2 * coff * D] (keys, then gates)", invalid={"state_cache": "3 4 6"},
+                when="wkv.dim() == 2"),
+        meaning("ends_fit(x, cu_seqlens)", "cu_seqlens: 0, then ends that never fall, the last the number of "
+                "rows of x (sequences are packed)", invalid={"x": "6 W", "cu_seqlens": [1, 4, 6]}, when=_AXES),
+        meaning("used_fit(x, cu_seqlens, seqused)", "seqused: one number per sequence, at most its rows (the used "
+                "rows of each sequence)", invalid={"seqused": [7, 2]}, when=_ENDS),
+        meaning("starts_fit(x, cu_seqlens, start_pos)", "start_pos: one position per sequence (the number of its "
+                "earlier rows)", invalid={"start_pos": [-1, 0]}, when=_ENDS),
+        meaning(f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
+                "state_block_table: a block for every row that is stored or read (windows read earlier rows)",
+                invalid={"start_pos": [30, 0]},
+                when=f"{_AXES} and state_cache.dim() == 3"
+                f" and lengths_fit({_LENGTHS})"),
+        meaning("state_block_table is None or within(state_block_table, state_cache.shape[0])",
+                "state_block_table: numbers of blocks of state_cache (from 0 on)", reads=True,
+                when="state_cache.dim() == 3",
+                invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
+        *in_place(torch.float32, state_cache=(3, 4, 8)),
+    ),
+    functions={one.__name__: one for one in _FUNCTIONS},
+    sizes={"Cw": 4},
+    sample={
+        "x": "B 6 W", "wkv": "Cw W", "wgate": "Cw W", "state_cache": "3 4 8", "ape": "4 Cw",
+        "state_block_table": torch.tensor([[1, 2], [0, 2]], dtype=torch.int32),
+    },
+    formula="z_p = wgate x_p + ape[p % r],  cmp_w = sum_p softmax_p(z_p) * (wkv x_p),  p in window w",
+    tex=r"z_p = W_{gate}\, x_p + ape_{p \bmod r} \qquad cmp_w = \sum_{p=wr}^{wr+r-1} "
+        r"\operatorname{softmax}_p(z_p) \odot W_{kv}\, x_p",
+    keywords="state_block_table",
+    declared={"state_cache": Annotated[torch.Tensor, "a!"]}
+    | dict.fromkeys(("cu_seqlens", "seqused", "start_pos"), TENSOR_FIRST),
+    example="""\
 >>> x, wkv, wgate = torch.randn(1, 9, 32), torch.randn(16, 32), torch.randn(16, 32)
 >>> state, table = torch.zeros(2, 16, 32), torch.ones(1, 1, dtype=torch.int32)
 >>> compressor(x, wkv, wgate, state, torch.zeros(4, 16), 4, state_block_table=table).shape
 torch.Size([1, 3, 16])""",
-    ),
-    source="CANN's cann_ops_transformer",
 )  # fmt: skip
 RECORDS = (COMPRESSOR,)

@@ -1,6 +1,5 @@
 """Operator definitions of cross entropy with its gradient, and of a Kullback-Leibler loss."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,36 +118,33 @@ def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(7))
 
 
-KL_LOSS = replace(
-    auxiliary(
-        "cann_ops_transformer.lightning_indexer_kl_loss",
-        "Kullback-Leibler divergence of an indexer's distribution over keys from a target, without gradients.",
-        (
-            floats("target_score", "y, the target's probability of every key: [.., K].", make=_numbers),
-            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_numbers),
-            Attr("eps", "Lower bound of q, and addend of p, in the logarithms.", type=float, default=1e-9,
-                 domain="0 < eps < 3.4e38", code=INVALID),
-            one_of("weight_type", 'Weights of the logarithms: "logits": y, "probs": q.',
-                   ("logits", "probs"), code=INVALID),
-        ),
-        (result("loss", "A scalar.", "=target_score"),),
-        rules=(
-            same_shape("index_probs", "target_score"),
-            invalid("target_score.dim() in (2, 3)", "target_score: [T, K] or [B, S, K] (packed or padded rows)",
-                    invalid={"target_score": "7", "index_probs": "7"}),
-        ),
-        formula="""q = y / (sum(y) + eps)                                                 for the keys of a row
+KL_LOSS = auxiliary(
+    "cann_ops_transformer.lightning_indexer_kl_loss",
+    "Kullback-Leibler divergence of an indexer's distribution over keys from a target, without gradients.",
+    (
+        floats("target_score", "y, the target's probability of every key: [.., K].", make=_numbers),
+        floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_numbers),
+        Attr("eps", "Lower bound of q, and addend of p, in the logarithms.", type=float, default=1e-9,
+             domain="0 < eps < 3.4e38", code=INVALID),
+        one_of("weight_type", 'Weights of the logarithms: "logits": y, "probs": q.',
+               ("logits", "probs"), code=INVALID),
+    ),
+    (result("loss", "A scalar.", "=target_score"),),
+    rules=(
+        same_shape("index_probs", "target_score"),
+        invalid("target_score.dim() in (2, 3)", "target_score: [T, K] or [B, S, K] (packed or padded rows)",
+                invalid={"target_score": "7", "index_probs": "7"}),
+    ),
+    formula="""q = y / (sum(y) + eps)                                                 for the keys of a row
 loss = sum((ln max(q, eps) - ln(p + eps)) * (y or q))                  over all rows""",
-        rulings=(45,),
-        returns="The loss, a sum over all rows, computed in float32; without a gradient.",
-        tex=r"""loss = \sum \Big(\ln \max(q, \epsilon) - \ln(p + \epsilon)\Big)\, w
+    rulings=(45,),
+    returns="The loss, a sum over all rows, computed in float32; without a gradient.",
+    tex=r"""loss = \sum \Big(\ln \max(q, \epsilon) - \ln(p + \epsilon)\Big)\, w
 \qquad q = \frac{y}{\sum y + \epsilon}, \quad w = y \text{ or } q""",
-        sample={"target_score": "B S1 W", "index_probs": "B S1 W"},
-        example="""\
+    sample={"target_score": "B S1 W", "index_probs": "B S1 W"},
+    example="""\
 >>> y = torch.tensor([[0.5, 0.25, 0.0]])
 >>> round(lightning_indexer_kl_loss(y, torch.tensor([[0.25, 0.5, 0.25]])).item(), 3)
 0.389""",
-    ),
-    source="CANN's cann_ops_transformer",
 )  # fmt: skip
 RECORDS = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, KL_LOSS)

@@ -72,10 +72,7 @@ LSE_OF = output(
 DY = Tensor("dy", "Gradient of the output.", dtypes=FLOATS, shape=rows("1", "D"), spelled="dout")
 OUT_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "D"), spelled=OUT)
 LSE_IN = Tensor(LSE, "As the forward returned it; its last axis, of 1, may be missing.", dtypes="float32")
-GRADS = (
-    *(DQ, DK),
-    output("dv", "Gradient of value.", rows("2", "D")),
-)
+GRADS = (*(DQ, DK), output("dv", "Gradient of value.", rows("2", "D")))
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +193,6 @@ EXAMPLE = """\
 TORCH = V1.version(
     "npu_block_sparse_attention",
     V1.summary,
-    source="Ascend op-plugin",
     rules=tuple(rule for rule in V1.rules if rule is not rules.UNMASKED),
     layouts=LAYOUTS,
     keywords="q_input_layout",
@@ -214,7 +210,6 @@ TORCH = V1.version(
 TORCH_GRAD = GRAD.version(
     "npu_block_sparse_attention_backward",
     "Gradients of npu_block_sparse_attention, from its output and its softmax_lse.",
-    source="Ascend op-plugin",
     rules=tuple(rule for rule in GRAD.rules if rule is not rules.UNMASKED),
     layouts=LAYOUTS,
     params=(
@@ -235,7 +230,6 @@ OUT_DTYPE = Attr(
 CANN = V3.version(
     "cann_ops_transformer.block_sparse_attention",
     V1.summary,
-    source="CANN's cann_ops_transformer",
     keywords="q_input_layout",
     params=(
         *(*TORCH.params[:7], KEY_HEADS, SCALE, PRECISE, *LENGTHS_OF),
@@ -253,7 +247,6 @@ CANN = V3.version(
 CANN_GRAD = GRAD.version(
     "cann_ops_transformer.block_sparse_attention_grad",
     GRAD.summary,
-    source="CANN's cann_ops_transformer",
     keywords="q_input_layout",
     layouts=OLDER,
     params=(

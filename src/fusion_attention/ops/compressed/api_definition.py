@@ -165,7 +165,6 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 RECORD = V1.version(
     "compressed_attention",
     "One softmax attention over a band of keys and over compressed keys.",
-    source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
         *(spelled(KEY, "k"), KEY_COMPRESSED, SHARED_LISTS, RATIO, BAND),

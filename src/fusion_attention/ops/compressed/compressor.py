@@ -167,7 +167,6 @@ V1 = COMPRESSOR.version(
         *(_placed(name, "saved rows for every window", "2 2 4 64") for name in SAVED),
         *LIMITS,
     ),
-    source="CANN",
     c=C,
     blank_is_absent=True,
     rulings=(44,),

@@ -290,14 +290,11 @@ GRAD = V1.version(
     fresh=_fresh_gradients,
     trains={},
 )
-PACKAGE: dict[str, Any] = {
-    "source": "CANN's cann_ops_transformer",
-    "declared": dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST),
-}
+LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST)
 TORCH = V1.version(
     "cann_ops_transformer.sparse_flash_mla",
     V1.summary,
-    **PACKAGE,
+    declared=LENGTHS_AS_TENSORS,
     rules=(*V1.rules, own_scale("scale_value")),
     returns="(attn_out, softmax_lse); softmax_lse is a scalar 0 without return_softmax_lse.",
     example="""\
@@ -315,7 +312,7 @@ _RESPELLED = {
 TORCH_GRAD = GRAD.version(
     "cann_ops_transformer.sparse_flash_mla_grad",
     GRAD.summary,
-    **PACKAGE,
+    declared=LENGTHS_AS_TENSORS,
     params=tuple(_RESPELLED.get(p.name, p) for p in GRAD.params),
     returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); those of absent inputs are "
     "empty.",

@@ -192,7 +192,6 @@ TORCH = V1.version(
     "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm",
     V1.summary,
     rules=(*V1.rules, own_scale("scale_value")),
-    source="CANN's cann_ops_transformer",
     keywords="sparse_indices",
     declared=dict.fromkeys([p.name for p in LENGTHS], TENSOR_FIRST),
     returns="float32 [B, S1, 1, Kc] or [T1, 1, Kc], with a column for each entry of a list, or without lists for each "

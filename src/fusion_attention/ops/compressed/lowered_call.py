@@ -159,8 +159,7 @@ class FlashMlaBackward(SparseBackward):
 
     @property
     def norm(self) -> str:
-        """The name of the result with the selected keys' mean probabilities; a call with only one source of keys has
-        another one."""
+        """The name of the result with the selected keys' mean probabilities, which depends on the number of sources."""
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:

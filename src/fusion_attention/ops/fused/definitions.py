@@ -13,20 +13,10 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Tensors
 from fusion_attention.ir.mask import UNLIMITED
+from fusion_attention.ops.fused import geometry
 from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
 from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
 from fusion_attention.ops.fused.checks import FUNCTIONS
-from fusion_attention.ops.fused.geometry import (
-    LAYOUTS,
-    PACKED,
-    PROMPT,
-    PROMPT_PACKED,
-    ROPELESS,
-    TRIANGLE,
-    geometry,
-    lse_words,
-    words,
-)
 from fusion_attention.ops.fused.lower import PROMPT_RESULTS, RESULTS, fresh, lower
 from fusion_attention.ops.fused.mask_rules import (
     BIASES,
@@ -74,29 +64,29 @@ from fusion_attention.ops.shared.prototypes import of_cann
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool).triu_(1)
+    return torch.ones(geometry.TRIANGLE, geometry.TRIANGLE, dtype=torch.bool).triu_(1)
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
     """A mask for sample calls: the triangle if compressed, else zeros (all visible)."""
-    if shape[-2:] == (TRIANGLE, TRIANGLE):
+    if shape[-2:] == (geometry.TRIANGLE, geometry.TRIANGLE):
         return _triangle().expand(shape)
     return torch.zeros(shape, dtype=torch.bool)
 
 
 # ----------------------------------------------------------------------------------------------------------- parameters
 
-QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"), cast=ELSEWHERE)
-PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
-PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
+QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=geometry.words("1", "D"), cast=ELSEWHERE)
+PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=geometry.words("2", "D"))
+PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=geometry.words("2", "Dv"))
 KEY = Tensors(
     "key",
     "Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or "
     "[blocks, N2, D/d0, block_size, d0] with d0 of 32 bytes. Dtype of query, int8, or int32, each of which is eight "
     "integers of four bits, the first in the lowest bits.",
-    shape=words("2", "D"),
+    shape=geometry.words("2", "D"),
 )
-VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=words("2", "Dv"))
+VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=geometry.words("2", "Dv"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1 or 1, S2], in the query's dtype.", True)
 ATTEN_MASK = replace(
     PLAIN_MASK,
@@ -146,7 +136,7 @@ SHARED_PREFIX = (
     Array("actual_shared_prefix_len", "One number: used keys of the shared prefix; None: all.", True),
 )
 ROPES = (
-    Tensor("query_rope", "Rope part of the query rows.", True, shape=words("1", "Dr")),
+    Tensor("query_rope", "Rope part of the query rows.", True, shape=geometry.words("1", "Dr")),
     Tensor("key_rope", "Rope part of the key rows, in the form of key.", True),
     Tensor("key_rope_antiquant_scale", "Reserved.", True),
 )
@@ -209,14 +199,14 @@ OUT = output(
     "attention_out",
     "The output rows: int8 with quant_scale2, otherwise the dtype of query; for an int8 query that of query_rope, or "
     "float16. Rows without visible keys are zeros; if the mask alone hides all keys, the mean of V.",
-    words("1", "Dv", output=True),
+    geometry.words("1", "Dv", output=True),
     f"{FLOATS} int8",
     make=torch.zeros,
 )
 LSE = output(
     "softmax_lse",
     "max + ln(sum) of every row's scores, +inf in rows without visible keys; written if softmax_lse_flag is set.",
-    lse_words(),
+    geometry.lse_words(),
     "",
     optional=True,
     # If it is not requested, a given tensor may have any shape, since it is not written.
@@ -285,15 +275,18 @@ LATENT_PAGES = {
     "key_rope": "8 16 N2*Dr",
 }
 SAMPLES: dict[str, Any] = {
-    **{layout: {**HEADS, **(ENDS if layout in PACKED else {})} for layout in LAYOUTS},
+    **{layout: {**HEADS, **(ENDS if layout in geometry.PACKED else {})} for layout in geometry.LAYOUTS},
     "SH": {**HEADS, "actual_seq_lengths": [3, 5], "T2": 8},
 }
 # Some layouts require rope.
 ROPE_SAMPLES: dict[str, Any] = {
     **SAMPLES,
-    **{layout: {**LATENT, "key_rope": words("2", "Dr")[layout]} for layout in ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")},
     **{
-        layout: {**HEADS, "D": 128, "Dv": 128, "query_rope": True, "key_rope": words("2", "Dr")[layout]}
+        layout: {**LATENT, "key_rope": geometry.words("2", "Dr")[layout]}
+        for layout in ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
+    },
+    **{
+        layout: {**HEADS, "D": 128, "Dv": 128, "query_rope": True, "key_rope": geometry.words("2", "Dr")[layout]}
         for layout in ("BSH_BNSD", "BSND_BNSD")
     },
     "TND_NTD": {**LATENT, **LATENT_PAGES},
@@ -315,9 +308,9 @@ PROMPT_V1 = of_cann(
     formula=PROMPT_FORMULA,
     tex=PROMPT_TEX,
     rulings=RULINGS,
-    layouts=PROMPT,
+    layouts=geometry.PROMPT,
     neutral={**NEUTRAL, "skips_modes": False, "pse_reserved": True, "has_lse": False},
-    derive=geometry,
+    derive=geometry.geometry,
     functions=FUNCTIONS,
     lower=lower,
     c=C,
@@ -338,7 +331,7 @@ PROMPT_V3 = PROMPT_V2.version(
     "PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.",
     after={"sparse_mode": (replace(PRECISE, domain=""),)},
     rules=PROMPTS + BIASES + PROMPT_PRECISION + INTEGERS + OUTPUTS,
-    layouts=PROMPT_PACKED,
+    layouts=geometry.PROMPT_PACKED,
     neutral={**PROMPT_V1.neutral, "pse_reserved": False},
 )
 FUSED_V1 = PROMPT_V1.version(
@@ -354,7 +347,7 @@ FUSED_V1 = PROMPT_V1.version(
     formula=FORMULA,
     tex=TEX,
     rulings=(*RULINGS, 18, 31, 33, 34),
-    layouts=ROPELESS,
+    layouts=geometry.ROPELESS,
     neutral=NEUTRAL,
     results=RESULTS,
 )
@@ -370,7 +363,7 @@ FUSED_V3 = FUSED_V2.version(
     after={"actual_shared_prefix_len": ROPES},
     rules=FUSED + WITH_ROPE + NO_INTEGER_LATENTS + NO_TREES,
     rulings=(*FUSED_V1.rulings, 39),
-    layouts=LAYOUTS,
+    layouts=geometry.LAYOUTS,
     samples=ROPE_SAMPLES,
 )
 FUSED_V4 = FUSED_V3.version(
@@ -390,7 +383,6 @@ CAUSAL = NEXT.text + " 0, the default, makes a call with a mask in mode 0 causal
 TORCH_PFA = PROMPT_V3.version(
     "npu_prompt_flash_attention",
     "Softmax attention of padded or packed prompts.",
-    source="Ascend op-plugin",
     keywords="padding_mask",
     example="""\
 >>> q, k = torch.randn(2, 5, 4 * 64), torch.randn(2, 7, 64)
@@ -414,7 +406,6 @@ KEYS = dict.fromkeys(("key", "value"), torch.Tensor)  # torch_npu declares no li
 TORCH_V1 = FUSED_V3.version(
     "npu_fused_infer_attention_score",
     FUSED_V1.summary,
-    source="Ascend op-plugin",
     keywords="pse_shift",
     declared=KEYS | dict.fromkeys(("query_padding_size", "kv_padding_size"), TENSOR_FIRST),
     returns="(attention_out, softmax_lse); without softmax_lse_flag the second has no elements. `.out(..., "
@@ -439,7 +430,6 @@ TORCH_V1 = FUSED_V3.version(
 TORCH_V2 = FUSED_V4.version(
     "npu_fused_infer_attention_score_v2",
     "npu_fused_infer_attention_score with sinks and a scale per query row; some parameters have other names.",
-    source="Ascend op-plugin",
     keywords="query_rope",
     declared=KEYS | {"out_dtype": int | torch.dtype | None},
     returns=TORCH_V1.returns.replace("softmax_lse_flag", "return_softmax_lse"),

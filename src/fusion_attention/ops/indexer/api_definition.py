@@ -30,7 +30,6 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 RECORD = V1.version(
     "lightning_indexer",
     "Selects the top_k keys with the highest scores for each row; a score is a weighted sum of ReLU(q . k) over heads.",
-    source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
         replace(WEIGHTS, dtypes=OWN_FLOATS),

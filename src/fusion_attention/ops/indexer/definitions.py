@@ -248,7 +248,6 @@ GRAD_V1 = V1.version(
 TORCH = V1.version(
     "npu_lightning_indexer",
     V1.summary,
-    source="Ascend op-plugin",
     keywords="actual_seq_lengths_query",
     declared=TENSORS,
     returns="(sparse_indices, sparse_values): positions within the sequence, by descending score; values are empty "
@@ -267,7 +266,6 @@ TORCH = V1.version(
 TORCH_GRAD = GRAD_V1.version(
     "npu_lightning_indexer_grad",
     "Gradients of npu_lightning_indexer's values.",
-    source="Ascend op-plugin",
     declared=TENSORS | or_none(LAYOUT, MODE, PRE, NEXT),
     example="""\
 >>> q, k, w = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 6, 4)

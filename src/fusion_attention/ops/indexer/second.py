@@ -181,8 +181,7 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, and rows and keys of sequences in memory
-    (capacity)."""
+    """Values derived from the arguments `n`, by name: lengths, and rows and keys of sequences in memory."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
               for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip
@@ -249,7 +248,6 @@ V2 = of_cann(
 TORCH = V2.version(
     "cann_ops_transformer.lightning_indexer",
     V2.summary,
-    source="CANN's cann_ops_transformer",
     keywords="cu_seqlens_q",
     returns="(sparse_indices, sparse_values): positions within the sequence, by descending score, and float32 scores, "
     "empty unless return_value is 1. Without gradients.",

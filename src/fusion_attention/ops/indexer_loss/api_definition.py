@@ -19,7 +19,6 @@ LISTS = spelled(
 RECORD = definitions.V1.version(
     "indexer_loss",
     "Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, to train an indexer.",
-    source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),
         Tensor(

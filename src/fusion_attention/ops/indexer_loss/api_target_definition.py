@@ -43,7 +43,6 @@ TARGET = Tensor(
 RECORD = V1.version(
     "indexer_target_loss",
     "Kullback-Leibler divergence of the indexer's distribution over keys from a target, to train an indexer.",
-    source="",
     params=(
         *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS), TARGET),
         api_definition.LISTS,

@@ -263,7 +263,6 @@ NULLABLE = or_none(LAYOUT, *WINDOW)
 TORCH = V1.version(
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "The indexer's loss over the selected keys, and its gradients.",
-    source="Ascend op-plugin",
     keywords="query_rope",
     declared=NULLABLE,
     example="""\
@@ -282,7 +281,6 @@ TORCH = V1.version(
 TORCH_DENSE = DENSE_V1.version(
     "npu_dense_lightning_indexer_grad_kl_loss",
     "The indexer's loss over all visible keys of a row, and its gradients.",
-    source="Ascend op-plugin",
     keywords="query_rope",
     declared=NULLABLE,
     example="""\
@@ -302,7 +300,6 @@ TORCH_DENSE = DENSE_V1.version(
 TORCH_LSE = LSE_V1.version(
     "npu_dense_lightning_indexer_softmax_lse",
     LSE_V1.summary,
-    source="Ascend op-plugin",
     keywords="actual_seq_qlen",
     declared=NULLABLE,
     example="""\

@@ -61,8 +61,7 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: those of sequences_of(), axes, and q_start, the first row
-    of each packed sequence."""
+    """Values derived from the arguments `n`: sequences_of(), axes, and each packed sequence's first row, q_start."""
     result = second.sequences_of(n)
     result["q_start"] = np.cumsum(result["q_capacity"]) - result["q_capacity"]
     if n["layout"] == "TND":
@@ -109,10 +108,7 @@ LISTS = (
     ),
 )
 WIDTH = invalid(
-    "Pk == K",
-    "target: K elements per row (one for every entry of a list)",
-    when="K >= 1",
-    invalid={"Pk": 5},
+    "Pk == K", "target: K elements per row (one for every entry of a list)", when="K >= 1", invalid={"Pk": 5}
 )
 DENSE_WIDTH = invalid(
     "Pk == S2 or layout == 'TND' and Pk >= S2",
@@ -144,7 +140,6 @@ I_j &= \sum_h w_h \max(0, S_{hj}), \qquad S_{hj} = q_h \cdot k_j, \qquad y = SOF
 dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
   \quad dq_h = \sum_j dS_{hj}\, k_j, \quad dk_j = \sum_h dS_{hj}\, q_h
 \end{aligned}"""
-PACKAGE = "CANN's cann_ops_transformer"
 LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*second.ENDS, *second.USED, second.RESIDUAL)], TENSOR_FIRST)
 HERE = {**NEUTRAL, **dict.fromkeys(("target", "softmax_lse", "Pk"))}
 PADDED_SAMPLE = {"layout_kv": "BSND"}
@@ -213,7 +208,6 @@ softmax_lse = log(sum_j exp(I_j))""",
 TORCH = V1.version(
     "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad",
     V1.summary,
-    source=PACKAGE,
     keywords="cu_seqlens_q",
     declared=LENGTHS_AS_TENSORS,
     returns="(dq, dk, dw, softmax_out).",
@@ -229,7 +223,6 @@ TORCH = V1.version(
 TORCH_DENSE = DENSE_V1.version(
     "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad",
     DENSE_V1.summary,
-    source=PACKAGE,
     keywords="cu_seqlens_q",
     declared=LENGTHS_AS_TENSORS,
     returns="(dq, dk, dw, softmax_out).",
@@ -244,7 +237,6 @@ TORCH_DENSE = DENSE_V1.version(
 TORCH_LSE = LSE_V2.version(
     "cann_ops_transformer.dense_lightning_indexer_softmax_lse",
     LSE_V2.summary,
-    source=PACKAGE,
     keywords="cu_seqlens_q",
     declared=LENGTHS_AS_TENSORS,
     returns="softmax_lse.",

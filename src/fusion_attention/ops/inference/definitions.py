@@ -12,16 +12,7 @@ from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Te
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
-from fusion_attention.ops.shared.params import (
-    FLOATS,
-    PAGE_IDS,
-    TENSOR_FIRST,
-    in_order,
-    keeps_or_adds,
-    output,
-    rows,
-    unmasked,
-)
+from fusion_attention.ops.shared import params
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
@@ -31,23 +22,23 @@ LAYOUTS = ("BSH", "BNSD", "BSND")
 QUERY = Tensor(
     "query",
     "Query rows, one per sequence; several are causal, as the last rows of a prompt.",
-    dtypes=FLOATS,
-    shape=rows("1", "D"),
+    dtypes=params.FLOATS,
+    shape=params.rows("1", "D"),
 )
 KEY = Tensors(
     "key",
     "Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].",
-    shape=rows("2", "D"),
+    shape=params.rows("2", "D"),
 )
-VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=rows("2", "D"))
+VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=params.rows("2", "D"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1, S2].", True, dtypes="=query")
 ATTEN_MASK = Tensor(
     "atten_mask",
     "1 hides a token of the cache: [B, S2], [B, 1, S2] or [B, 1, 1, S2].",
     True,
     dtypes="bool int8 uint8",
-    cast=keeps_or_adds("pse_shift"),
-    make=unmasked,
+    cast=params.keeps_or_adds("pse_shift"),
+    make=params.unmasked,
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 LENGTHS = Array(
@@ -69,13 +60,18 @@ ANTI_SCALE = Tensor(
     "antiquant_scale",
     "Scales of an int8 cache, keys then values: [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D].",
     True,
-    dtypes=FLOATS,
+    dtypes=params.FLOATS,
 )
 ANTI_OFFSET = Tensor(
-    "antiquant_offset", "Added to the integers before scaling; shape of antiquant_scale.", True, dtypes=FLOATS
+    "antiquant_offset", "Added to the integers before scaling; shape of antiquant_scale.", True, dtypes=params.FLOATS
 )
 BLOCK_TABLE = Tensor(
-    "block_table", "The pages of every sequence, in order.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order
+    "block_table",
+    "The pages of every sequence, in order.",
+    True,
+    dtypes=params.PAGE_IDS,
+    shape="B pages",
+    make=params.in_order,
 )
 PADDING_SIZE = Array(
     "kv_padding_size", "One number: unused tokens of the cache behind the last token of every sequence.", True
@@ -86,11 +82,11 @@ LAYOUT = Attr("input_layout", "Axis order of query, output, and a cache without 
 KV_HEADS = Attr("num_key_value_heads", "Key heads; 0: as many as query heads.", default=0)
 BLOCK_SIZE = Attr("block_size", "Tokens of a page; ignored without a block table.", default=0)
 INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", default=1)
-OUT = output(
+OUT = params.output(
     "attention_out",
     "The output rows: zeros if a sequence is empty, the mean of V if the mask hides all. int8 beside quant_scale2.",
-    rows("1", "D"),
-    f"{FLOATS} int8",
+    params.rows("1", "D"),
+    f"{params.FLOATS} int8",
     make=torch.zeros,
 )
 
@@ -158,9 +154,8 @@ V4 = V3.version(
 TORCH = V4.version(
     "npu_incre_flash_attention",
     "Softmax attention of one new token per sequence to the keys in its padded or paged cache of floats or int8.",
-    source="Ascend op-plugin",
     keywords="padding_mask",
-    declared={"key": torch.Tensor, "value": torch.Tensor, "kv_padding_size": TENSOR_FIRST},
+    declared={"key": torch.Tensor, "value": torch.Tensor, "kv_padding_size": params.TENSOR_FIRST},
     example="""\
 >>> q, cache = torch.randn(2, 1, 4 * 64), torch.randn(2, 100, 64)
 >>> heads = {"num_heads": 4, "num_key_value_heads": 1, "scale_value": 0.125}

@@ -57,7 +57,6 @@ def _derive(names: dict[str, Any]) -> dict[str, Any]:
 RECORD = definitions.V1.version(
     "sparse_attention",
     "Softmax attention over the blocks of keys that every row selects.",
-    source="",
     params=(
         spelled(definitions.QUERY, "q", dtypes=OWN_FLOATS),
         *(spelled(definitions.KEY, "k"), spelled(definitions.VALUE, "v"), spelled(definitions.INDICES, "indices")),

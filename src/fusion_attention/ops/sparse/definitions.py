@@ -307,7 +307,6 @@ TENSORS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 TORCH = V1.version(
     "npu_sparse_flash_attention",
     V1.summary,
-    source="Ascend op-plugin",
     keywords="block_table",
     declared=TENSORS | {"value": torch.Tensor | None},
     returns="(attention_out, softmax_max, softmax_sum); statistics are empty unless return_softmax_lse is true.",
@@ -326,7 +325,6 @@ TORCH = V1.version(
 TORCH_GRAD = GRAD_V1.version(
     "npu_sparse_flash_attention_grad",
     "Gradients of npu_sparse_flash_attention, from its statistics and its output.",
-    source="Ascend op-plugin",
     declared={**TORCH.declared, **or_none(LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE)},
     returns="(dquery, dkey, dvalue, dquery_rope, dkey_rope); gradients of absent inputs are empty.",
     example="""\

@@ -351,7 +351,6 @@ SAVED = dict.fromkeys(("softmax_max", "softmax_sum", "attention_in"), torch.Tens
 TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
-    source="Ascend op-plugin",
     returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels); the gradient draws the same "
     "dropout mask from the last three.",
     example="""\
