@@ -196,7 +196,9 @@ def due(executor: acl.Executor) -> Job:
         values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
         job = executor.job = _prepare(op, values, options)
     if options.check_content or job.layout.reads:
-        _check_content(op, job.args, options.strict, options.check_content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", contract.ContractWarning)  # Phase 1 issued them.
+            contract.bind(op, job.args, strict=options.strict, check_content=options.check_content)
     return job
 
 
@@ -288,13 +290,6 @@ def _check_workspace(op: contract.Op, workspace: Any, size: Any, needed: int) ->
         raise refusal(op, "workspace", "an address or a torch tensor", type(workspace).__name__)
     if available < size:
         raise refusal(op, "workspace", f"{size} bytes of device memory", f"{available}", advice, contract.RUNTIME)
-
-
-def _check_content(op: contract.Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
-    """Checks the rules that read tensor content, which may have been written after phase 1."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", contract.ContractWarning)  # Phase 1 issued them.
-        contract.bind(op, args, strict=strict, check_content=check_content)
 
 
 # ---------------------------------------------------------------------------------------------------------- functions

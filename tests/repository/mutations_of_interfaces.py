@@ -11,7 +11,7 @@ C_API = [
             'r"[-actualSeq|cuSeq|(?i:seqUsed)|cmpResidual|startPos-]{+PaddingSize+}"',
             f"{HEADERS}::test_declarations_are_what_the_pages_print"),
     package("gradients are declared beside the forwards", "contract/record.py",
-            "[-{'_grad' if 'Grad' in name else ''}-]",
+            "[-{'_grad' if 'Grad' in op.name else ''}-]",
             f"{HEADERS}::test_every_operator_is_declared_and_defined_once_in_its_file"),
     tree("a header that declares its operators once for each include", "codegen/headers.py", "[-#pragma once\\n-]",
          f"tests/{HEADERS}::test_what_is_there_is_what_the_records_give"),

@@ -33,8 +33,7 @@ class Tiles:
 
 
 def divided(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays (sequence, first, end) of all tiles, if sequences of these lengths are divided into tiles of `size`
-    tokens."""
+    """The arrays (sequence, first, end) of all tiles of `size` tokens, of sequences of these lengths."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)) * size
@@ -81,8 +80,7 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: tokens that a key
-    represents."""
+    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: tokens per key."""
     seq, key0, key1 = divided(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.

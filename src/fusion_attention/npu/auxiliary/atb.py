@@ -16,8 +16,7 @@ from fusion_attention.ops.auxiliary import atb
 
 
 def _masked(args: Args) -> Args:
-    """Returns the arguments with the argument `mask` converted from the chip's format FRACTAL_NZ to a matrix of
-    rows."""
+    """Returns the arguments with `mask` converted from the chip's format FRACTAL_NZ to a matrix of rows."""
     return {**args, "mask": atb.in_rows(args["mask"])}
 
 

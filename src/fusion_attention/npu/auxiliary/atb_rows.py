@@ -1,7 +1,5 @@
 """torch_npu's functions of Ascend Transformer Boost (ATB) that store rows in a cache or rotate rows in place."""
 
-from typing import Annotated
-
 import torch
 
 from fusion_attention.npu.auxiliary.caches import store
@@ -14,30 +12,21 @@ Tensor = torch.Tensor
 
 @computed(atb_rows.RESHAPE)
 def _npu_reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Annotated[Tensor, "a!"],
-    value_cache: Annotated[Tensor, "b!"],
-    slot_indices: Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> None:
     with torch.no_grad():
         store([(_slots(key_cache, key), key), (_slots(value_cache, value), value)], slot_indices)
 
 
 @computed(atb_rows.RESHAPE_ONE)
-def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Annotated[Tensor, "a!"], slot_indices: Tensor) -> None:
+def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> None:
     with torch.no_grad():
         store([(_slots(key_cache, key), key)], slot_indices)
 
 
 @computed(atb_rows.ROTARY)
 def _npu_rotary_embedding(
-    positions: Tensor,
-    query: Annotated[Tensor, "a!"],
-    key: Annotated[Tensor, "b!"],
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox_style: bool,
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
     mode = "half" if is_neox_style else "interleave"
     with torch.no_grad(), as_given(query):

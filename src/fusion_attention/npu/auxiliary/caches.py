@@ -15,12 +15,7 @@ Tensor = torch.Tensor
 
 @computed(caches.SCATTER_PA)
 def npu_scatter_pa_kv_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Annotated[Tensor, "a!"],
-    value_cache: Annotated[Tensor, "b!"],
-    slot_mapping: Tensor,
-    cache_mode: str,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, cache_mode: str
 ) -> None:
     with torch.no_grad():
         store(
@@ -35,8 +30,8 @@ def npu_gather_pa_kv_cache(
     value_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    key: Annotated[Tensor, "a!"],
-    value: Annotated[Tensor, "b!"],
+    key: Tensor,
+    value: Tensor,
     seq_offset: Tensor | None,
     is_seq_lens_cumsum: bool,
 ) -> None:
@@ -67,7 +62,7 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
 
 
 @computed(caches.SCATTER_ND_)
-def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
+def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
     return input.index_put_(*_updated(input, indices, updates))
 
 
@@ -78,8 +73,8 @@ def npu_kv_rmsnorm_rope_cache(
     cos: Tensor,
     sin: Tensor,
     index: Tensor,
-    k_cache: Annotated[Tensor, "a!"],
-    ckv_cache: Annotated[Tensor, "b!"],
+    k_cache: Tensor,
+    ckv_cache: Tensor,
     k_rope_scale: Tensor | None,
     c_kv_scale: Tensor | None,
     k_rope_offset: Tensor | None,
@@ -149,8 +144,7 @@ def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
 
 
 def lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache as [pages or sequences, slots, elements, ...]; mode: the name of its layout ("Norm",
-    "PA", "PA_NZ", ...)."""
+    """Returns a view of a cache in layout `mode` ("Norm", "PA_NZ", ...): [pages or sequences, slots, elements, ...]."""
     if mode == "Norm":
         return cache[:, 0]
     if "NZ" not in mode:
@@ -198,8 +192,7 @@ def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Returns rows in a cache's dtype; if there is a scale, as int8: rows * scale + offset, rounded to nearest, ties to
-    even."""
+    """Returns rows in a cache's dtype; with a scale int8: rows * scale + offset, rounded to nearest, ties to even."""
     if scale is None:
         return rows.to(dtype)
     return rounded(rows * scale if offset is None else rows * scale + offset, 127)

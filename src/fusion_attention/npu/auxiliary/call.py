@@ -92,8 +92,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
 
 
 def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Returns a context without autocast on the tensor's device, so that an operator keeps the dtypes of its
-    arguments."""
+    """Returns a context without autocast on the tensor's device, in which an operator keeps its arguments' dtypes."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -1,7 +1,6 @@
 """cann_ops_transformer's compressor: torch's operators project rows, this library's compress() pools windows."""
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
 
@@ -19,7 +18,7 @@ Lengths = Sequence[int] | None
 
 @computed(COMPRESSOR)
 def compressor(
-    x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Annotated[Tensor, "a!"], ape: Tensor, cmp_ratio: int,
+    x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, cmp_ratio: int,
     state_block_table: Tensor | None, cu_seqlens: Lengths, seqused: Lengths, start_pos: Lengths, coff: int,
     cache_mode: int,
 ) -> Tensor:  # fmt: skip

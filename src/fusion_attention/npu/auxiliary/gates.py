@@ -108,8 +108,7 @@ def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x) in the dtype of x, computed in float32 by `function`; its backward saves only x, and calls
-    gradient(dy, x)."""
+    """Returns function(x), computed in float32, in x's dtype; its backward saves only x and calls gradient(dy, x)."""
     (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
     return y
 

@@ -12,8 +12,7 @@ Tensor = torch.Tensor
 
 
 class _How(NamedTuple):
-    """The attributes of a cross entropy call: reduction ("none", "mean", "sum"), the class whose rows are ignored, and
-    the label smoothing."""
+    """The attributes of a call: reduction ("none", "mean", "sum"), class of ignored rows, and label smoothing."""
 
     reduction: str
     ignored: int

@@ -57,8 +57,7 @@ def _listed(given: Tensor | Tensors | None) -> Tensors | None:
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Returns the weights; int4 weights packed in int32 are unpacked to int8, along the axis whose unpacked length fits
-    the rows of x."""
+    """Returns weights, int4 packed in int32 as int8, unpacked along the axis that then fits the rows of x."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
         return weight
@@ -71,12 +70,10 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """A grouped matrix product: it multiplies rows by the matrix of their group, and applies the group's scales, bias
-    and activation."""
+    """Multiplies rows by the matrix of their group, and applies the group's scales, bias and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
-        """Stores the weights, scales and groups of a call; given: the operator's arguments by name; dtype: dtype of
-        results."""
+        """Stores weights, scales and groups; given: the operator's arguments by name; dtype: dtype of results."""
 
         self.weights = products.matrices(_listed(given["weight"]) or ())
         listed = [_listed(given[name]) for name in products.ONE_EACH]
@@ -154,14 +151,12 @@ class _Product:
         return [self.act(torch.stack(results)).to(self.dtype)]
 
     def _ends(self) -> list[int]:
-        """Returns the end of each group's rows among all rows, as a list of numbers; it reads group_list on the
-        host."""
+        """Returns the end of each group's rows among all rows; reads group_list on the host."""
         ends: list[int] = products.sizes_of(to_array(self.group_list), self.kind).cumsum().tolist()
         return ends
 
     def _inside(self, rows: int) -> Tensor:
-        """Returns bool [E, rows], true for the rows that belong to each of E groups; computed on the device, as a trace
-        needs."""
+        """Returns bool [E, rows], true for the rows of each of E groups; computed on the device, as a trace needs."""
         given = torch.as_tensor(self.group_list)
         ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))

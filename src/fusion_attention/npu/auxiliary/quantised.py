@@ -12,8 +12,7 @@ Tensor = torch.Tensor
 
 
 def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
-    """Returns max |x| / largest, with the maximum over `axes`, which the result lacks: the scales that quantize x to at
-    most `largest`."""
+    """Returns max |x| / largest, with the maximum over `axes`: the scales that quantize x to at most `largest`."""
     return x.abs().amax(axes) / largest
 
 
@@ -153,8 +152,7 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """Returns x1 [M, K] @ x2 [K, N] of integers in float32, where each block of K has its own factors: factors [blocks,
-    N], or [N] for one block."""
+    """Returns x1 [M, K] @ x2 [K, N] of integers in float32; factors [blocks, N] of blocks of K, or [N]."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)

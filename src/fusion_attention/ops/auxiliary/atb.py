@@ -40,8 +40,7 @@ def in_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def decided(mask: torch.Tensor) -> bool | str:
-    """True if every element of a mask either hides its key or is 0; otherwise the first other element, as text. It
-    reads the mask."""
+    """True if every element of a mask hides its key or is 0; else the first other element as text. Reads the mask."""
     if mask.is_meta or mask.dtype == torch.bool:
         return True
     other = mask[~hides(mask) & (mask != 0)]

@@ -47,8 +47,7 @@ class Sequences:
         return (start + tokens) // self.ratio - start // self.ratio
 
     def shape(self, *of: int) -> tuple[int, ...]:
-        """The shape of a result that has an entry of shape `of` per window: [B, windows, *of], or packed [all windows,
-        *of]."""
+        """The shape of a result with an entry [*of] per window: [B, windows, *of], or packed [all windows, *of]."""
         return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
@@ -179,8 +178,7 @@ class _State:
         return page, at % size
 
     def read(self, first: int, last: int) -> Tensor:
-        """The stored rows of positions [first, last) of this sequence, [last - first, elements], in the cache's
-        dtype."""
+        """The stored rows of positions [first, last), [last - first, elements], in the cache's dtype."""
         if first >= last:
             return self.cache.new_zeros(0, self.cache.shape[2])
         return self.cache[self._slots(first, last)]

@@ -20,8 +20,7 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an operator on experts with these parameters; more: other fields of Op, and `sample` and
-    `sizes` of sample calls."""
+    """The definition of an operator on experts; more: other fields of Op, and `sample` and `sizes` of sample calls."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
@@ -59,8 +58,7 @@ ENOUGH = invalid(
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
-    """Rule: sorted_indices has an element for every pair of a token and one of its experts; choices: the expression for
-    the number of pairs."""
+    """Rule: sorted_indices has an element for each expert of each token; choices: the expression for their number."""
     return invalid(f"P == {choices}", "sorted_indices (one per token and expert)", invalid={"P": 7}, **more)
 
 

@@ -70,8 +70,7 @@ STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
 
 
 def statistic(name: str, text: str) -> Tensor:
-    """The parameter for a softmax statistic with one number per row and head, stored eight times along its last
-    axis."""
+    """The parameter for a softmax statistic of every row and head, stored eight times along its last axis."""
     return Tensor(name, text, dtypes="float32", shape=STATISTICS)
 
 

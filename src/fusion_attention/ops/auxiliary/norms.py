@@ -99,16 +99,11 @@ ADD_RMS_NORM = auxiliary(
 >>> x[0, 0].item(), round(y[0, 0].item(), 4)
 (2.0, 1.0)""",
 )
-GEMMA_RMS_NORM = auxiliary(
+GEMMA_RMS_NORM = RMS_NORM.version(
     "npu_gemma_rms_norm",
     "npu_rms_norm with weights 1 + gamma, as in Gemma.",
-    (X, GAMMA, EPSILON),
-    (Y, RSTD),
-    returns="(y, rstd); y alone has a derivative.",
-    rules=(WEIGHTS,),
     formula=FORMULA.replace("* gamma", "* (1 + gamma)"),
     tex=TEX.replace(r"\cdot \gamma", r"(1 + \gamma)"),
-    sample=SAMPLE,
     example="""\
 >>> x = torch.randn(2, 4)
 >>> torch.equal(npu_gemma_rms_norm(x, torch.zeros(4))[0], npu_rms_norm(x, torch.ones(4))[0])

@@ -89,14 +89,12 @@ def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
 
 
 def axis_of(axis: int, div_mode: bool) -> int:
-    """The axis of the input along which scales vary: `axis` in div_mode; otherwise -2 if `axis` is -2, else the last
-    axis."""
+    """The axis of the input along which scales vary: `axis` in div_mode; otherwise -2, or for other values the last."""
     return axis if div_mode or axis == -2 else -1
 
 
 def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
-    """True if `scales` has one number, or one per element of x along the axis; also true if x does not have the
-    axis."""
+    """True if `scales` has one number, or one per element of x along the axis, or if x lacks the axis."""
     if not has_axis(x, axis):
         return True
     if scales.dim() == 1:

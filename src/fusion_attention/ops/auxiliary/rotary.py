@@ -15,10 +15,7 @@ X = floats("input", "The rows that are rotated.")
 COS = floats("r1", "Cosines, which broadcast to input.")
 SIN = floats("r2", "Sines, in the shape of r1.")
 MODE = Attr(
-    "rotary_mode",
-    'Pairs of elements: "half": i and i + D/2; "interleave": 2i and 2i + 1.',
-    type=str,
-    default="half",
+    "rotary_mode", 'Pairs of elements: "half": i and i + D/2; "interleave": 2i and 2i + 1.', type=str, default="half"
 )
 MODES = invalid(
     "rotary_mode in ('half', 'interleave')",
@@ -64,8 +61,7 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """Rule: the last axis of tensor `name` has an even size; also: tensors whose last axis is odd too in the sample
-    call that violates it."""
+    """Rule: the last axis of tensor `name` has an even size; also: tensors that the invalid sample call makes odd."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 

@@ -72,11 +72,7 @@ FORMS = (
     rules.absent("p_quant_scale", "reserved: leave it out"),
     rules.meaning("quant_mode == 0", f"quant_mode (fp8 and fp4: {rules.OF_950})", invalid={"quant_mode": 1}),
     *(
-        rules.doubt(
-            f"{name} == {UNLIMITED}",
-            f"{name}: {UNLIMITED} (windows have no effect)",
-            invalid={name: 64},
-        )
+        rules.doubt(f"{name} == {UNLIMITED}", f"{name}: {UNLIMITED} (windows have no effect)", invalid={name: 64})
         for name in ("pre_tokens", "next_tokens")
     ),
     rules.doubt(

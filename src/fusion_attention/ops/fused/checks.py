@@ -8,15 +8,7 @@ import torch
 
 from fusion_attention.contract import dtype_text, functions_in, members, show
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.fused.geometry import (
-    OUT_DTYPES,
-    TRIANGLE,
-    WORDS,
-    form_of,
-    is_triangle,
-    of_inputs,
-    page_layout,
-)
+from fusion_attention.ops.fused import geometry
 from fusion_attention.ops.inference import checks
 
 Tensor = torch.Tensor
@@ -27,7 +19,7 @@ Several = Tensor | tuple[Tensor, ...]
 
 
 def _layout(tensor: Tensor, layout: str, table: Tensor | None) -> str:
-    return of_inputs(layout) if table is None else page_layout(tensor)
+    return geometry.of_inputs(layout) if table is None else geometry.page_layout(tensor)
 
 
 def rows_fit(
@@ -39,11 +31,11 @@ def rows_fit(
         layout_of_rows = _layout(t, layout, table)
         if not layout_of_rows:
             return f"{t.dim()} dimensions {list(t.shape)} in pages"
-        form = form_of(t, layout_of_rows, heads)
+        form = geometry.form_of(t, layout_of_rows, heads)
         if form is None or form[1] != heads or (dim is not None and form[3] != dim):
             if t.dim() == 4 and table is not None and tuple(t.shape[1:3]) == (block_size, heads):
                 return f"{show(t)}, pages with slots before heads: view it as [{t.shape[0]}, {block_size}, N*D]"
-            wanted = " ".join(WORDS.get(layout_of_rows, "blocks N D/d0 slots d0").split()).replace(" ", ", ")
+            wanted = " ".join(geometry.WORDS.get(layout_of_rows, "blocks N D/d0 slots d0").split()).replace(" ", ", ")
             return f"{show(t)} for [{wanted}] with {heads} heads of {dim or 'as many'} elements"
     return True
 
@@ -53,8 +45,8 @@ def counted(key: Several, layout: str, batch: int | None, heads: int, table: Ten
 
     batch: the number of sequences that padded keys must have; layout, heads: of the keys.
     """
-    forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
-    if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
+    forms = [geometry.form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
+    if table is not None or geometry.of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
     if len(forms) == 1:
         return forms[0][0] == batch or f"batch {forms[0][0]} for {batch} sequences"
@@ -79,7 +71,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
     for one, other in zip(members(rows), members(key), strict=True):
         if table is not None and one.dim() != other.dim():
             return f"{show(one)} beside {show(other)}"
-        form, beside = (form_of(t, _layout(t, layout, table), heads) for t in (one, other))
+        form, beside = (geometry.form_of(t, _layout(t, layout, table), heads) for t in (one, other))
         if form is None or (beside is not None and form[:3] != beside[:3]) or (dim is not None and form[3] != dim):
             return f"{show(one)} beside {show(other)}"
     return True
@@ -87,7 +79,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
     """True if a shared prefix is one sequence with the heads, elements (dim None: any) and dtype of the keys."""
-    form = form_of(prefix, of_inputs(layout), heads)
+    form = geometry.form_of(prefix, geometry.of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
         return True
@@ -96,7 +88,7 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
     """Number of elements of a row of a tensor in this layout with `heads` heads; 0 if its shape does not fit."""
-    form = form_of(rows, of_inputs(layout), heads)
+    form = geometry.form_of(rows, geometry.of_inputs(layout), heads)
     return form[3] if form else 0
 
 
@@ -119,7 +111,7 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
     """Number of tokens of a packed key tensor in a layout, which has `heads` heads."""
-    form = form_of(members(key)[0], of_inputs(layout), heads)
+    form = geometry.form_of(members(key)[0], geometry.of_inputs(layout), heads)
     return form[2] if form else 0
 
 
@@ -153,7 +145,7 @@ def mask_fits(
     """
     shape = list(mask.shape)
     if kind == "triangle":
-        return is_triangle(mask) or f"{shape}"
+        return geometry.is_triangle(mask) or f"{shape}"
     if kind == "tree":
         if packed:
             cells = int((q_len * q_len).sum())
@@ -218,8 +210,7 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
-    """True if every key that a full mask leaves visible is in the window of pre and next_ tokens around the diagonal
-    from the upper left corner."""
+    """True if a window of pre and next_ tokens from the upper left has all keys that a full mask leaves visible."""
     if min(pre, next_) >= UNLIMITED:
         return True
     row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
@@ -230,7 +221,7 @@ def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
 
 def is_causal(mask: Tensor) -> Outcome:
     """True if a compressed mask has ones above its diagonal, and zeros elsewhere."""
-    square = mask.reshape(TRIANGLE, TRIANGLE) != 0
+    square = mask.reshape(geometry.TRIANGLE, geometry.TRIANGLE) != 0
     future = torch.ones_like(square).triu_(1)
     if torch.equal(square, future):
         return True
@@ -294,7 +285,7 @@ def one_each(scales: Sequence[Tensor | None]) -> Outcome:
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
     """True if a tensor of scales, one per query row and head, has the query's shape in its layout, without elements."""
-    shape = tuple(query.shape[:-1]) + ((heads,) if of_inputs(layout) == "BSH" else ())
+    shape = tuple(query.shape[:-1]) + ((heads,) if geometry.of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 
 
@@ -312,7 +303,7 @@ def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: T
     """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out (see out_dtypes()); any is legal
     if the query is floating-point and quant_scale2 is absent, because the call ignores it then.
     """
-    dtype = OUT_DTYPES.get(number) if number is not None else None
+    dtype = geometry.OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True
     wanted = out_dtypes(query, rope, scale)
@@ -320,4 +311,6 @@ def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: T
     return result in wanted or f"{number} ({result}), beside {' or '.join(wanted)}"
 
 
-FUNCTIONS = checks.FUNCTIONS | functions_in(globals()) | {"is_triangle": is_triangle, "of_inputs": of_inputs}
+FUNCTIONS = (
+    checks.FUNCTIONS | functions_in(globals()) | {"is_triangle": geometry.is_triangle, "of_inputs": geometry.of_inputs}
+)

@@ -98,8 +98,7 @@ class Indexer(IndexCall):
 
     @property
     def repeats(self) -> bool:
-        """True if the back end's run computes the complete call: there is no offset to add, and every row belongs to a
-        sequence."""
+        """True if a back end's run computes the call: no offset is added, and every row belongs to a sequence."""
         return self.offset is None and self.covers(self.given("query"))
 
     @property

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.call import Filled, buffer
-from fusion_attention.ir.problem import (
-    IndexerLossOperands,
-    IndexerLossProblem,
-    IndexerOperands,
-    IndexerProblem,
-    Stats,
-)
+from fusion_attention.ir.problem import IndexerLossOperands, IndexerLossProblem, IndexerOperands, IndexerProblem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer.lowered_call import IndexCall, fresh_gradients
 from fusion_attention.ops.shared.call import Results, Run
@@ -206,8 +200,7 @@ class TargetLoss(_AnyLoss):
     """The lowered call of a loss against a target passed by the caller."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The indexer's statistics (maximum, sum) as (log-sum-exp, ones), if the caller passed the log-sum-exp; else
-        None."""
+        """The statistics (maximum, sum) as (log-sum-exp, ones), if the caller passed the log-sum-exp; else None."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 

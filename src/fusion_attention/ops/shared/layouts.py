@@ -152,19 +152,18 @@ def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
     """View of statistics of `heads` heads whose shape is stats_shape(), in the order of form.stats."""
-    key = (form.layout, form.stats, heads, tensor.shape)
-    view = extents.call_cache.get(key) or keep(extents, key, _stats_view(tensor, form, heads, extents))
+    key, count = (form.layout, form.stats, heads, tensor.shape), len(extents)
+    view: RowView | None = extents.call_cache.get(key)
+    if view is None:
+        if not form.packed:
+            rows = tensor.shape[-1]
+            view = RowView((), np.arange(count) * (heads * rows), 1, np.full(count, rows), 1)
+        elif form.stats == "token":
+            view = RowView((), extents.q_start * heads, heads, np.ones(count, np.int64), 1)
+        else:
+            view = RowView((), extents.q_start * heads, 1, extents.q_len, 1)
+        keep(extents, key, view)
     return view.over(tensor)
-
-
-def _stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
-    count = len(extents)
-    if not form.packed:
-        rows = tensor.shape[-1]
-        return RowView((), np.arange(count) * (heads * rows), 1, np.full(count, rows), 1)
-    if form.stats == "token":
-        return RowView((), extents.q_start * heads, heads, np.ones(count, np.int64), 1)
-    return RowView((), extents.q_start * heads, 1, extents.q_len, 1)
 
 
 def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> bool:

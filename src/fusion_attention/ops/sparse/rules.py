@@ -80,10 +80,7 @@ NEEDS_KEY_LENGTHS = (
         given={"layout": "TND"},
     ),
 )
-PAGES = (
-    rules.keys_lie(PAGED),
-    rules.tabled("block_table", PAGED, given=IN_PAGES, invalid={"block_table": None}),
-)
+PAGES = (rules.keys_lie(PAGED), rules.tabled("block_table", PAGED, given=IN_PAGES, invalid={"block_table": None}))
 TABLES = rules.group(
     rules.meaning(
         "len(block_table) == len(q_len) == len(kv_len)",

@@ -168,8 +168,7 @@ def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
 
 
 def replays(seed: Any, offset: Any) -> bool:
-    """True if a gradient call has a seed and an offset that a forward may have returned: not None, and not (0, 0),
-    which requests a new seed."""
+    """True if a forward may have returned this seed and offset: not None, and not (0, 0), which requests a new seed."""
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 

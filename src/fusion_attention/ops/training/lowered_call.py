@@ -9,17 +9,7 @@ import torch
 from fusion_attention.ir.kv import MatrixView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import (
-    LAYOUTS,
-    Form,
-    bits_view,
-    covered,
-    matrix_view,
-    row_shape,
-    row_view,
-    stats_shape,
-    stats_view,
-)
+from fusion_attention.ops.shared import layouts
 from fusion_attention.ops.training.block_mask import to_matrix, to_tiles
 
 Tensor = torch.Tensor
@@ -38,7 +28,7 @@ class DenseCall:
     """
 
     problem: Problem
-    form: Form
+    form: layouts.Form
     extents: Extents
     q: Tensor
     k: Tensor
@@ -54,21 +44,20 @@ class DenseCall:
 
     def covers(self, side: str) -> bool:
         """True if every token of the query tensor (side "q") or of the key tensor ("kv") belongs to a sequence."""
-        return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
+        return layouts.covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocates out, max and sum of a call; lanes: the size of an additional last axis of max and sum, along which CANN
     repeats them; none: no such axis."""
     q, p = call.q, call.problem
-    return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
+    return empty(q, layouts.row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Allocates max and sum of a call; lanes: the size of an additional last axis, along which CANN repeats them; none:
-    no such axis."""
+    """Allocates max and sum of a call; lanes: the size of a further last axis, along which CANN repeats them."""
     q = call.q
-    shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
+    shape = (*layouts.stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty(q, shape, dtype), empty(q, shape, dtype)
 
@@ -78,11 +67,11 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
     p, form, e = call.problem, call.form, call.extents
     layout = form.layout
     return Operands(
-        q=row_view(call.q, layout, p.heads_q, e, "q"),
-        k=row_view(call.k, layout, p.heads_kv, e, "kv"),
-        v=row_view(call.v, layout, p.heads_kv, e, "kv"),
-        out=row_view(out, layout, p.heads_q, e, "q"),
-        stats=Stats(stats_view(max_, form, p.heads_q, e), stats_view(sum_, form, p.heads_q, e)),
+        q=layouts.row_view(call.q, layout, p.heads_q, e, "q"),
+        k=layouts.row_view(call.k, layout, p.heads_kv, e, "kv"),
+        v=layouts.row_view(call.v, layout, p.heads_kv, e, "kv"),
+        out=layouts.row_view(out, layout, p.heads_q, e, "q"),
+        stats=Stats(layouts.stats_view(max_, form, p.heads_q, e), layouts.stats_view(sum_, form, p.heads_q, e)),
         seed=call.seed,
         offset=call.offset,
         **(_extra_operands(call) if any(t is not None for t in call.extras) else {}),
@@ -92,18 +81,18 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
 def _extra_operands(call: DenseCall) -> dict[str, Any]:
     """The views of the optional tensors that are not None, by name of operand."""
     p, form, e = call.problem, call.form, call.extents
-    token = LAYOUTS[form.layout][1]
+    token = layouts.LAYOUTS[form.layout][1]
     sizes = (call.q.shape[token], call.k.shape[token])
     build: dict[str, Any] = {
-        "q_rope": lambda t: row_view(t, form.layout, p.heads_q, e, "q"),
-        "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
-        "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
+        "q_rope": lambda t: layouts.row_view(t, form.layout, p.heads_q, e, "q"),
+        "k_rope": lambda t: layouts.row_view(t, form.layout, p.heads_kv, e, "kv"),
+        "bias": lambda t: layouts.matrix_view(t, form.bias, p.heads_q, e),
         "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
         # Kernels read bytes; bool and uint8 have the same representation.
-        "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
-        "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
+        "blocked": lambda t: layouts.matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
+        "drop_bits": lambda t: layouts.bits_view(t, p.heads_q, form, sizes, e),
         "sink": lambda t: t,
-        "blocked_tiles": lambda t: matrix_view(t, "broadcast", p.heads_q, e),
+        "blocked_tiles": lambda t: layouts.matrix_view(t, "broadcast", p.heads_q, e),
         # Strided bits are copied, because kernels require contiguous tiles.
         "blocked_bits": lambda t: t.contiguous(),
     }
@@ -132,25 +121,25 @@ def grads_of(
     bias, summed, owned = None, None, False
     if call.extras[BIAS] is not None and dbias.numel():
         if dbias.is_contiguous():
-            bias = matrix_view(dbias, form.bias, p.heads_q, e)
+            bias = layouts.matrix_view(dbias, form.bias, p.heads_q, e)
             owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
         if not owned:
             # Sums over sequences and broadcast axes would lose precision in the dtype of the bias.
             sum_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
             summed = empty(dbias, dbias.shape, sum_dtype)
-            bias = matrix_view(summed, form.bias, p.heads_q, e)
+            bias = layouts.matrix_view(summed, form.bias, p.heads_q, e)
     rope = p.dim_rope > 0
     grads = Grads(
-        dout=row_view(dout, form.layout, p.heads_q, e, "q"),
-        dq=row_view(dq, form.layout, p.heads_q, e, "q"),
-        dk=row_view(dk, form.layout, p.heads_kv, e, "kv"),
-        dv=row_view(dv, form.layout, p.heads_kv, e, "kv"),
-        dq_rope=row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
-        dk_rope=row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
+        dout=layouts.row_view(dout, form.layout, p.heads_q, e, "q"),
+        dq=layouts.row_view(dq, form.layout, p.heads_q, e, "q"),
+        dk=layouts.row_view(dk, form.layout, p.heads_kv, e, "kv"),
+        dv=layouts.row_view(dv, form.layout, p.heads_kv, e, "kv"),
+        dq_rope=layouts.row_view(dq_rope, form.layout, p.heads_q, e, "q") if rope else None,
+        dk_rope=layouts.row_view(dk_rope, form.layout, p.heads_kv, e, "kv") if rope else None,
         dbias=bias,
         dsink=dsink if p.has_sink else None,
         owns_dbias=owned,
-        dlse=None if dlse is None else stats_view(dlse, form, p.heads_q, e),
+        dlse=None if dlse is None else layouts.stats_view(dlse, form, p.heads_q, e),
     )
     return grads, summed
 
@@ -160,7 +149,7 @@ def owns_bias(call: DenseCall) -> bool:
     bias, p, e = call.extras[BIAS], call.problem, call.extents
     if bias is None or p.bias != "matrix":
         return False
-    return _one_pair_each(matrix_view(empty(bias, bias.shape), call.form.bias, p.heads_q, e), p.heads_q, e)
+    return _one_pair_each(layouts.matrix_view(empty(bias, bias.shape), call.form.bias, p.heads_q, e), p.heads_q, e)
 
 
 def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:

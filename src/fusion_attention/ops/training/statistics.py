@@ -14,8 +14,7 @@ LANES = 8
 
 
 def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, sum) in CANN's format: finite() of both statistics, each stored eight times along a new last axis, [...,
-    8]."""
+    """(max, sum) in CANN's format: finite() of both, each stored eight times along a new last axis."""
     lowest, one = _lanes(max_.device, max_.dtype)
     if not call.extents.keyless:
         return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
@@ -24,8 +23,7 @@ def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tenso
 
 
 def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
-    """Writes the results of to_lanes(), (max, sum) stored eight times along the last axis, to to_max and to_sum, [...,
-    8]."""
+    """Writes the results of to_lanes() to to_max and to_sum, [..., 8]."""
     if call.extents.keyless:
         for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
             target.copy_(lanes)
@@ -56,19 +54,14 @@ def _finite_sum(call: DenseCall, max_: Tensor, sum_: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tensors [8] of -FLT_MAX and of 1; broadcasting a statistic with them stores it eight times in the fewest
-    operations."""
+    """Tensors [8] of -FLT_MAX and of 1, which broadcast a statistic to eight lanes in the fewest operations."""
     return torch.full((LANES,), -FLT_MAX, device=device, dtype=dtype), torch.ones(LANES, device=device, dtype=dtype)
 
 
 def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, sum) in the kernels' format, with one number per row and head, from statistics [..., 8] in CANN's format;
-    the inverse of to_lanes()."""
-    return from_finite(call, max_[..., 0], sum_[..., 0])
-
-
-def from_finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of finite(): statistics max_ and sum_ in the kernels' format, contiguous."""
+    """(max, sum) in the kernels' format, contiguous, with one number per row and head, from statistics [..., 8] in
+    CANN's format; the inverse of to_lanes()."""
+    max_, sum_ = max_[..., 0], sum_[..., 0]
     empty = max_ == -FLT_MAX
     # Views of statistics assume contiguous memory.
     sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_).contiguous()
