@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.timing import Row
-from benchmarks.gradient import Call, gradient
+from benchmarks.gradient import gradient
 from benchmarks.selections import (
     BACKWARD,
     CHOSEN,
@@ -19,7 +19,6 @@ from benchmarks.selections import (
     Selection,
     loss_with_gradients,
 )
-from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
 TOKENS, INDEX_HEADS = 4096, 64
 CHUNK = 64  # tokens whose keys eager torch gathers at once
@@ -36,19 +35,6 @@ def eager(s: Selection) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _atomic(call: Call) -> Call:
-    """Returns a function that runs the call with nondeterministic sums of the keys' gradients."""
-
-    def run() -> object:
-        before, launch_sparse_backward.ATOMIC = launch_sparse_backward.ATOMIC, True
-        try:
-            return call()
-        finally:
-            launch_sparse_backward.ATOMIC = before
-
-    return run
-
-
 def selected(quick: bool) -> Iterator[Row]:
     """Times forward and backward over lists; 8 heads are padded to 16, the smallest tile."""
     for heads in (8, 16, 64, 128):
@@ -59,7 +45,7 @@ def selected(quick: bool) -> Iterator[Row]:
                 yield Row("lists", name, s.ours, {"eager": lambda s=s: eager(s)}, FORWARD * pairs)
                 s = Selection.of(TOKENS, heads, keys, local, device="cuda", grad=True)
                 ours, theirs = (gradient(way, s.leaves) for way in (s.ours, lambda s=s: eager(s)))
-                yield Row("lists backward", name, ours, {"atomic": _atomic(ours), "eager": theirs}, BACKWARD * pairs)
+                yield Row("lists backward", name, ours, {"eager": theirs}, BACKWARD * pairs)
 
 
 def indexer(quick: bool) -> Iterator[Row]:

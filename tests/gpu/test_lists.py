@@ -75,13 +75,6 @@ def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch
         same_bits(compute(case, args), first)
 
 
-def test_sums_in_no_order_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_sparse_backward, "ATOMIC", True)
-    fresh_plans(monkeypatch)
-    test_lists(CASES[4])
-    test_lists(CASES[13])
-
-
 INDEXERS = [
     *(IndexerCase(**SMALL, dtype=d, heads=h, dim=64, top_k=k, exact=True) for d in ("float16", "bfloat16")
       for h in (3, 64) for k in (20, 70)),

@@ -104,12 +104,6 @@ def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.Monk
     assert taken == [1] * sum(LISTED.q_len)
 
 
-def test_added_atomically_the_gradients_are_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "ATOMIC", True)
-    fresh_plans(monkeypatch)
-    judge(LISTED)
-
-
 @pytest.mark.parametrize("block", [1, 3])
 def test_what_no_list_should_hold_is_never_read(block: int) -> None:
     """Blocks behind the last key, the largest number there is, the smallest, and what stands behind it."""

@@ -20,7 +20,6 @@ from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.common import launching, shapes
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.decode import launch as launch_decode
-from fusion_attention.backends.triton.selected import launch_backward
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
@@ -76,7 +75,6 @@ class Config:
         align: elements to which rows are aligned; 0: 16 bytes.
         rows: query rows of the sequence.
         processors: streaming multiprocessors of the GPU, by which the keys of a row are divided among programs.
-        atomic: gradients of selected keys are added by atomic additions.
     """
 
     kernel: str
@@ -85,7 +83,6 @@ class Config:
     align: int = 0
     rows: int = 1
     processors: int = 1
-    atomic: bool = False
 
     @property
     def op_kind(self) -> str:
@@ -107,13 +104,13 @@ class Config:
 
     def launched(self, chip: int) -> Launched:
         """Returns the launch on a chip that has tiles for the problem."""
-        with on_chip(chip, self.processors, self.atomic) as launches:
+        with on_chip(chip, self.processors) as launches:
             call(self.problem, self.op_kind, self.rows, self.align)
         return [one for one in launches if one.kernel.__name__ == self.kernel][self.which]
 
 
 @contextlib.contextmanager
-def on_chip(chip: int, processors: int, atomic: bool) -> Iterator[list[Launched]]:
+def on_chip(chip: int, processors: int) -> Iterator[list[Launched]]:
     """Runs the back end as on a chip and yields a list, to which launches are added instead of started."""
     launches: list[Launched] = []
 
@@ -124,7 +121,6 @@ def on_chip(chip: int, processors: int, atomic: bool) -> Iterator[list[Launched]
         mock.patch.object(launching, "launch", record),
         mock.patch.object(shapes, "chip_of", return_value=chip),
         mock.patch.object(launch_decode, "processors", return_value=processors),
-        mock.patch.object(launch_backward, "ATOMIC", atomic),
         mock.patch.object(memory, "_ready", lambda fresh: fresh),  # conftest.py writes NaN to scratch
     ):
         yield launches

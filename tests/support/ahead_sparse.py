@@ -90,7 +90,6 @@ def gradients() -> dict[str, Config]:
         "rows 128 rope": Config("backward_rows", latent(128), -1),
         "slots 128 rope": Config("backward_slots", latent(128), -1),
         "slots 128 values": Config("backward_slots", latent(128, **APART), -1),
-        "slots 128 atomic": Config("backward_slots", latent(128), atomic=True),
         "lists": Config("read_lists", latent(128)),
         "prepare 512": Config("prepare", latent(128, has_sink=True)),
     }

@@ -207,26 +207,21 @@ def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: 
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strides, tokens, count: tl.int32,
+def backward_slots(x, also, weights, weights_also, rows, used, large, strides, tokens, count: tl.int32,
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
                    DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
-                   ATOMIC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                   BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Writes BC columns of the gradient rows of BN slots: weights^T x, plus weights_also^T also if it is not None.
 
     Columns begin at FIRST in x and at AT in a row. Grid (tiles of slots, panels of BC columns, tokens * heads_kv).
-    ATOMIC: results are added to the sums of the keys (`rows`); the last two axes of the grid are then exchanged, so
-    that the sums of one panel stay in the cache.
     """
-    panel, at_token = tl.program_id(1), tl.program_id(2)
-    if ATOMIC:
-        panel, at_token = at_token, panel
-    token_head = at_token.to(tl.int64)
+    token_head = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + token_head):
         hk = token_head % HEADS_KV
         b, row = token_at(tokens, first + token_head // HEADS_KV)
         slot = tl.program_id(0) * BN + tl.arange(0, BN)
-        c = panel * BC + tl.arange(0, BC)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
         acc = tl.zeros([BN, BC], tl.float32)
         weights += token_head * GROUP * SLOTS
         at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
@@ -248,10 +243,5 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
                 h = h0 + tl.arange(0, BH)
                 acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         there = (FIRST + c < DIM)[None, :]
-        if ATOMIC:
-            key = tl.load(ids + token_head * SLOTS + slot)
-            at = rows + key.to(tl.int64)[:, None] * COLUMNS + AT + c[None, :]
-            tl.atomic_add(at, acc, mask=there & (key >= 0)[:, None], sem="relaxed")
-        else:
-            at = rows + token_head * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
-            tl.store(at, acc.to(rows.dtype.element_ty), mask=there)
+        at = rows + token_head * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
+        tl.store(at, acc.to(rows.dtype.element_ty), mask=there)

@@ -34,9 +34,6 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
-# True: slots are added to sums of keys by atomic additions, in no fixed order, instead of rows that are sorted and
-# summed (and that recompute_slots() can compute again).
-ATOMIC = False
 PREPARE = shapes.Tile(16, 16, 8, 1)
 RECOMPUTE = SlotTile(0, 16, 32, 4, 1)
 ABSENT = frozenset(
@@ -87,7 +84,7 @@ def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
     """Returns the bytes of scratch per query token with `slots` keys; row: dtype of gradient rows."""
-    sums = 0 if ATOMIC else problem.heads_kv * slots * launch_key_sum.BYTES_OF_ENTRY
+    sums = problem.heads_kv * slots * launch_key_sum.BYTES_OF_ENTRY
     return sums + bytes_of(buffers_of(problem, 1, slots, row))
 
 
@@ -97,13 +94,13 @@ def buffers_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> d
 
     keys, ids: key (in its sequence) and id (in the sums) of every slot, -1 for none. used: end of the slots with a key,
     and noted: flag of a recomputation, per token and key head. weights, ds: P and dS of every slot and query head.
-    rows: gradient rows; absent if ATOMIC.
+    rows: gradient rows.
     """
     p, lists, token_heads = problem, tokens * problem.heads_kv * slots, tokens * problem.heads_kv
     numbers = {"keys": lists, "ids": lists, "used": token_heads, "noted": token_heads}
     results = {name: Scratch((count,), torch.int32) for name, count in numbers.items()}
     results |= dict.fromkeys(("weights", "ds"), Scratch((tokens * p.heads_q * slots,), p.torch_dtype))
-    return results if ATOMIC else results | {"rows": Scratch((lists, columns_of(p)[1]), row)}
+    return results | {"rows": Scratch((lists, columns_of(p)[1]), row)}
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
@@ -193,7 +190,7 @@ def ready(
         scratch["partials"] = Scratch((len(by_row.tensor), p.heads_q))
     per = tokens_of(p, rows, slots[1], row) if rows else 1
     scratch |= buffers_of(p, per, slots[1], row) if rows else {}
-    names = [*given, *scratch, *(("rows",) if ATOMIC else ())]
+    names = [*given, *scratch]
     fixed = dict.fromkeys(ABSENT - {*names}) | m.fixed | {
         "tokens": listed.tensor, "tiles": by_row.tensor, "plane": rows * p.heads_q, "scale": p.scale,
         "exponent": p.scale * common.LOG2E.value,
@@ -205,7 +202,7 @@ def ready(
     of_rows = Step(prepare, (len(by_row.tensor), p.heads_q), constants(p, PREPARE, m.align), PREPARE, {})
     chunks = []
     for first in range(0, rows, per):
-        steps = launches(p, tiles, m.align, slots, ATOMIC, min(per, rows - first))
+        steps = launches(p, tiles, m.align, slots, min(per, rows - first))
         entries = min(per, rows - first) * p.heads_kv * slots[1]
         chunks.append((entries, [launched(step, first=first) for step in steps]))
     by_key = m.on("keys", launch_key_sum.key_tiles)
@@ -236,12 +233,11 @@ class Step:
 
 
 def launches(
-    problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool, tokens: int
+    problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], tokens: int
 ) -> list[Step]:
     """Returns the launches of a chunk of `tokens` tokens, in order.
 
-    tiles: tile shape by kernel name. slots: (places for keys of the band, all places) of a token. atomic: True if
-    contributions to gradients of keys are added atomically, without a memory for rows.
+    tiles: tile shape by kernel name. slots: (places for keys of the band, all places) of a token.
     """
     p, (band, slots_of_token), token_heads = problem, slots, tokens * problem.heads_kv
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
@@ -268,30 +264,20 @@ def launches(
             grid = count, -(-p.group // tile.BH), token_heads
             step = Step(backward_rows, grid, shared | sources | constexprs, panel, {"k": read, "out": written})
             results.append(step)
-    results += slot_launches(p, tiles["backward_slots"], shared, slots_of_token, atomic, token_heads)
-    return results + recomputed(results, atomic, token_heads)
+    results += slot_launches(p, tiles["backward_slots"], shared, slots_of_token, token_heads)
+    recomputes = {backward_rows: recompute_rows, backward_slots: recompute_slots}  # for tokens flagged as not finite
+    return results + [
+        Step(recomputes[one.kernel], (token_heads,), one.constexprs | known_of(RECOMPUTE), RECOMPUTE, one.renamed)
+        for one in results
+        if one.kernel in recomputes and one.constexprs["FIRST"] == 0
+    ]
 
 
-def recomputed(steps: list[Step], atomic: bool, token_heads: int) -> list[Step]:
-    """Returns the launches that recompute results of `steps` for tokens flagged as not finite, one per result; atomic:
-    True if gradients of keys are added atomically, which are then not recomputed."""
-    recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
-    first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
-    results = []
-    for one in first:
-        constexprs = one.constexprs | known_of(RECOMPUTE)
-        results.append(Step(recomputes[one.kernel], (token_heads,), constexprs, RECOMPUTE, one.renamed))
-    return results
-
-
-def slot_launches(
-    p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool, token_heads: int
-) -> list[Step]:
+def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, token_heads: int) -> list[Step]:
     """Returns the launches that write the contributions of each slot (key of a token) to dk, dk_rope and dv; if values
     are stored in keys, dk is the sum of both.
 
-    shared: compile-time arguments of all kernels. slots: slots per token. atomic: True to add atomically to the
-    sums.
+    shared: compile-time arguments of all kernels. slots: slots per token.
     """
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
@@ -300,17 +286,19 @@ def slot_launches(
     for name, x, weights, dim in parts:
         for first, width, count in cuts.panels(dim, tile.BC):
             both, panel = name == "dk" and p.shares_kv and first < p.dim_v, tile._replace(BC=width)
-            at = {"COLUMNS": columns, "FIRST": first, "AT": starts[name] + first, "ATOMIC": atomic}
             constexprs: Constants = {
                 "DIM": dim,
                 "DIM_ALSO": p.dim_v,
                 "VIEW": layout_index.AT[x],
                 "VIEW_ALSO": layout_index.AT["dout"],
-            } | at
+                "COLUMNS": columns,
+                "FIRST": first,
+                "AT": starts[name] + first,
+            }
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
             constexprs |= {} if both else {"also": None, "weights_also": None}
             constexprs |= {"large": None} if name == "dv" else {}
-            grid = (slots // tile.BN, token_heads, count) if atomic else (slots // tile.BN, count, token_heads)
+            grid = slots // tile.BN, count, token_heads
             result.append(Step(backward_slots, grid, shared | constexprs | known_of(panel), panel, renamed))
     return result
 

@@ -33,19 +33,12 @@ HOT = 1024  # number of rows of a key in a chunk above which several programs su
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Arguments of KeySum.write(), for one source of keys.
+    """Arguments of KeySum.write(), for one source of keys."""
 
-    Attributes:
-        strides: the layout table, with the ids and the written views.
-        tiles: the result of key_tiles(), on the device.
-        count: number of sequences.
-        ids: name of the view of ids in the layout table.
-    """
-
-    strides: torch.Tensor
-    tiles: torch.Tensor
-    count: int
-    ids: str = "ids"
+    strides: torch.Tensor  # the layout table, with the ids and the written views
+    tiles: torch.Tensor  # the result of key_tiles(), on the device
+    count: int  # number of sequences
+    ids: str = "ids"  # name of the view of ids in the layout table
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
@@ -139,15 +132,9 @@ class KeySum:
         launch_some(add_rows, (keys, panels), given, constexprs, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
-        """Writes columns of the sums to the gradient of keys, converted to its dtype.
+        """Writes `dim` columns of the sums, from column `first` on, to the gradient of keys, converted to its dtype.
 
-        Args:
-            out: the gradient's memory.
-            name: the gradient's view in the layout table.
-            first: first column of the sums.
-            dim: number of columns.
-            heads: number of key heads.
-            where: the source of keys.
+        out, name: the gradient's memory, and its view in the layout table. heads: number of key heads.
         """
         if not len(where.tiles) or not heads:
             return
@@ -168,39 +155,28 @@ class KeySum:
 
 @dataclass(eq=False)
 class Gradient(Ready):
-    """The launches of gradients over lists for chunks of tokens, and the sums of their gradient rows per key.
+    """The launches of gradients over lists for chunks of tokens, and the sums of their gradient rows per key. The
+    `launches` of Ready run once, before the chunks."""
 
-    Attributes:
-        chunks: (number of entries, launches) of each chunk, which use the same scratch; `launches` of Ready run once,
-            before them.
-        writes: (name of a gradient of keys, its first column in a gradient row, its dim, source of keys).
-        keys: number of keys of all sequences and heads.
-        columns: elements of a gradient row.
-        heads: number of key heads.
-        of_token: entries per token.
-    """
-
+    # (number of entries, launches) of each chunk; all use the same scratch.
     chunks: list[tuple[int, list[Launch]]] = field(default_factory=list)
+    # (name of a gradient of keys, its first column in a gradient row, its dim, source of keys)
     writes: list[tuple[str, int, int, Where]] = field(default_factory=list)
-    keys: int = 0
-    columns: int = 0
-    heads: int = 1
-    of_token: int = 1
+    keys: int = 0  # number of keys of all sequences and heads
+    columns: int = 0  # elements of a gradient row
+    heads: int = 1  # number of key heads
+    of_token: int = 1  # entries per token
 
     def run(self, given: dict[str, Any]) -> None:
         """Launches chunk after chunk, sums the gradient rows of all chunks per key, and writes the sums.
 
-        given: the tensors of this run by kernel argument name, to which scratch is added. Without scratch for gradient
-        rows, kernels add to the sums themselves.
+        given: the tensors of this run by kernel argument name, to which scratch is added.
         """
         total = KeySum(given["q"], self.keys, self.columns)
-        given["rows"] = total.total
         super().run(given)
         for entries, launches in self.chunks:
             for each in launches:
                 each.start(given)
-            if "rows" in self.scratch:
-                rows = given["rows"].view(-1, self.columns)[:entries]
-                total.add(rows, given["ids"][:entries], self.of_token)
+            total.add(given["rows"].view(-1, self.columns)[:entries], given["ids"][:entries], self.of_token)
         for name, first, dim, where in self.writes:
             total.write(given[name], name, first, dim, self.heads, where)
