@@ -1,4 +1,4 @@
-"""launch(): Triton's allocator, which descriptors need, in any thread and beside the caller's own."""
+"""launch(): Triton's allocator, which descriptors need, in any thread and beside the caller's own; keys of kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime import _allocation
 
-from fusion_attention.backends.triton.common import launching, shapes
+from fusion_attention.backends.triton.common import kernels, launching, shapes
 
 
 class Asking:
@@ -64,3 +64,9 @@ def test_the_callers_allocator_stays(fails: bool, monkeypatch: pytest.MonkeyPatc
         assert _allocation._allocator.get() is callers
     finally:
         triton.set_allocator(before)
+
+
+def test_compiled_kernels_have_the_order_of_views_in_their_key() -> None:
+    for function in (kernels.heads_at, kernels.matrix_at):
+        assert function.cache_key  # collects the names on which the key depends
+        assert "ORDER" in {name for name, _ in function.used_global_vals}

@@ -14,11 +14,14 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton.common import layout_index
-from fusion_attention.backends.triton.common.layout_table import FIELDS, TILE_FIELDS
+from fusion_attention.backends.triton.common.layout_table import FIELDS, TILE_FIELDS, VIEWS
 from fusion_attention.ir.dropout import ROUNDS as _ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUNDS = tl.constexpr(_ROUNDS)
+# Named in the functions that read the layout table, so that Triton's key of a compiled kernel depends on the order of
+# views: the key ignores constants that a kernel reads through a module, as the indices in layout_index.py.
+ORDER = tl.constexpr(" ".join(VIEWS))
 PER_VIEW = tl.constexpr(FIELDS)
 PER_TILE = tl.constexpr(TILE_FIELDS)
 
@@ -30,6 +33,7 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """Returns (first element, stride of a head, stride of a token) of sequence b in a view, which are multiples of
     ALIGN."""
+    tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
@@ -48,6 +52,7 @@ def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
     """Returns (first element of head h, stride of a row, stride of a key) of sequence b in the view of a matrix."""
+    tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
 
