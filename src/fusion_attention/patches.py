@@ -7,13 +7,14 @@ assigned after a patch stays when the patch is removed.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator, ExitStack, suppress
 from types import ModuleType
 from typing import Any, TypeVar
@@ -254,6 +255,24 @@ class Counted(ContextDecorator):
             if self._entered == 1:
                 self._changes.end()
             self._entered = max(self._entered - 1, 0)
+
+
+def make_modules(
+    contents: Mapping[str, Mapping[str, Any]], absent: Callable[[ModuleType, str], Any]
+) -> dict[str, ModuleType]:
+    """Returns full name -> new module with the attributes in `contents`, packages before their modules.
+
+    Submodules become attributes of their packages; for a name that a module lacks, absent(module, name) is called.
+    """
+    modules: dict[str, ModuleType] = {}
+    for name, names in contents.items():
+        module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
+        vars(module).update(names, __path__=[], __getattr__=functools.partial(absent, module))
+        owner, _, last = name.rpartition(".")
+        if owner:
+            setattr(modules[owner], last, module)
+        modules[name] = module
+    return modules
 
 
 def another(name: str) -> str | None:

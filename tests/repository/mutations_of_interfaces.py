@@ -215,7 +215,7 @@ DEVICE = [
             "digest.update(path.name.encode()[- + path.read_bytes()-])",
             "npu/test_npu_build.py::test_another_torch_or_source_is_another_folder"),
     package("inductor is told that tensors lie on npu", "npu/device/compiled.py",
-            "[[-_elsewhere(fake, value, base)-]{+value+} for",
+            "there[at] = [-alias.requires_grad_(fake.requires_grad)-]{+inputs[at]+}",
             "npu/test_npu_compiled.py::test_a_graph_is_compiled_for_the_cpu"),
 ]  # fmt: skip
 
@@ -263,7 +263,7 @@ RANKS = [
             "if [-[function, message] != heard[0][:2]-]{+function != heard[0][0]+}:",
             "distributed/test_groups.py::test_ranks_that_say_different_things_all_raise"),
     package("gradients of keys that ranks added pass for those of one process", "distributed/schedules.py",
-            "if [-not m.deterministic-]{+True+}:", BITS),
+            "if [-m.deterministic-]{+False+}:", BITS),
     package("keys that go round meet no sink", "distributed/schedules.py",
             "    if m.full[-.sink is not-]{+ is+} None:\n        for b,", EVERY),
     package("a key head that two ranks had gets the gradient of one", "distributed/ulysses.py",

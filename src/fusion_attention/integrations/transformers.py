@@ -193,6 +193,8 @@ def mask(
     sparse = sparse_models.family_of(config) is not None  # transformers never skips such models' masks
     if sparse and local_size is None:
         allow_is_causal_skip = mask_function is masking_utils.causal_mask_function
+    # transformers' and_masks() makes the masks of packed sequences. A window of one key does not show the sequences.
+    packs = getattr(mask_function, "__name__", "") == "and_mask" and local_size != 1 and not others.get("use_vmap")
     if (code.describes or sparse) and window:
         if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
             end = q_offset + q_length if causal else kv_offset + kv_length
@@ -201,7 +203,7 @@ def mask(
                 # Four axes: a module that counts as causal must not apply a band to full (or cross) attention.
                 full = keys is not None and not causal and local_size is None
                 return _cacheable(keys[:, None, None] if keys is not None and full else keys)
-        elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
+        elif causal and attention_mask is None and q_length == kv_length and packs:
             return _cacheable(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
     result: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
@@ -243,15 +245,6 @@ def _keys(
     if hidden(padding):
         return padding
     return None if count == kv_length and padding_of(padding).kind == "none" else padding
-
-
-def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
-    """True if a causal mask function without padding may be one of packed sequences, made by transformers' and_masks().
-
-    A window of one key is excluded, because _packed_ids() cannot derive the sequences from it. others: further
-    arguments of mask().
-    """
-    return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:

@@ -30,19 +30,12 @@ _FUNCTION = re.compile(r"(?:torch_npu(?:\.atb)?|torch\.ops\.(?:npu|atb))\.(_?npu
 
 @dataclass
 class Use:
-    """The uses of a name.
+    """The uses of a name."""
 
-    Attributes:
-        name: the full name, such as "torch_npu.npu_rms_norm".
-        calls: number of calls.
-        others: number of imports and other references.
-        files: files with a use.
-    """
-
-    name: str
-    calls: int = 0
-    others: int = 0
-    files: set[str] = field(default_factory=set)
+    name: str  # the full name, such as "torch_npu.npu_rms_norm"
+    calls: int = 0  # number of calls
+    others: int = 0  # number of imports and other references
+    files: set[str] = field(default_factory=set)  # files with a use
 
     @property
     def function(self) -> str | None:
@@ -53,19 +46,12 @@ class Use:
 
 @dataclass
 class Reading:
-    """The result of reading a tree of sources.
+    """The result of reading a tree of sources."""
 
-    Attributes:
-        uses: uses by name.
-        files: number of files that were read.
-        unread: the reason for each file that was not read.
-        device_tests: number of expressions that test whether a device is "npu".
-    """
-
-    uses: dict[str, Use] = field(default_factory=dict)
-    files: int = 0
-    unread: dict[str, str] = field(default_factory=dict)
-    device_tests: int = 0
+    uses: dict[str, Use] = field(default_factory=dict)  # by name
+    files: int = 0  # number of files that were read
+    unread: dict[str, str] = field(default_factory=dict)  # the reason for each file that was not read
+    device_tests: int = 0  # number of expressions that test whether a device is "npu"
 
     def _note(self, name: str, file: str, called: bool) -> None:
         """Counts a use of a full name in a file, if the name belongs to one of Ascend's packages; called: True if the

@@ -164,26 +164,16 @@ def schema_of(function: Interface, name: str = "") -> str:
             words.append("*")
             star = True
         shown = "self" if p.name == "input" and function.__name__ not in _INPUT else p.name
-        words.append(_parameter(shown, p.default, types[p.name] if isinstance(p.annotation, str) else p.annotation))
+        default = list(p.default) if isinstance(p.default, tuple) else p.default
+        default = f'"{default}"' if isinstance(default, str) else default
+        given = "" if p.default is p.empty else f"={default}"
+        words.append(f"{_type(types[p.name] if isinstance(p.annotation, str) else p.annotation)} {shown}{given}")
     returns = signature.return_annotation
     returns = types["return"] if isinstance(returns, str) else returns
     results = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
     listed = ", ".join(_type(t).removesuffix("?") for t in results if t not in (None, NoneType))
     listed = listed if len(results) == 1 and listed else f"({listed})"
     return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
-
-
-def _parameter(name: str, default: Any, annotation: Any) -> str:
-    """Returns the text of a parameter in an operator's schema: type, name and default."""
-    if default is inspect.Parameter.empty:
-        default_text = ""
-    elif isinstance(default, str):
-        default_text = f'="{default}"'
-    elif isinstance(default, tuple):
-        default_text = f"={list(default)}"
-    else:
-        default_text = f"={default}"
-    return f"{_type(annotation)} {name}{default_text}"
 
 
 def _type(annotation: Any) -> str:

@@ -9,11 +9,10 @@ import torch
 
 from fusion_attention.api.attention import attention
 from fusion_attention.integrations.flash_attn.paged import attend_pages
-from fusion_attention.integrations.flash_attn.words import Window, band_of, capped, lengths_of, returned
+from fusion_attention.integrations.flash_attn.words import NO_WINDOW, Window, band_of, capped, lengths_of, returned
 
 Tensor = torch.Tensor
 Result = Tensor | tuple[Tensor, Tensor, None]
-_NO_WINDOW = (-1, -1)
 
 
 def flash_attn_func(
@@ -23,7 +22,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -58,18 +57,9 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, k, causal=True, window_size=(128, 0)).shape
         torch.Size([2, 5, 4, 64])
     """
-    result: Any = attention(
-        q,
-        k,
-        v,
-        scale=softmax_scale,
-        band=band_of(causal, window_size),
-        softcap=capped(softcap),
-        alibi_slopes=alibi_slopes,
-        keep_prob=1 - dropout_p,
-        return_lse=return_attn_probs,
-    )
-    return returned(result, return_attn_probs)
+    how: dict[str, Any] = {"scale": softmax_scale, "band": band_of(causal, window_size), "softcap": capped(softcap)}
+    how |= {"alibi_slopes": alibi_slopes, "keep_prob": 1 - dropout_p, "return_lse": return_attn_probs}
+    return returned(attention(q, k, v, **how), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -78,7 +68,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -102,7 +92,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -132,7 +122,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -163,26 +153,13 @@ def flash_attn_varlen_func(
     """
     q_len = lengths_of(cu_seqlens_q, "cu_seqlens_q")
     kv_len = q_len if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k, "cu_seqlens_k")
-    band, cap = band_of(causal, window_size), capped(softcap)
+    how: dict[str, Any] = {"scale": softmax_scale, "band": band_of(causal, window_size), "softcap": capped(softcap)}
+    how |= {"alibi_slopes": alibi_slopes}
     if block_table is not None:
-        pages = attend_pages(
-            q, k, v, block_table, q_len, kv_len, scale=softmax_scale, band=band, softcap=cap, alibi_slopes=alibi_slopes
-        )
+        pages = attend_pages(q, k, v, block_table, q_len, kv_len, **how)
         return returned(pages if return_attn_probs else pages[0], return_attn_probs, packed=True)
-    result: Any = attention(
-        q,
-        k,
-        v,
-        layout="TND",
-        q_len=q_len,
-        kv_len=kv_len,
-        scale=softmax_scale,
-        band=band,
-        softcap=cap,
-        alibi_slopes=alibi_slopes,
-        keep_prob=1 - dropout_p,
-        return_lse=return_attn_probs,
-    )
+    how |= {"keep_prob": 1 - dropout_p, "return_lse": return_attn_probs}
+    result = attention(q, k, v, layout="TND", q_len=q_len, kv_len=kv_len, **how)
     return returned(result, return_attn_probs, packed=True)
 
 
@@ -196,7 +173,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -224,7 +201,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,

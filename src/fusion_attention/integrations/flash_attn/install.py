@@ -6,7 +6,6 @@ Another installed flash_attn stays unchanged. The module has attention and the h
 import functools
 import re
 import threading
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from fusion_attention.integrations.flash_attn import bert_padding, functions, layers, paged, rotary
-from fusion_attention.patches import Changes, another, together
+from fusion_attention.patches import Changes, another, make_modules, together
 
 NAME, VERSION = "flash_attn", "2.8.3"
 _FUNCTIONS = {name: value for name, value in vars(functions).items() if name.startswith("flash_attn_")}
@@ -101,15 +100,7 @@ def _changed(version: str, changes: Changes) -> None:
 def modules_of(version: str) -> dict[str, ModuleType]:
     """Returns full name -> module for every module of flash_attn that a program can import; version: the release that
     the modules imitate."""
-    modules: dict[str, ModuleType] = {}
-    for name, names in _CONTENTS.items():
-        module = modules[name] = ModuleType(
-            name, f"{name}, implemented by fusion_attention: the same calls on any machine."
-        )
-        vars(module).update(names, __path__=[], __getattr__=_absent(name))
-        owner, _, last = name.rpartition(".")
-        if owner:
-            setattr(modules[owner], last, module)
+    modules = make_modules(_CONTENTS, _absent)
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (2, 7):
         vars(modules[f"{NAME}.bert_padding"])["unpad_input"] = _unpad_input_to_four
     vars(modules[NAME]).update(__version__=version, __all__=list(_FUNCTIONS))
@@ -121,14 +112,8 @@ def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
     return bert_padding.unpad_input(hidden_states, attention_mask)[:4]
 
 
-def _absent(module: str) -> Callable[[str], Any]:
-    """Returns a function that serves as the __getattr__ of the module named `module`: for every missing name it raises
-    AttributeError with a hint."""
-
-    def __getattr__(name: str) -> Any:
-        raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
-
-    return __getattr__
+def _absent(module: ModuleType, name: str) -> Any:
+    raise AttributeError(f"fusion_attention's {module.__name__} has no {name} (docs/with_flash_attn.md)")
 
 
 def _always(*_: Any, **__: Any) -> bool:

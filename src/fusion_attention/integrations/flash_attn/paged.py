@@ -11,10 +11,9 @@ import torch
 from fusion_attention.api.attention import attention
 from fusion_attention.api.decode import decode_attention
 from fusion_attention.integrations.flash_attn.rotary import rotated
-from fusion_attention.integrations.flash_attn.words import Window, band_of, capped, numbers
+from fusion_attention.integrations.flash_attn.words import NO_WINDOW, Window, band_of, capped, numbers
 
 Tensor = torch.Tensor
-_NO_WINDOW = (-1, -1)
 
 
 def flash_attn_with_kvcache(
@@ -31,7 +30,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = _NO_WINDOW,
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -81,9 +80,7 @@ def flash_attn_with_kvcache(
         before = _before(q, k_cache, k, v, cache_seqlens, cache_leftpad, block_table)
         new = 0 if k is None else k.shape[1]
         ends = [length + new for length in before]
-        _check_buffer(ends, k_cache, block_table)
-        if block_table is not None:
-            _check_pages(ends, k_cache, block_table)
+        _check_space(ends, k_cache, block_table)
         rows = None if cache_batch_idx is None else numbers(cache_batch_idx)
         _check_rows(rows, q, k_cache, block_table)
         if rotary_cos is not None:
@@ -95,19 +92,8 @@ def flash_attn_with_kvcache(
         if k is not None and v is not None and new:
             for cache, fresh in ((k_cache, k), (v_cache, v)):
                 _append(cache, fresh, before, rows, block_table)
-        out, lse = _attend(
-            q,
-            k_cache,
-            v_cache,
-            ends,
-            rows,
-            block_table,
-            cache_leftpad,
-            alibi_slopes,
-            scale=softmax_scale,
-            band=band,
-            softcap=capped(softcap),
-        )
+        how = {"scale": softmax_scale, "band": band, "softcap": capped(softcap)}
+        out, lse = _attend(q, k_cache, v_cache, ends, rows, block_table, cache_leftpad, alibi_slopes, **how)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -125,8 +111,7 @@ def attend_pages(
         how: further arguments of attention(), such as scale and band.
     """
     ends = list(kv_len)
-    _check_buffer(ends, k, table)
-    _check_pages(ends, k, table)
+    _check_space(ends, k, table)
     with torch.no_grad():
         # Decoding needs padded rows; the result is packed again.
         padded = q.new_zeros(len(q_len), max(q_len, default=0), *q.shape[1:])
@@ -151,17 +136,11 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache.
+    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache k
+    and v, [rows, tokens, N2, D], or pools of pages with a page table.
 
-    Args:
-        q: padded rows.
-        k, v: the cache, [rows, tokens, N2, D], or pools of pages with `table`.
-        ends: tokens of each sequence.
-        rows: row of the cache of each sequence; None: sequence b is in row b.
-        table: page table, or None.
-        pads: number of tokens to skip at the start of each sequence, or None.
-        alibi_slopes: float32 [N1] or [B, N1], or None.
-        how: further arguments of attention().
+    rows: row of the cache of each sequence; None: sequence b is in row b. pads: number of tokens to skip at the start
+    of each sequence, or None. how: further arguments of attention().
     """
     batch = q.shape[0]
     caches: Any = (k, v)
@@ -194,13 +173,8 @@ def _before(
     """Returns a list with each sequence's number of cached tokens before the call; raises ValueError for inconsistent
     arguments.
 
-    Args:
-        q: padded rows [B, S1, N1, D].
-        k_cache: the cache of keys, or a pool of pages with `table`.
-        k, v: new tokens [B, new, N2, D], or None.
-        lengths: cache_seqlens, a number or int32 [B]; None: the cache is full.
-        pads: number of invisible tokens at the start of each sequence, or None.
-        table: the page table, or None.
+    The parameters are those of flash_attn_with_kvcache(); lengths, pads and table are cache_seqlens (None: the cache is
+    full), cache_leftpad and block_table.
     """
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
@@ -220,26 +194,22 @@ def _before(
     return result
 
 
-def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
-    """Raises RuntimeError if a sequence of ends[b] tokens does not fit into its row of the cache, or into its pages in
-    `table`."""
-    longest = max(ends, default=0)
-    size = k_cache.shape[1]
-    if table is not None and longest > table.shape[-1] * size:
+def _check_space(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
+    """Raises RuntimeError if a sequence of ends[b] tokens does not fit into its row of the cache, or if its row in
+    `table` lists too few pages or one that does not exist; called before anything is written or copied."""
+    longest, size = max(ends, default=0), k_cache.shape[1]
+    if table is None:
+        if longest > size:
+            raise RuntimeError(
+                f"flash_attn: k_cache: expected space for {longest} tokens, got {size} (allocate a longer cache)"
+            )
+        return
+    if longest > table.shape[-1] * size:
         raise RuntimeError(
             f"flash_attn: block_table: expected pages for {longest} tokens, got {table.shape[-1]} of {size} tokens "
             "(list enough pages for the tokens of every sequence)"
         )
-    if table is None and longest > size:
-        raise RuntimeError(
-            f"flash_attn: k_cache: expected space for {longest} tokens, got {size} (allocate a longer cache)"
-        )
-
-
-def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
-    """Raises RuntimeError if the table has an invalid page number for one of the first `ends` tokens of a sequence,
-    before anything is written or copied."""
-    used = torch.arange(table.shape[1], device=table.device) * k_cache.shape[1] < table.new_tensor(ends)[:, None]
+    used = torch.arange(table.shape[1], device=table.device) * size < table.new_tensor(ends)[:, None]
     named = table[used]
     if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < k_cache.shape[0]:
         raise RuntimeError(

@@ -13,6 +13,7 @@ from fusion_attention.torch_ops.dispatch import is_traced
 Tensor = torch.Tensor
 Window = Sequence[int] | Tensor
 
+NO_WINDOW = (-1, -1)
 _FULL, _CAUSAL = Band.full(), Band.causal()
 # Numbers read from tensors on a GPU: tensor's id -> (weak reference, version, numbers). A read synchronizes the GPU, so
 # the layers of a model share one.

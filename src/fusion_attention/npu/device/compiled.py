@@ -78,7 +78,12 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
         model.recompile()
         stay = [n for n, value in enumerate(results) if _counts(value)]
         traced = [node.meta["example_value"] for node in _nodes(model) if node.op == "placeholder"]
-        there = [_elsewhere(fake, value, base) for fake, value in zip(traced, inputs, strict=True)]
+        there = list(inputs)
+        for at, fake in enumerate(traced):
+            if _on_npu(fake):  # the compiler gets a fake tensor on the computing device in its place
+                with fake.fake_mode, torch.enable_grad():
+                    alias = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)
+                    there[at] = alias.requires_grad_(fake.requires_grad)
         return _crossing(layer.below(model, there, *args, **kwargs), stay)
 
     return compile_fx
@@ -88,19 +93,6 @@ def _nodes(model: Any) -> Sequence[Any]:
     """Returns the nodes of a traced graph; () for a model without one."""
     graph = getattr(model, "graph", None)
     return () if graph is None else list(graph.nodes)
-
-
-def _elsewhere(fake: Any, value: Any, base: str) -> Any:
-    """Returns the compiler's input for the computing device: a fake tensor with the sizes and strides of `fake` on
-    `base`.
-
-    fake: the input in the trace. value: the compiler's input, returned unchanged if `fake` is not on "npu".
-    """
-    if not _on_npu(fake):
-        return value
-    with fake.fake_mode, torch.enable_grad():
-        alias = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)
-        return alias.requires_grad_(fake.requires_grad)
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ class Stream(torch.Stream):
 
         priority: stored, without effect.
         """
-        stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
+        stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": f"npu:{number(device)}"}))
         stream.priority = priority
         return stream
 
@@ -275,11 +275,6 @@ def number(device: Any) -> int:
     """Returns the number of a device of torch.npu; None: the current device."""
     npu: Any = torch.npu  # type: ignore[attr-defined]
     return index(device, npu.device_count(), npu.current_device())
-
-
-def _device(device: Any) -> torch.device:
-    """Returns the torch.device "npu:i" of a device's number, name or torch.device; None: the current one."""
-    return torch.device(f"npu:{number(device)}")
 
 
 def index(device: Any, count: int, current: int = 0) -> int:

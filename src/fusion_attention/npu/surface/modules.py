@@ -31,6 +31,7 @@ from fusion_attention.npu.auxiliary import (
 from fusion_attention.npu.device import process_groups
 from fusion_attention.npu.surface import cann_ops, device_module, mindspeed, profiler, runtime, testcase, torchair
 from fusion_attention.npu.surface.replacements import LIST, PAGE, instead
+from fusion_attention.patches import make_modules
 from fusion_attention.torch_ops.misspelled_arguments import suggested
 
 NAME = "torch_npu"
@@ -92,7 +93,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
         f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},
     }
     contents[f"{NAME}.npu.utils"] |= device_module.CHECKS
-    modules = _modules(contents)
+    modules = make_modules(contents, _absent)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
     vars(modules[NAME]).update(__version__=version, __all__=[*interfaces, "npu"])
     return modules
@@ -100,37 +101,18 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
 def beside() -> dict[str, ModuleType]:
     """Returns full name -> module that stands for mindspeed, cann_ops_transformer, torchair or a module of them."""
-    return _modules(mindspeed.contents() | cann_ops.contents() | torchair.contents())
+    return make_modules(mindspeed.contents() | cann_ops.contents() | torchair.contents(), _absent)
 
 
-def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Returns full name -> new module, with the given attributes; submodules become attributes of their packages, and
-    other attributes raise AttributeError with advice."""
-    modules = {
-        name: ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
-        for name in contents
-    }
-    for name, module in modules.items():
-        vars(module).update(contents[name], __path__=[], __getattr__=_absent(module))
-        owner, _, last = name.rpartition(".")
-        if owner:
-            setattr(modules[owner], last, module)
-    return modules
+def _absent(module: ModuleType, name: str) -> Any:
+    advice = _suggestion(module.__name__, name, tuple(vars(module)))
+    raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{advice} ({LIST}; {PAGE})")
 
 
-def _absent(module: ModuleType) -> Callable[[str], Any]:
-    """Returns a function that serves as the module's __getattr__: it raises AttributeError with advice or similar
-    names."""
-
-    @lru_cache(256)  # programs may test for names often
-    def suggestion(name: str) -> str:
-        if sentence := instead(f"{module.__name__}.{name}"):
-            return f"; instead: {sentence}"
-        there = [attribute for attribute in vars(module) if not attribute.startswith("__")]
-        result = difflib.get_close_matches(name, there, n=3)
-        return f"; it has {', '.join(result)}" if result else ""
-
-    def __getattr__(name: str) -> Any:
-        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{suggestion(name)} ({LIST}; {PAGE})")
-
-    return __getattr__
+@lru_cache(256)  # programs may test for names often
+def _suggestion(module: str, name: str, names: tuple[str, ...]) -> str:
+    """Returns advice on a name that a module lacks, or similar ones of its names, as a part of an error text."""
+    if sentence := instead(f"{module}.{name}"):
+        return f"; instead: {sentence}"
+    result = difflib.get_close_matches(name, [one for one in names if not one.startswith("__")], n=3)
+    return f"; it has {', '.join(result)}" if result else ""

@@ -54,17 +54,6 @@ class _ExperimentalConfig(SimpleNamespace):
         super().__init__(**settings)
 
 
-def _activities(given: Iterable[Any] | None) -> list[Any] | None:
-    """Returns torch's ProfilerActivity list for torch_npu's: CPU stays, NPU becomes CUDA if there is a GPU, else CPU;
-    None for None."""
-    if given is None:
-        return None
-    cpu, cuda = torchs.ProfilerActivity.CPU, torchs.ProfilerActivity.CUDA
-    device = cuda if cuda in torchs.supported_activities() and torch.cuda.is_available() else cpu
-    words = {ProfilerActivity.CPU: cpu, ProfilerActivity.NPU: device}
-    return list(dict.fromkeys(words.get(one, one) for one in given))
-
-
 class profile(torchs.profile):
     """torch.profiler.profile with torch_npu's arguments; it measures this machine."""
 
@@ -83,8 +72,11 @@ class profile(torchs.profile):
         use_cuda: bool | None = None,
         **_: Any,
     ) -> None:
+        cpu, cuda = torchs.ProfilerActivity.CPU, torchs.ProfilerActivity.CUDA
+        device = cuda if cuda in torchs.supported_activities() and torch.cuda.is_available() else cpu
+        words = {ProfilerActivity.CPU: cpu, ProfilerActivity.NPU: device}
         super().__init__(
-            activities=_activities(activities),
+            activities=None if activities is None else list(dict.fromkeys(words.get(one, one) for one in activities)),
             schedule=schedule,
             on_trace_ready=on_trace_ready,
             record_shapes=record_shapes,

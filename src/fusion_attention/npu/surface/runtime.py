@@ -18,6 +18,7 @@ import torch
 from torch.utils import collect_env
 
 from fusion_attention import memory
+from fusion_attention.acl.tensors import Format as AclFormat
 from fusion_attention.npu.surface import graphs
 from fusion_attention.npu.surface.device_module import number
 
@@ -30,24 +31,10 @@ _TYPES = (
 )
 
 
-class Format(enum.IntEnum):
-    """The chip's memory layouts of a tensor, such as ND and NZ, as npu_format_cast numbers them."""
-
-    UNDEFINED = -1
-    NCHW = 0
-    NHWC = 1
-    ND = 2
-    NC1HWC0 = 3
-    FRACTAL_Z = 4
-    NC1HWC0_C04 = 12
-    HWCN = 16
-    NDHWC = 27
-    FRACTAL_NZ = 29
-    NCDHW = 30
-    NDC1HWC0 = 32
-    FRACTAL_Z_3D = 33
-    NC = 35
-    NCL = 47
+# The chip's memory layouts of a tensor, such as ND and NZ, as npu_format_cast numbers them.
+Format = enum.IntEnum(  # type: ignore[misc]
+    "Format", {one.name.removeprefix("ACL_").removeprefix("FORMAT_"): one.value for one in AclFormat}
+)
 
 
 class mstx:
