@@ -282,7 +282,12 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
         runs, local_rows = self._extend(sequences, k.shape[1]), None
         if self._ranks > 1:
-            runs, local_rows = self._of_rank(runs)
+            ends = np.cumsum([count for _, _, count in runs], dtype=np.int64).tolist()
+            local = [(run, end) for run, end in zip(runs, ends, strict=True) if run[0] % self._ranks == self._rank]
+            rows_of_runs = [np.arange(end - count, end) for (_, _, count), end in local]
+            local_rows = torch.from_numpy(np.concatenate([*rows_of_runs, np.zeros(0, np.int64)]))
+            local_rows = local_rows.to(self._pools[0].device)
+            runs = [(page // self._ranks, first, count) for (page, first, count), _ in local]
         slots = None
         if len(runs) > _FEW:
             pages, first, count = np.array(runs, np.int64).T
@@ -340,19 +345,6 @@ class PagedKVCache:
     def _next_rank(self, sequence: int, pages: list[int]) -> int:
         """Returns the rank of a sequence's next page, after `pages`; sequences start on different ranks."""
         return (pages[-1] + 1 if pages else sequence) % self._ranks
-
-    def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
-        """Returns the groups of adjacent slots (page, first slot, count) among `runs` that are in this rank's pool, and
-        the indices of the new rows to store in them."""
-        ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
-        local = [page % self._ranks == self._rank for page, _, _ in runs]
-        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, local, strict=True) if is_local]
-        results = [
-            (page // self._ranks, first, count)
-            for (page, first, count), is_local in zip(runs, local, strict=True)
-            if is_local
-        ]
-        return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
         """Extends sequences by `count` tokens; returns (page, first slot, number of slots) of each group of adjacent

@@ -32,18 +32,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim].
+    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim]: int64, one element per chunk."""
 
-    Args (int64, one element per chunk):
-        seq, first, count: the sequence, the position of the chunk's first token in it, and the number of tokens.
-        batch, start: the chunk's index on a tensor's first axis, and its first index on the second axis.
-    """
-
-    seq: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-    batch: np.ndarray
-    start: np.ndarray
+    seq: np.ndarray  # the sequence
+    first: np.ndarray  # position of the chunk's first token in it
+    count: np.ndarray  # number of tokens
+    batch: np.ndarray  # the chunk's index on a tensor's first axis
+    start: np.ndarray  # its first index on the second axis
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
@@ -78,26 +73,18 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """The unsharded call that chunks belong to.
+    """The unsharded call that chunks belong to."""
 
-    Args:
-        problem, extents: of the unsharded call; if heads are sharded, problem has the heads of this process.
-        heads, first_head: number of query heads of the unsharded call, and index of this process's first one among
-            them.
-        slopes, sink: float32 ALiBi slopes [sequences, heads_q], and sink logits [heads_q]; or None.
-        seed, offset: of dropout's random generator.
-        owns_bias: True if each element of the unsharded bias belongs to one pair of row and key: bias gradients then
-            have the bias's dtype, else they are sums in float32.
-    """
-
-    problem: Problem
+    problem: Problem  # if heads are sharded, with the heads of this process
     extents: Extents
-    heads: int
-    first_head: int = 0
-    slopes: Tensor | None = None
-    sink: Tensor | None = None
-    seed: int = 0
+    heads: int  # number of query heads of the unsharded call
+    first_head: int = 0  # index of this process's first one among them
+    slopes: Tensor | None = None  # float32 ALiBi slopes [sequences, heads_q]
+    sink: Tensor | None = None  # float32 sink logits [heads_q]
+    seed: int = 0  # of dropout's random generator, as offset
     offset: int = 0
+    # True if each element of the unsharded bias belongs to one pair of row and key: bias gradients then have the bias's
+    # dtype, else they are sums in float32.
     owns_bias: bool = False
 
 
@@ -200,13 +187,9 @@ def forward(
 ) -> Partial:
     """Returns out [batch, tokens, heads_q, dim_v] and statistics [batch, tokens, heads_q] of rows over keys.
 
-    Args:
-        full: the unsharded call.
-        rows, keys: the chunks.
-        met: the pairs to compute; None: pairs().
-        backend: the back end's name.
-        partial: True for out in float32 without the sink (join_sink() of ir/merge.py adds it after the last keys); rows
-            may then be in several pairs. Else out has the problem's dtype, and a chunk of rows is in at most one pair.
+    met: the pairs to compute; None: pairs(). partial: True for out in float32 without the sink (join_sink() of
+    ir/merge.py adds it after the last keys); rows may then be in several pairs. Else out has the problem's dtype, and a
+    chunk of rows is in at most one pair.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
     problem = _partial(full.problem) if partial else full.problem
@@ -242,11 +225,9 @@ def backward(
 ) -> Gradients:
     """Returns the gradients of pairs, zeros for tokens without a pair; sink_gradient() computes that of a sink.
 
-    Args:
-        full, rows, keys, met, backend: as for forward().
-        saved: results of the forward and their gradient.
-        partial: True for float32 gradients of rows and keys; required if rows or keys are in several pairs.
-        dbias: True in every call of a backward with a bias gradient, because it changes the bits of other gradients.
+    saved: results of the forward and their gradient. partial: True for float32 gradients of rows and keys; required if
+    rows or keys are in several pairs. dbias: True in every call of a backward with a bias gradient, because it changes
+    the bits of other gradients. Other parameters: as for forward().
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)

@@ -169,13 +169,10 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
 
 
 def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
-    """Returns the arguments of the call over the tokens of this rank's pages.
+    """Returns the arguments of the call over the tokens of this rank's pages, from those of the call and of the cache.
 
-    Args:
-        args: arguments of the call and of the cache.
-        pages: this rank's pages of each sequence.
-        lengths: tokens of each sequence on all ranks.
-        size: tokens of a page.
+    pages: numbers of this rank's pages of each sequence. lengths: tokens of each sequence on all ranks. size: tokens of
+    a page.
     """
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]

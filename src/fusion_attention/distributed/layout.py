@@ -31,15 +31,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The distribution of the tokens of sequences over ranks.
+    """The distribution of the tokens of sequences over ranks."""
 
-    Attributes:
-        lengths: tokens of each sequence.
-        ranks: for each rank, its chunks (adjacent tokens of one sequence) in local order; no chunk is empty.
-    """
-
-    lengths: tuple[int, ...]
-    ranks: tuple[tuple[Chunk, ...], ...]
+    lengths: tuple[int, ...]  # tokens of each sequence
+    ranks: tuple[tuple[Chunk, ...], ...]  # for each rank, its chunks in local order; no chunk is empty
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:

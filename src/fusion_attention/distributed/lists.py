@@ -42,20 +42,12 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the lists of all rows, restricted to the blocks that overlap this rank's `segments` of keys, order
-    unchanged.
+    """Returns the lists `indices`, [rows of all ranks, heads, entries], restricted to the blocks that overlap this
+    rank's `segments` of keys, order unchanged and padded with -1; and the numbers `beside` the entries that stay (a
+    tensor in the shape of indices, or None for none), padded with 0.
 
-    Args:
-        sharded: the call of all ranks.
-        segments: segments of this rank's keys.
-        indices: block numbers [rows of all ranks, heads, entries], -1 for none.
-        block: keys of a block.
-        beside: a number for each entry, in the shape of indices, or None.
-        own_count: True: returned entries count from the segment's first key, not from the sequence's; requires block 1
-            and one segment per sequence.
-
-    Returns:
-        (lists padded with -1, the numbers of their entries padded with 0; the second is empty without `beside`).
+    block: keys of a block. own_count: True: returned entries count from the segment's first key, not from the
+    sequence's; requires block 1 and one segment per sequence.
     """
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]

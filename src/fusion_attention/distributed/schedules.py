@@ -29,17 +29,11 @@ Results = tuple[Gradients, Tensor | None]  # and the sink's gradient from this r
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The layout of the tokens of rows, or of keys, on ranks.
+    """The layout of the tokens of rows, or of keys, on ranks."""
 
-    Args:
-        placement: the chunks of each rank, along the axis of tokens.
-        lengths: tokens of each sequence, without padding.
-        packed: True if sequences are concatenated; else each item of a batch is one, and all are divided equally.
-    """
-
-    placement: Layout
-    lengths: np.ndarray
-    packed: bool
+    placement: Layout  # the chunks of each rank, along the axis of tokens
+    lengths: np.ndarray  # tokens of each sequence, without padding
+    packed: bool  # True if sequences are concatenated; else each item of a batch is one, and all are divided equally
 
     def chunks(self, rank: int) -> Chunks:
         """Returns a rank's chunks with their positions in the sequences and in the rank's local tensors."""
@@ -71,24 +65,15 @@ def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleInputs:
-    """The inputs of every schedule.
-
-    Args:
-        full: the unsharded call.
-        call: the communication between the ranks.
-        rows, keys: the layouts of rows and keys on the ranks.
-        backend: the back end's name.
-        deterministic: True if gradients of gathered keys must be bitwise equal to those of one process.
-        dbias: True if the bias needs a gradient.
-    """
+    """The inputs of every schedule: the unsharded call, and its layout on the ranks."""
 
     full: FullCall
-    call: Call
+    call: Call  # the communication between the ranks
     rows: Side
     keys: Side
     backend: str = "auto"
-    deterministic: bool = False
-    dbias: bool = False
+    deterministic: bool = False  # gradients of gathered keys must be bitwise equal to those of one process
+    dbias: bool = False  # the bias needs a gradient
 
     def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
         """Returns the pairs of two sets of chunks, cached under `name` for all calls with the same settings."""
@@ -118,13 +103,13 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
-    names = ("dk", "dv", "dk_rope")
-    if not m.deterministic:
-        result = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
-        return replace(g, **dict(zip(names, result, strict=True))), _sink(m, rows, saved)
-    g = replace(g, dk=None, dv=None, dk_rope=None)
-    owned = _owned(m, *_gather_rows(m, rows, saved), keys)
-    return replace(g, dk=owned.dk, dv=owned.dv, dk_rope=owned.dk_rope), _sink(m, rows, saved)
+    if m.deterministic:
+        g = replace(g, dk=None, dv=None, dk_rope=None)  # frees the memory
+        owned = _owned(m, *_gather_rows(m, rows, saved), keys)
+        of_keys: list[Tensor | None] = [owned.dk, owned.dv, owned.dk_rope]
+    else:
+        of_keys = _scatter(m, "summing gradients of keys", [g.dk, g.dv, g.dk_rope])
+    return replace(g, **dict(zip(("dk", "dv", "dk_rope"), of_keys, strict=True))), _sink(m, rows, saved)
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
@@ -181,21 +166,17 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
     )
-    result = iter([_placed(placement, shares) for shares in parts])
-    return [None if t is None else next(result) for t in tensors]
-
-
-def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
-    """Assembles the shards [batch, tokens, ...] of all ranks, `shares`, in the order of sequences; placement: their
-    layout."""
-    like = shares[0]
-    full = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
+    results = []
     starts = np.cumsum((0, *placement.lengths)).tolist()
-    for chunks, shard in zip(placement.ranks, shares, strict=True):
-        at = 0
-        for b, first, end in chunks:
-            full[:, starts[b] + first : starts[b] + end] = shard[:, at : (at := at + end - first)]
-    return full
+    for shares in parts:
+        full = empty(shares[0], (shares[0].shape[0], sum(placement.sizes), *shares[0].shape[2:]))
+        for chunks, shard in zip(placement.ranks, shares, strict=True):
+            at = 0
+            for b, first, end in chunks:
+                full[:, starts[b] + first : starts[b] + end] = shard[:, at : (at := at + end - first)]
+        results.append(full)
+    gathered = iter(results)
+    return [None if t is None else next(gathered) for t in tensors]
 
 
 def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -231,12 +212,11 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
-        met = _met(m, rows, source)
+        chunks = m.keys.chunks(source)
+        met = m.pairs(("ring", source), rows.chunks, chunks, partial=True)
         with pending:
             if result is None or len(met):
-                partial = chunk_pairs.forward(
-                    m.full, rows, Keys(m.keys.chunks(source), *block), met, m.backend, partial=True
-                )
+                partial = chunk_pairs.forward(m.full, rows, Keys(chunks, *block), met, m.backend, partial=True)
                 if result is None:
                     result = partial
                 else:
@@ -267,8 +247,10 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
     for step in range(call.world):
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
-        carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
-        met, of_block = _met(m, rows, source), Keys(m.keys.chunks(source), *block)
+        shapes = [t.shape for t in block] if step > 1 else []
+        carried, behind = _pass_on(call, f"step {step}: gradients of the keys of rank {source}", added, shapes)
+        of_block = Keys(m.keys.chunks(source), *block)
+        met = m.pairs(("ring", source), rows.chunks, of_block.chunks, partial=True)
         with pending, behind:
             g = chunk_pairs.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
             del of_block  # at most this block and the next one are in memory
@@ -286,16 +268,12 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
         else:
             added = gradients
         block = coming
-    home, behind = _pass_on(m, "receiving the gradients of this rank's keys", added, _block(keys), True)
+    shapes = [t.shape for t in (keys.k, keys.v, keys.k_rope) if t is not None]
+    home, behind = _pass_on(call, "receiving the gradients of this rank's keys", added, shapes)
     assert total is not None
     behind.wait()
     dk, dv, *rest = [theirs.add_(ours) for theirs, ours in zip(home, mine, strict=True)]
     return replace(total, dk=dk, dv=dv, dk_rope=rest[0] if rest else None), _sink(m, rows, saved)
-
-
-def _met(m: ScheduleInputs, rows: Rows, source: int) -> Pairs:
-    """Returns the pairs of this rank's rows with the keys of rank `source`."""
-    return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:
@@ -307,28 +285,19 @@ def _block(keys: Keys) -> list[Tensor]:
 def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
     """Starts iteration `step` of the ring: sends `block` to the next rank; returns (memory of the previous rank's
     block, the Pending transfer), nothing in the last iteration."""
-    call = m.call
-    if step == call.world - 1:
-        return [], Pending(call, "", [], [])
-    source = (call.rank - step - 1) % call.world
-    tokens = m.keys.placement.sizes[source]
-    coming = [empty(t, (t.shape[0], tokens, *t.shape[2:])) for t in block]
-    right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
-    what = f"step {step + 1}: keys of rank {source}"
-    return coming, call.exchange(what, [(right, t) for t in block], [(left, t) for t in coming])
+    source = (m.call.rank - step - 1) % m.call.world
+    tokens, last = m.keys.placement.sizes[source], step == m.call.world - 1
+    shapes = [] if last else [(t.shape[0], tokens, *t.shape[2:]) for t in block]
+    return _pass_on(m.call, f"step {step + 1}: keys of rank {source}", block, shapes)
 
 
 def _pass_on(
-    m: ScheduleInputs, what: str, added: list[Tensor], block: list[Tensor], some: bool
+    call: Call, step: str, sent: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], Pending]:
-    """Sends gradients of keys, `added`, to the next rank; returns (memory for the gradients from the previous rank, the
-    Pending transfer).
-
-    what: names the transfer in errors. block: tensors with the shapes to receive. some: False: nothing is sent.
-    """
-    call = m.call
-    if not some:
+    """Sends tensors to the next rank of the ring; returns (memory for those of the previous rank, of the given shapes
+    and of the same dtype, the Pending transfer). Without shapes nothing is sent. step: names the transfer in errors."""
+    if not shapes:
         return [], Pending(call, "", [], [])
-    carried = [empty(t, t.shape, torch.float32) for t in block]
+    received = [empty(t, tuple(shape)) for t, shape in zip(sent, shapes, strict=True)]
     right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
-    return carried, call.exchange(what, [(right, t) for t in added], [(left, t) for t in carried])
+    return received, call.exchange(step, [(right, t) for t in sent], [(left, t) for t in received])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,19 +42,12 @@ class Placed(Extents):
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens of one sequence on this rank.
+    """Adjacent tokens of one sequence on this rank."""
 
-    Args:
-        sequence: number of the sequence.
-        first: position of the first token in the sequence.
-        tokens: number of tokens.
-        at: index of the first token among this rank's tokens.
-    """
-
-    sequence: int
-    first: int
-    tokens: int
-    at: int
+    sequence: int  # number of the sequence
+    first: int  # position of the first token in the sequence
+    tokens: int  # number of tokens
+    at: int  # index of the first token among this rank's tokens
 
 
 class Side:
@@ -127,18 +120,15 @@ class Side:
         return self.flat(summed_shards(call, [shard.contiguous() for shard in parts]))
 
 
+@dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """A call of all ranks with the layout of this rank's rows and keys.
+    """A call of all ranks with the layout of this rank's rows and keys."""
 
-    Attributes:
-        full: the lowered call of all ranks, on tensors without memory.
-        call: the communication between the ranks.
-        q, kv: the layouts of queries and keys.
-        backend: the back end's name.
-    """
-
-    def __init__(self, full: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
-        self.full, self.call, self.q, self.kv, self.backend = full, call, q, kv, backend
+    full: Any  # the lowered call of all ranks, on tensors without memory
+    call: Call  # the communication between the ranks
+    q: Side  # the layout of queries
+    kv: Side  # the layout of keys
+    backend: str
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
         """Returns lengths and bands of segments, rows of this rank, over all keys of their sequences."""
@@ -150,22 +140,14 @@ class ShardedCall:
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the lowered call of the rows in `segments`, over all keys of their sequences.
-
-        Args:
-            tensors: by name: rows of this rank and keys of all ranks, with one axis of tokens.
-            segments: segments of this rank's rows.
-        """
+        """Returns the lowered call of this rank's rows in `segments`, over all keys of their sequences; tensors, by
+        name: rows of this rank and keys of all ranks, with one axis of tokens."""
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the lowered call of the rows of all ranks over the keys in `segments`; a segment's first key is key
-        0.
-
-        Args:
-            tensors: by name: queries of all ranks and keys of this rank, with one axis of tokens.
-            segments: segments of this rank's keys, at most one per sequence.
-        """
+        """Returns the lowered call of the rows of all ranks over this rank's keys in `segments`, at most one per
+        sequence, whose first key is key 0; tensors, by name: queries of all ranks and keys of this rank, with one axis
+        of tokens."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
@@ -217,27 +199,23 @@ def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor])
     return {name: chunk.unflatten(1, t.shape[1:]) for (name, t), chunk in zip(tensors.items(), split, strict=True)}
 
 
+@dataclass(frozen=True, eq=False)
 class Sums:
     """Collects the gradients of several rounds. A round computes other tokens of this rank, so that their gradients are
-    assigned; gradients of the tokens of all ranks are summed.
+    assigned; gradients of the tokens of all ranks are summed."""
 
-    Args:
-        call: the communication between the ranks.
-        side: the tokens of all ranks: keys if rounds are of rows, rows if rounds are of keys.
-        local: names of the gradients of this rank's tokens; all others are summed.
-        dtype: dtype to which summed() converts the sums.
-    """
-
-    def __init__(self, call: Call, side: Side, local: Sequence[str], dtype: torch.dtype) -> None:
-        self._call, self._side, self._names, self._dtype = call, side, local, dtype
-        self.local: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
+    call: Call  # the communication between the ranks
+    side: Side  # the tokens of all ranks: keys if rounds are of rows, rows if rounds are of keys
+    names: Sequence[str]  # of the gradients of this rank's tokens; all others are summed
+    dtype: torch.dtype  # to which summed() converts the sums
+    local: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's tokens
+    added: dict[str, Tensor] = field(default_factory=dict)  # the other gradients, summed over the rounds so far
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
         """Adds one round's gradients `results`, by name; segments: the tokens of this rank that the round computed."""
         for name, tensor in results.items():
-            if name not in self._names:
-                self._sums[name] = self._sums[name].add_(tensor) if name in self._sums else tensor
+            if name not in self.names:
+                self.added[name] = self.added[name].add_(tensor) if name in self.added else tensor
             elif name not in self.local:
                 self.local[name] = tensor
             else:
@@ -247,15 +225,13 @@ class Sums:
 
     def scaled(self, factor: Tensor) -> Sums:
         """Returns a new Sums with all gradients multiplied by a factor."""
-        result = Sums(self._call, self._side, self._names, self._dtype)
-        result.local = {name: t * factor for name, t in self.local.items()}
-        result._sums = {name: t * factor for name, t in self._sums.items()}
-        return result
+        local, added = ({name: t * factor for name, t in each.items()} for each in (self.local, self.added))
+        return replace(self, local=local, added=added)
 
     def summed(self) -> dict[str, Tensor]:
         """Sums the other gradients over ranks in one exchange; returns name -> gradient of this rank's tokens."""
-        results = _as_one(self._sums, lambda packed: self._side.summed(self._call, packed))
-        return {name: t.to(self._dtype) for name, t in results.items()}
+        results = _as_one(self.added, lambda packed: self.side.summed(self.call, packed))
+        return {name: t.to(self.dtype) for name, t in results.items()}
 
 
 # --------------------------------------------------------------------------------------------------- the unsharded call

@@ -73,7 +73,19 @@ def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: 
     lengths: tokens of each packed sequence, or the one length of padded sequences.
     """
     ranks = group_of(group)
-    return ranks, layout_of(schedule, _lengths(function, lengths), shape_of(function, ranks, schedule))
+    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    result = (given,) if isinstance(given, int) else given
+    try:
+        full = tuple(int(n) for n in result)
+        valid = all(n >= 0 and n == m for n, m in zip(full, result, strict=True))
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"fusion_attention: distributed.{function}: lengths: expected tokens of each sequence, or one number, got "
+            f"{lengths!r} (lengths, not cumulative ends)"
+        )
+    return ranks, layout_of(schedule, full, shape_of(function, ranks, schedule))
 
 
 def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
@@ -93,21 +105,6 @@ def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
             f"{schedule!r}, got {len(shape)} ({advice})"
         )
     return shape
-
-
-def _lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
-    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    result = (given,) if isinstance(given, int) else given
-    try:
-        full = tuple(int(n) for n in result)
-        if all(n >= 0 and n == m for n, m in zip(full, result, strict=True)):
-            return full
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(
-        f"fusion_attention: distributed.{function}: lengths: expected tokens of each sequence, or one number, got "
-        f"{lengths!r} (lengths, not cumulative ends)"
-    )
 
 
 def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:

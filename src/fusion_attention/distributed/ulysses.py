@@ -35,21 +35,14 @@ def indivisible(problem: Problem, ranks: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The heads and tokens of each rank of a line: of the ranks among which the heads are divided.
+    """The heads and tokens of each rank of a line: of the ranks among which the heads are divided."""
 
-    Args:
-        call: the communication along the line.
-        of_q, of_kv: the query heads and key heads [first, end) of each rank.
-        rows, keys: the numbers of rows and keys of each rank.
-        inner: the inputs of the schedule that computes the attention.
-    """
-
-    call: Call
-    of_q: Ranges
-    of_kv: Ranges
-    rows: Sequence[int]
-    keys: Sequence[int]
-    inner: ScheduleInputs
+    call: Call  # the communication along the line
+    of_q: Ranges  # the query heads [first, end) of each rank
+    of_kv: Ranges  # its key heads
+    rows: Sequence[int]  # its number of rows
+    keys: Sequence[int]  # its number of keys
+    inner: ScheduleInputs  # of the schedule that computes the attention
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:

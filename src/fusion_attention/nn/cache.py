@@ -19,17 +19,11 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """The operands of one call with a cache.
+    """The operands of one call with a cache."""
 
-    Attributes:
-        q: query rows of the call's tokens.
-        rows: stored rows of all tokens, those of the call included, by name ("k", "v", "index_k").
-        lengths: q_len and kv_len of the call.
-    """
-
-    q: Tensor
-    rows: dict[str, Tensor]
-    lengths: dict[str, list[int] | None]
+    q: Tensor  # query rows of the call's tokens
+    rows: dict[str, Tensor]  # stored rows of all tokens, those of the call included, by name ("k", "v", "index_k")
+    lengths: dict[str, list[int] | None]  # q_len and kv_len of the call
 
 
 class Cache:

@@ -66,25 +66,20 @@ class CompressedStep:
         self.states: dict[str, CompressionState] = {}
         self.entries: dict[str, Tensor] = {}
         self.last: Tensor | None = None
-        if cache is not None:
-            self._check(cache)
-        self.first = 0 if cache is None else cache.tokens
-        self.tokens = self.first + x.shape[1]
-
-    def _check(self, cache: Any) -> None:
-        """Raises ValueError if the layer cannot use a cache."""
-        if not isinstance(cache, CompressedCache):
+        if cache is not None and not isinstance(cache, CompressedCache):
             raise ValueError(f"{self.name}: cache: expected a fusion_attention.nn.CompressedCache, got {show(cache)}")
-        if torch.is_grad_enabled():
+        if cache is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.name}: cache: expected torch.no_grad() around the call, got gradients that are enabled "
                 "(stored rows have no gradient: train without a cache)"
             )
-        if cache._layer is not None and cache._layer() is not self.layer:
+        if cache is not None and cache._layer is not None and cache._layer() is not self.layer:
             raise ValueError(
                 f"{self.name}: cache: expected a cache of this layer, got that of another layer (make a "
                 "CompressedCache for each layer)"
             )
+        self.first = 0 if cache is None else cache.tokens
+        self.tokens = self.first + x.shape[1]
 
     def keys(self, new: Tensor, window: int) -> Tensor:
         """Returns the stored keys of the last window, followed by those of the call: [B, tokens, 1, D].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -23,21 +24,16 @@ class Ranks:
         return self  # A process group cannot be copied, so a copy of a layer uses the same ranks.
 
 
-class _OneRank:
-    """A namespace with the attention functions of this library for one process; a sharded layer uses
-    fusion_attention.distributed instead."""
-
-    attention = staticmethod(attention)
-    indexer_loss = staticmethod(indexer_loss)
-    lightning_indexer = staticmethod(lightning_indexer)
-    sparse_attention = staticmethod(sparse_attention)
+_ONE_RANK = SimpleNamespace(
+    **{one.__name__: one for one in (attention, indexer_loss, lightning_indexer, sparse_attention)}
+)
 
 
 def functions(ranks: Ranks | None) -> Any:
     """Returns the namespace of attention functions: those of one process (ranks None), or
     fusion_attention.distributed."""
     if ranks is None:
-        return _OneRank
+        return _ONE_RANK
 
     from fusion_attention import distributed
 
