@@ -23,17 +23,12 @@ def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a planned two-phase call.
+    """Options of a planned two-phase call."""
 
-    Attributes:
-        strict: True: calls beyond the chip's limits are errors; check_content: True: phase 2 checks tensor content too.
-        device: device of its memory; backend: name of a back end, or "auto".
-    """
-
-    strict: bool
-    check_content: bool
-    device: torch.device
-    backend: str
+    strict: bool  # calls beyond the chip's limits are errors
+    check_content: bool  # phase 2 checks tensor content too
+    device: torch.device  # of its memory
+    backend: str  # name of a back end, or "auto"
 
 
 # ---------------------------------------------------------------------------------------------------- what calls share
@@ -41,40 +36,25 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Properties common to all two-phase calls with one signature (shapes, strides, dtypes, attributes).
+    """Properties common to all two-phase calls with one signature (shapes, strides, dtypes, attributes)."""
 
-    Attributes:
-        given: (position, name) of the tensors that are not None.
-        written: names of the outputs of the call.
-        plan: the plan of its problem and lengths; None if there is no sequence.
-        workspace: bytes for the plan and for converted tensors.
-        keeps: True if views made in phase 1 stay valid, because no input is copied.
-        reads: True if a rule reads tensor content, which may change between the phases.
-        idle: True if all outputs are empty.
-    """
-
-    given: tuple[tuple[int, str], ...]
-    written: tuple[str, ...]
-    plan: Plan | None
-    workspace: int
-    keeps: bool
-    reads: bool
-    idle: bool
+    given: tuple[tuple[int, str], ...]  # (position, name) of the tensors that are not None
+    written: tuple[str, ...]  # names of the outputs of the call
+    plan: Plan | None  # the plan of its problem and lengths; None if there is no sequence
+    workspace: int  # bytes for the plan and for converted tensors
+    keeps: bool  # views made in phase 1 stay valid, because no input is copied
+    reads: bool  # a rule reads tensor content, which may change between the phases
+    idle: bool  # all outputs are empty
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A two-phase call on the memory of its tensors, which can run repeatedly.
-
-    Attributes:
-        args: the arguments by canonical name, with torch tensors.
-        filled: the lowered call's views, if they stay valid between runs (Layout.keeps); else None.
-    """
+    """A two-phase call on the memory of its tensors, which can run repeatedly."""
 
     layout: Layout
     call: Lowered
-    args: dict[str, Any]
-    filled: Filled | None
+    args: dict[str, Any]  # the arguments by canonical name, with torch tensors
+    filled: Filled | None  # the lowered call's views, if they stay valid between runs (Layout.keeps)
 
     def run(self) -> None:
         """Runs the call, which writes the outputs."""

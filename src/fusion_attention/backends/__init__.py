@@ -90,10 +90,6 @@ class Backend(Protocol):
         grads.owns_dbias, else the sums are added to it."""
         ...
 
-
-class IndexerBackend(Backend, Protocol):
-    """A back end with the operations of the indexer, of its loss and of pooling; every back end has them."""
-
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
         """The operation that writes, for every row of every sequence, the indices of the top_k keys, and their scores
@@ -128,7 +124,7 @@ class IndexerBackend(Backend, Protocol):
 
 def load(name: str) -> Backend:
     """Imports and returns the back end of a name, and no other one, whose requirements this machine may lack."""
-    result: IndexerBackend
+    result: Backend
     if name == "triton":
         from fusion_attention.backends import triton
 

@@ -42,14 +42,10 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the forward of a Qwen4 attention layer; returns (output [B, S, hidden], None).
+    """Computes the forward of a Qwen4 attention layer, with its arguments; returns (output [B, S, hidden], None).
 
-    Args:
-        code: transformers' modeling module of the family, which has the rotary function.
-        module: the layer.
-        hidden_states, past_key_values, others: the arguments of the layer's forward.
-        attention_mask: a mask as sequences_of() reads it.
-        position_embeddings: (cos, sin) of all tokens, cached ones included.
+    code: transformers' modeling module of the family, which has the rotary function. attention_mask: a mask as
+    sequences_of() reads it. position_embeddings: (cos, sin) of all tokens, cached ones included.
     """
     batch, rows = hidden_states.shape[:2]
     q, gate = module.q_proj(hidden_states).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, -1)
@@ -77,13 +73,8 @@ def forward(
 def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool) -> Index | None:
     """Returns the indexer's rows and keys, or None if not `used`; the cache stores the indexer's keys in both cases.
 
-    Args:
-        code: transformers' modeling module of the family.
-        module: the layer.
-        sequences: those of the call.
-        inputs: (hidden states, (cos, sin)) of the layer.
-        cache: transformers' cache, or None.
-        used: True if some rows of the call read chosen blocks.
+    code: transformers' modeling module of the family. inputs: (hidden states, (cos, sin)) of the layer. used: True if
+    some rows of the call read chosen blocks.
     """
     if cache is None and not used:
         return None
@@ -107,12 +98,8 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
     """Returns the block numbers that each row reads, [..., 1, block_topk + 1]: the chosen blocks, and the block that
     the row's own token does not complete; -1 for none.
 
-    Args:
-        code: transformers' modeling module of the family.
-        indexer: the layer's indexer.
-        index: the indexer's rows and keys.
-        kv_len: number of keys of each sequence; None: all keys.
-        how: arguments `layout`, `q_len` and `kv_len` of the rows' call.
+    code: transformers' modeling module of the family. kv_len: number of keys of each sequence; None: all keys. how:
+    arguments `layout`, `q_len` and `kv_len` of the rows' call.
     """
     ratio, layout, device = indexer.compress_ratio, how["layout"], index.q.device
     pooled = compress(index.raw, torch.zeros_like(index.raw), ratio=ratio, layout=layout, kv_len=kv_len)
@@ -154,8 +141,7 @@ def _attend(
     """Returns the attention output [..., N, D] of rows = (q, k, v), which have no padding between tokens.
 
     The first `first` rows of every sequence (None: all rows) read all visible keys, later rows the blocks that the
-    indexer chooses. code: transformers' modeling module. module: the layer. sequences: the call's. index: the indexer's
-    operands.
+    indexer chooses. code: transformers' modeling module of the family.
     """
     q, k, v = rows
     how: dict[str, Any] = {"scale": module.scaling}

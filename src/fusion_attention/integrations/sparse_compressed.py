@@ -24,19 +24,12 @@ Tensor = torch.Tensor
 
 
 class Call(NamedTuple):
-    """The sequences of one call of a layer's forward.
+    """The sequences of one call of a layer's forward."""
 
-    Attributes:
-        lengths: tokens of each packed sequence; None: a batch of sequences of equal length.
-        tokens: tokens of a sequence, cached ones included.
-        positions: int64 [S], each row's position in its sequence; of packed sequences [B * S].
-        cache: transformers' cache of the layer, or None.
-    """
-
-    lengths: list[int] | None
-    tokens: int
-    positions: Tensor
-    cache: Any
+    lengths: list[int] | None  # tokens of each packed sequence; None: a batch of sequences of equal length
+    tokens: int  # tokens of a sequence, cached ones included
+    positions: Tensor  # int64 [S], each row's position in its sequence; of packed sequences [B * S]
+    cache: Any  # transformers' cache of the layer, or None
 
     def rows(self, t: Tensor) -> Tensor:
         """Returns rows t [B, S, ...] unchanged, or flattened to [B * S, ...] for packed sequences."""
@@ -71,13 +64,10 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the forward of a DeepSeek-V4 attention layer; returns (output [B, S, hidden], None).
+    """Computes the forward of a DeepSeek-V4 attention layer, with its arguments, for which reason_against() returns "";
+    returns (output [B, S, hidden], None).
 
-    Args:
-        code: transformers' modeling module of the family, which has the rotary function.
-        module: the layer.
-        hidden_states, position_embeddings, position_ids, attention_mask, past_key_values, others: the arguments of the
-            layer's forward, for which reason_against() returns "".
+    code: transformers' modeling module of the family, which has the rotary function.
     """
     cos, sin = position_embeddings[module.rope_layer_type]
     rotate = code.apply_rotary_pos_emb
@@ -158,12 +148,8 @@ def indexer_of(layer: Any) -> Any:
 def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
     """Returns the attention output of projected rows; stores the indexer's loss, if one is computed, on the layer.
 
-    Args:
-        code: transformers' modeling module of the family.
-        module: the layer.
-        call: the sequences of the call.
-        inputs: (hidden states, latent queries, position_ids) of the layer.
-        projected: (q, k, real), in the form of Call.rows(), and real: bool [B, S], false for padding, or None.
+    code: transformers' modeling module of the family. inputs: (hidden states, latent queries, position_ids) of the
+    layer. projected: (q, k, real), in the form of Call.rows(), and real: bool [B, S], false for padding, or None.
     """
     q, k, real = projected
     band, sink = Band.window(module.sliding_window - 1), module.sinks
@@ -201,13 +187,9 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
 def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
     """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included.
 
-    Args:
-        code: transformers' modeling module of the family.
-        call: the sequences of the call.
-        compressor: the module with kv_proj, gate_proj, position_bias, kv_norm and rotary_emb.
-        name: the compressor's name in the cache: "compressor" or "indexer".
-        x: hidden states, [B, S, hidden].
-        overlap: True if a compressed key also pools the tokens of the previous window.
+    code: transformers' modeling module of the family. name: the compressor's name in the cache, "compressor" or
+    "indexer". x: hidden states, [B, S, hidden]. overlap: True if a compressed key also pools the tokens of the previous
+    window.
     """
     ratio, cache = compressor.compress_rate, call.cache
     windows = call.windows(ratio)
@@ -231,11 +213,8 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
     """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization.
 
-    Args:
-        compressor: the module with kv_proj, gate_proj and position_bias. name: "compressor" or "indexer", in the cache.
-        call: the sequences of the call.
-        kv, gate: outputs of kv_proj and gate_proj for the tokens to pool, [B, tokens, D], 2 * D with overlap.
-        overlap: True if a window also pools the tokens of the previous one.
+    name: "compressor" or "indexer", in the cache. kv, gate: outputs of the compressor's kv_proj and gate_proj for the
+    tokens to pool, [B, tokens, D], 2 * D with overlap: a window then also pools the tokens of the previous one.
     """
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
@@ -302,12 +281,8 @@ class LossOperands(NamedTuple):
 def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, real: Tensor | None) -> Tensor:
     """Returns the indexer's loss, the mean over tokens of KL(attention's probabilities || the indexer's softmax).
 
-    Args:
-        module: the layer.
-        call: the sequences of the call.
-        rows: the operands.
-        lists: chosen compressed keys of each row; None: all visible ones.
-        real: bool [B, S], false for padding; None: no padding.
+    lists: chosen compressed keys of each row; None: all visible ones. real: bool [B, S], false for padding; None: no
+    padding.
     """
     ratio = module.compressor.compress_rate
     if call.lengths is None:

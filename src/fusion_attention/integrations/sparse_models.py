@@ -20,34 +20,21 @@ _log = logging.get_logger(__name__)
 
 
 class Family(NamedTuple):
-    """A family of models with sparse attention.
+    """A family of models with sparse attention."""
 
-    Attributes:
-        name: the name in error texts.
-        config: name of the configuration's class.
-        layer: name of the attention layer's class.
-        releases: the releases of transformers whose layer code the patch can replace.
-        forward: replaces the layer's forward; takes the family's modeling module and `options` before its arguments.
-        faults: takes a configuration, returns its contradictions, one sentence each.
-        reason_against: takes a layer and the arguments of its forward, returns the reason why the function cannot
-            compute the call, or "".
-        options: further arguments of `forward`.
-        bias: True if transformers' code of the layer needs float masks, which it adds to scores.
-        stages: True if the indexer can be trained.
-        traced: True if torch.compile may trace the function; other functions run outside the graph.
-    """
-
-    name: str
-    config: str
-    layer: str
-    releases: tuple[str, ...]
+    name: str  # the name in error texts
+    config: str  # name of the configuration's class
+    layer: str  # name of the attention layer's class
+    releases: tuple[str, ...]  # of transformers, whose layer code the patch can replace
+    # Replaces the layer's forward; takes the family's modeling module and `options` before its arguments.
     forward: Callable[..., Any]
-    faults: Callable[[Any], list[str]]
+    faults: Callable[[Any], list[str]]  # takes a configuration, returns its contradictions, one sentence each
+    # Takes a layer and the arguments of its forward, returns the reason why `forward` cannot compute the call, or "".
     reason_against: Callable[[Any, dict[str, Any]], str]
-    options: tuple[Any, ...] = ()
-    bias: bool = False
-    stages: bool = True
-    traced: bool = True
+    options: tuple[Any, ...] = ()  # further arguments of `forward`
+    bias: bool = False  # transformers' code of the layer needs float masks, which it adds to scores
+    stages: bool = True  # the indexer can be trained
+    traced: bool = True  # torch.compile may trace the function; other functions run outside the graph
 
 
 def _latent_faults(config: Any) -> list[str]:

@@ -20,19 +20,12 @@ COMPRESSED = "padding on the left, padding beside a cache, and positions with ga
 
 
 class Paths(NamedTuple):
-    """The computation of a model's layers.
+    """The computation of a model's layers."""
 
-    Attributes:
-        model: name of the configuration's class.
-        layers: a description of each layer's computation, in order.
-        notes: descriptions of calls that are computed otherwise.
-        problems: the reasons why this library does not compute the model.
-    """
-
-    model: str
-    layers: list[str]
-    notes: list[str]
-    problems: list[str]
+    model: str  # name of the configuration's class
+    layers: list[str]  # a description of each layer's computation, in order
+    notes: list[str]  # descriptions of calls that are computed otherwise
+    problems: list[str]  # the reasons why this library does not compute the model
 
 
 def configuration(source: str) -> Any:

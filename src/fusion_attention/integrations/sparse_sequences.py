@@ -10,23 +10,16 @@ Tensor = torch.Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of rows [B, S, ...] and keys [B, T, ...], and their order in the operators' calls.
+    """The sequences of rows [B, S, ...] and keys [B, T, ...], and their order in the operators' calls. The last row
+    of a sequence has the last key's position."""
 
-    Attributes:
-        layout: "BSND", or "TND" for packed sequences.
-        q_len, kv_len: rows and keys of every sequence; None: S and T. The last row has the last key's position.
-        q_order, k_order: int64 [B, S] and [B, T], indices that sort tokens before padding; None: tokens are first.
-        longest: the largest number of keys of a sequence, or an upper bound.
-        described: the number of keys that the mask describes; later keys are unused memory of a static cache.
-    """
-
-    layout: str
-    q_len: Any
-    kv_len: Any
-    q_order: Tensor | None
-    k_order: Tensor | None
-    longest: int
-    described: int
+    layout: str  # "BSND", or "TND" for packed sequences
+    q_len: Any  # rows of every sequence; None: S
+    kv_len: Any  # keys of every sequence; None: T
+    q_order: Tensor | None  # int64 [B, S], indices that sort tokens before padding; None: tokens are first
+    k_order: Tensor | None  # the same for keys, int64 [B, T]
+    longest: int  # the largest number of keys of a sequence, or an upper bound
+    described: int  # the number of keys that the mask describes; later keys are unused memory of a static cache
 
     def rows(self, t: Tensor) -> Tensor:
         """Returns rows t [B, S, ...] in the order that attention() needs: tokens before padding, or [B * S, ...] for

@@ -12,16 +12,11 @@ Tensor = torch.Tensor
 
 
 class Padding(NamedTuple):
-    """The position of a batch's tokens in its padded rows.
+    """The position of a batch's tokens in its padded rows."""
 
-    Attributes:
-        kind: "none" (no padding), "left" (tokens, then padding), "run" (adjacent tokens) or "scattered".
-        first, end: each sequence's first token and the end after its last one.
-    """
-
-    kind: str
-    first: list[int]
-    end: list[int]
+    kind: str  # "none" (no padding), "left" (tokens, then padding), "run" (adjacent tokens) or "scattered"
+    first: list[int]  # each sequence's first token
+    end: list[int]  # the end after its last one
 
 
 def padding_of(keys: Tensor) -> Padding:

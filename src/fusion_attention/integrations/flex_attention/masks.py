@@ -23,24 +23,17 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all rows, as a band if some band equals the mask, and as tiles if the mask was evaluated.
+    """The visible keys of all rows, as a band if some band equals the mask, and as tiles if the mask was evaluated."""
 
-    Attributes:
-        band: equals the mask, together with q_len and kv_len; None if there is no such band.
-        q_len, kv_len: lengths of the items, or of the sequences of all items (`packed`); None: all tokens.
-        packed: True if items consist of several sequences; lengths list those of the first item first.
-        aligned: True if every sequence's keys begin at the index of its rows, so that distances do not change.
-        past: True if no row sees a key after itself.
-        tiles, bits: the mask in tiles of 128 x 128: tile numbers, and the bits of mixed tiles (the arguments
-            blocked_tiles and blocked_bits of attention()); None if no tile was evaluated.
-    """
-
-    band: Band | None
+    band: Band | None  # equals the mask, together with q_len and kv_len; None if there is no such band
+    # Lengths of the items, or of the sequences of all items (`packed`), the first item's first; None: all tokens.
     q_len: list[int] | None = None
     kv_len: list[int] | None = None
-    packed: bool = False
-    aligned: bool = True
-    past: bool = False
+    packed: bool = False  # items consist of several sequences
+    aligned: bool = True  # every sequence's keys begin at the index of its rows, so that distances do not change
+    past: bool = False  # no row sees a key after itself
+    # The mask in tiles of 128 x 128: tile numbers, and the bits of mixed tiles (the arguments blocked_tiles and
+    # blocked_bits of attention()); None if no tile was evaluated.
     tiles: Tensor | None = None
     bits: Tensor | None = None
 
@@ -146,20 +139,13 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
 
 @dataclass
 class _Rows:
-    """The tiles of a mask, and the visible keys of each row.
+    """The tiles of a mask, and the visible keys of each row."""
 
-    Attributes:
-        tiles: int32 [B or 1, N or 1, tiles down, tiles across]: NONE or ALL visible, or the tile's index in bits.
-        bits: uint8 [n, TILE, TILE // 8], bit 1 for hidden, of the distinct tiles with hidden and visible keys.
-        first, end, count: int64 [B or 1, N or 1, rows]: a row's first visible key, the end after its last, their
-            number.
-    """
-
-    tiles: np.ndarray
-    bits: np.ndarray
-    first: np.ndarray
-    end: np.ndarray
-    count: np.ndarray
+    tiles: np.ndarray  # int32 [B or 1, N or 1, tiles down, tiles across]: NONE or ALL visible, or the index in bits
+    bits: np.ndarray  # uint8 [n, TILE, TILE // 8], bit 1 for hidden, of the distinct tiles with hidden and visible keys
+    first: np.ndarray  # int64 [B or 1, N or 1, rows]: a row's first visible key
+    end: np.ndarray  # the end after its last one, in the same shape
+    count: np.ndarray  # number of its visible keys, in the same shape
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
@@ -168,7 +154,12 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
     grid, block: the blocks' states and a block's (rows, keys), from _grid().
     """
-    grid = _expanded(mod, grid, shape)
+    if (grid == 1).any():  # size 1 of the batch and of the heads becomes the call's if `mod` depends on them
+        sizes = list(grid.shape)
+        for axis, size in enumerate((shape.items, shape.heads)):
+            if sizes[axis] < size and mods.depends(mod, axis, shape.device):
+                sizes[axis] = size
+        grid = np.broadcast_to(grid, sizes)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
     result = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_full_tiles(low == 2, shape))
@@ -194,17 +185,6 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
     for name in ("first", "end", "count"):  # the last tile may exceed the rows
         setattr(result, name, getattr(result, name)[..., : shape.rows])
     return result
-
-
-def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
-    """Returns the grid of block states, expanded from size 1 to the batch and to the heads if `mod` depends on them."""
-    if not (grid == 1).any():
-        return grid
-    sizes = list(grid.shape)
-    for axis, size in enumerate((shape.items, shape.heads)):
-        if sizes[axis] < size and mods.depends(mod, axis, shape.device):
-            sizes[axis] = size
-    return np.broadcast_to(grid, sizes)
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:

@@ -188,7 +188,11 @@ def remembered(
             setattr(owner, _ATTRIBUTE, results)
     except (TypeError, AttributeError):
         return compute()
-    state, owners = _state(captured, content)
+    # Equal lists mean that nothing has changed: numbers, texts, ids of `owners`, versions of tensors.
+    owners: list[Any] = []
+    state = [atom for value in captured for atom in _atoms(value, frozenset(), set(), owners)]
+    if content:
+        state += [_content(value) for value in owners if isinstance(value, Tensor)]
     entry = results.get(key)
     if entry is not None and entry[0] == state:
         return entry[2]
@@ -201,27 +205,11 @@ def remembered(
     return result
 
 
-def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
-    """Returns (list of comparable values, list of the objects whose ids are among them) for `values` and all that they
-    capture. Equal lists mean that nothing has changed.
-
-    content: True to include a version of each tensor's content.
-    """
-    owners: list[Any] = []
-    atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
-    if content:
-        atoms += [_content(value) for value in owners if isinstance(value, Tensor)]
-    return atoms, owners
-
-
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
     """Yields comparable values (numbers, texts, ids) of an object, and of all that it contains or captures.
 
-    Args:
-        value: the object.
-        names: attributes of `value` that the function which captures it reads.
-        visited: ids of objects that were yielded; updated.
-        owners: objects whose ids were yielded; updated.
+    names: attributes of the object that the function which captures it reads. visited, owners: ids of the objects
+    yielded so far, and these objects; updated.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value

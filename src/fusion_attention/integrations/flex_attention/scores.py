@@ -26,22 +26,16 @@ class Terms:
     """A score_mod as a formula of the score s: softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|.
 
     Without a softcap, the first term is factor * s.
-
-    Attributes:
-        bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None; in the dtype of the query or of scores.
-        slopes: float32 [N] or [B, N], or None.
-        by_row: [B or 1, N or 1, S1 or 1, 1]: another factor of s, or None.
-        behind: True if the terms are valid only for keys at or before the row's position.
-        mask: returns True for a visible key; keys that the function sets to -inf are invisible, and not in the bias.
     """
 
     factor: float = 1.0
     softcap: float = 0.0
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
-    behind: bool = False
+    bias: Tensor | None = None  # [B or 1, N or 1, S1 or 1, S2 or 1], in the dtype of the query or of scores
+    slopes: Tensor | None = None  # float32 [N] or [B, N]
+    behind: bool = False  # the terms are valid only for keys at or before the row's position
+    # Returns True for a visible key; keys that the function sets to -inf are invisible, and not in the bias.
     mask: mods.Mod | None = None
-    by_row: Tensor | None = None
+    by_row: Tensor | None = None  # another factor of s, [B or 1, N or 1, S1 or 1, 1]
 
 
 def refused(got: str, hint: str) -> BackendError:
@@ -259,17 +253,11 @@ class _Interpreted:
 
 
 class _Structure(NamedTuple):
-    """The indices on which a score_mod depends.
+    """The indices on which a score_mod depends."""
 
-    Attributes:
-        varies: for batch, head, row and key, whether the bias depends on it.
-        relative: True if the bias depends on row and key by their distance alone.
-        by_row: for the same four indices, whether the tensor factor depends on it; None without such a factor.
-    """
-
-    varies: tuple[bool, ...]
-    relative: bool
-    by_row: tuple[bool, ...] | None
+    varies: tuple[bool, ...]  # for batch, head, row and key, whether the bias depends on it
+    relative: bool  # the bias depends on row and key by their distance alone
+    by_row: tuple[bool, ...] | None  # as varies, for the tensor factor; None without such a factor
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:

@@ -107,18 +107,12 @@ def bytes_of(scratch: dict[str, Scratch]) -> int:
 
 @dataclass(eq=False)
 class Ready:
-    """The launches of an operation for one memory layout (strides, lengths, devices); run() starts them on tensors at
-    any addresses.
-
-    Attributes:
-        launches: in order.
-        tables: tables on the device that the launches read.
-        scratch: kernel argument -> its scratch tensor.
-    """
+    """The launches of an operation for one memory layout (strides, lengths, devices), in order; run() starts them on
+    tensors at any addresses."""
 
     launches: list[Launch]
-    tables: tuple[layout_table.Copied, ...]
-    scratch: dict[str, Scratch] = field(default_factory=dict)
+    tables: tuple[layout_table.Copied, ...]  # on the device, which the launches read
+    scratch: dict[str, Scratch] = field(default_factory=dict)  # by kernel argument
 
     def run(self, given: dict[str, Any]) -> None:
         """Allocates scratch and starts all launches in order; given: this run's tensors and numbers by kernel argument

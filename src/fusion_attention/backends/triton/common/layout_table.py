@@ -167,22 +167,6 @@ def heads_apart(views: Mapping[str, View | None]) -> bool:
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
 
-def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
-    """Returns the device of all tensors of a call.
-
-    Raises:
-        BackendError: tensors are on several devices.
-    """
-    results = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    device = results["q"]
-    strangers = [f"{name} on {where}" for name, where in results.items() if where != device]
-    if strangers:
-        raise BackendError(
-            f"fusion_attention: triton: expected all tensors on {device}, where q is, got {', '.join(strangers)}"
-        )
-    return device
-
-
 # Tables that captured CUDA graphs read, by address. They have a few kilobytes each and are never freed, because a graph
 # may outlive its plan and its deletion cannot be detected.
 _CAPTURED: dict[int, torch.Tensor] = {}
@@ -281,10 +265,13 @@ class CallMemory:
         positions: for dropout drawn from a seed, the argument `drawn` of strides(); else None.
 
     Attributes:
-        device, align: the device, and the alignment of all rows in elements of q.
+        device, align: the device of all tensors, and the alignment of all rows in elements of q.
         table: the layout table on the host.
         strides, lengths: the layout table and the table of lengths.
         fixed: the kernels' arguments for both, and the number of sequences.
+
+    Raises:
+        BackendError: tensors are on several devices.
     """
 
     def __init__(
@@ -292,7 +279,13 @@ class CallMemory:
         more: Mapping[str, View] | None = None, positions: tuple[np.ndarray, ...] | None = None,
     ) -> None:  # fmt: skip
         self.views, self.given, self._tables, count = views, given, device_tables, len(device_tables.extents)
-        self.device, self.capacity = one_device(given), device_tables.capacity
+        self.device, self.capacity = given["q"].device, device_tables.capacity
+        devices = {name: tensor.device for name, tensor in given.items() if tensor is not None}
+        if strangers := [f"{name} on {where}" for name, where in devices.items() if where != self.device]:
+            raise BackendError(
+                f"fusion_attention: triton: expected all tensors on {self.device}, where q is, got "
+                f"{', '.join(strangers)}"
+            )
         self.table = strides({**views, **(more or {})}, count, positions)
         self.align = alignment(views, self.table)
         self.strides, self.lengths = Copied.of(self.table, self.device), self.on("lengths", lengths)

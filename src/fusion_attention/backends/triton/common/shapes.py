@@ -78,6 +78,7 @@ Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 # bytes. float32 products are multiply-adds (tensor cores would round to 10 bits) with operands in registers: beyond 128
 # elements every shape of the backward spills.
 FEW = 32
+FLOAT32_CHIPS = ((90, 4), (80, 4), (86, 4))  # keys of the tables for elements of 4 bytes
 FORWARD: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (64, 64, Tile(64, 128, 4, 3, TMA), Tile(128, 32, 8, 2, TMA), 105),  # two programs share a processor
@@ -102,9 +103,7 @@ FORWARD: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), 72),  # 64 x 64 does not fit
         (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),
     ),
-    (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 198 registers
-    (86, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
-    (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 212
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),)),  # 198 to 212 registers
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
@@ -127,9 +126,7 @@ QUERY: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 64),  # 64 x 32 takes 100 KB with two stages
         (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 96),
     ),
-    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 168 registers
-    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
-    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 255
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),)),  # 168 to 255 registers
 }
 KEY: dict[tuple[int, int], Rows] = {
     (90, 2): (
@@ -151,9 +148,7 @@ KEY: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
         (640, 512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 97),  # 768 elements take 104 KB
     ),
-    (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 182 registers
-    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
-    (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),)),  # 182 to 183 registers
 }
 # The decode kernel with more rows of a key head than in DECODE, for floats and for int8: few sizes; without an entry,
 # DECODE is used.
@@ -168,13 +163,13 @@ PREFILL: dict[tuple[int, int], Rows] = {
         (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 73),  # 248 registers
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 69),  # 172 registers
     ),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+    **dict.fromkeys(FLOAT32_CHIPS, ()),
 }
 PREFILL[86, 2] = PREFILL[80, 2]
 PREFILL_INT8: dict[tuple[int, int], Rows] = {
     (90, 2): ((128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 73),),  # 128 x 64 spills 32 bytes
     (80, 2): ((128, 128, Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), 37),),  # 64 x 64 spills 136 bytes
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+    **dict.fromkeys(FLOAT32_CHIPS, ()),
 }
 PREFILL_INT8[86, 2] = PREFILL_INT8[80, 2]
 # Values are the first elements of the keys (MLA), and both products read one tile of latents.
@@ -182,7 +177,7 @@ LATENT: dict[tuple[int, int], Rows] = {
     (90, 2): ((576, 512, Tile(64, 32, 8, 3), Tile(16, 32, 8, 1), 184),),  # 64 x 64 spills 40 bytes
     (80, 2): ((576, 512, Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), 113),),  # 255 registers
     (86, 2): ((576, 512, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), 75),),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+    **dict.fromkeys(FLOAT32_CHIPS, ()),
 }
 # BM is reduced to the least power of two that is at least the rows of a key head.
 DECODE: dict[tuple[int, int], Rows] = {
@@ -203,9 +198,7 @@ DECODE: dict[tuple[int, int], Rows] = {
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),
         (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 74),  # 16 x 32 takes 122 KB with two stages
     ),
-    (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 106 registers
-    (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
-    (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),)),  # 106 to 124 registers
 }
 # (width of a query row as a power of two, tile of the table) -> the tile of dk and dv for scores without modifiers: the
 # registers that slopes, a cap or means of empty rows would need allow more rows.

@@ -52,32 +52,29 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
     """
     p = problem
     d, v = shapes.parts(p.dim_qk), shapes.parts(p.dim_v)
-    return (
-        {f"D{n}": width for n, width in enumerate(d)}
-        | {f"V{n}": width for n, width in enumerate(v)}
-        | {
-            "DIM": p.dim_qk,
-            "DIM_V": p.dim_v,
-            "R": shapes.power(p.dim_rope) if p.dim_rope else 0,
-            "DIM_ROPE": p.dim_rope,
-            "GROUP": p.group,
-            "BIAS": bias.BIASES[p.bias],
-            "CAP": p.softcap,
-            "BLOCKED": p.has_blocked,
-            "DROPOUT": common.DROPOUTS[p.dropout],
-            "MEAN": MEANS[p.empty_rows],
-            "RAW": raw(p),
-            "SINK": p.has_sink,
-            "PAGE": p.page_size,
-            "DEQUANT_K": DEQUANTS[p.dequant_k],
-            "DEQUANT_V": DEQUANTS[p.dequant_v],
-            "ALIGN": align,
-            "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
-            "BM": tile.BM,
-            "BN": tile.BN,
-            "TMA": tile.TMA,
-        }
-    )
+    widths = {f"{name}{n}": width for name, all_widths in (("D", d), ("V", v)) for n, width in enumerate(all_widths)}
+    return widths | {
+        "DIM": p.dim_qk,
+        "DIM_V": p.dim_v,
+        "R": shapes.power(p.dim_rope) if p.dim_rope else 0,
+        "DIM_ROPE": p.dim_rope,
+        "GROUP": p.group,
+        "BIAS": bias.BIASES[p.bias],
+        "CAP": p.softcap,
+        "BLOCKED": p.has_blocked,
+        "DROPOUT": common.DROPOUTS[p.dropout],
+        "MEAN": MEANS[p.empty_rows],
+        "RAW": raw(p),
+        "SINK": p.has_sink,
+        "PAGE": p.page_size,
+        "DEQUANT_K": DEQUANTS[p.dequant_k],
+        "DEQUANT_V": DEQUANTS[p.dequant_v],
+        "ALIGN": align,
+        "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
+        "BM": tile.BM,
+        "BN": tile.BN,
+        "TMA": tile.TMA,
+    }
 
 
 def raw(problem: Problem) -> bool:
@@ -236,14 +233,8 @@ def launch_recompute(
     """Returns a list with the launch of a kernel that recomputes query rows (or keys) which are not finite; [] if there
     are no rows.
 
-    Args:
-        kernel: recompute_out, recompute_query or recompute_key.
-        p: the problem.
-        lengths: rows (or keys) of each sequence.
-        heads: heads of the rows (or keys).
-        fixed: arguments that are equal in all runs, by name.
-        given: names of the arguments that each run passes.
-        align: alignment of rows, in elements of q.
+    kernel: recompute_out, recompute_query or recompute_key. lengths, heads: rows (or keys) of each sequence, and their
+    heads. fixed, given: as in Family.launch().
     """
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))

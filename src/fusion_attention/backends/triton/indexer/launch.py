@@ -238,16 +238,8 @@ def gradient_launches(
     """Returns the launches that compute dq, dweights and a gradient row of dk for every selected key of a chunk of
     tokens.
 
-    They read dI (the gradient of the scores) and the results of read_lists(), which must run before.
-
-    Args:
-        family: the group of kernels with the arguments `fixed` and `names`.
-        sizes: of the indexer.
-        tile: tile shape of index_gradient; BM heads per launch.
-        align: alignment of rows, in elements of q.
-        tokens: number of tokens of the chunk.
-        fixed: arguments that are equal in all runs, by name.
-        names: names of the arguments of each run.
+    They read dI (the gradient of the scores) and the results of read_lists(), which must run before. tile: tile shape
+    of index_gradient, which computes BM heads per launch. fixed, names: arguments of family.launch().
     """
     recompute, grid = shapes_sparse.RECOMPUTE_GRADIENT, (tokens,)
     of_gradient, of_recompute = (gradient_constants(sizes, one, align) for one in (tile, recompute))

@@ -278,11 +278,6 @@ def buffers_of(
     return results | ({"largest": launching.Scratch((1,), torch.int32, True)} if p.dtype == "float16" else {})
 
 
-def lse_bytes(p: IndexerProblem, e: Extents) -> int:
-    """Returns the bytes of scratch of the operation indexer_lse; e: the largest lengths of its schedule."""
-    return launching.bytes_of(lse_buffers(p, e, shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p).lse))
-
-
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
     """Returns the most bytes of scratch of a loss without selection, whose tiles depend on alignment."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())

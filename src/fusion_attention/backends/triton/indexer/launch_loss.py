@@ -75,7 +75,8 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: laun
     """Returns the most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
-        return of_bands.lse_bytes(problem, e)
+        tile = shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, problem).lse
+        return launching.bytes_of(of_bands.lse_buffers(problem, e, tile))
     if not problem.select_count:
         return of_bands.warm_bytes(problem, e)
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
@@ -142,11 +143,8 @@ def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
     e, device, given, align = m.capacity, m.device, m.given, m.align
     t = shapes.on(device, shapes_loss.selected_tiles, p)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
-    listed, of_rows, to_write = (
-        m.on("tokens", launch_sparse.tokens),
-        m.on("rows", row_table),
-        m.on("written", key_tiles),
-    )
+    listed, of_rows = m.on("tokens", launch_sparse.tokens), m.on("rows", row_table)
+    to_write = m.on("written", key_tiles)
     buffers, rows = buffers_of(p, e), int(e.q_len.sum())
     absent = {"q_rope", "k_rope", "sink", "target", "values"} - given.keys()
     fixed = dict.fromkeys(absent) | m.fixed | {

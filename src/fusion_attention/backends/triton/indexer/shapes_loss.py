@@ -78,8 +78,7 @@ SELECTED: dict[tuple[int, int], tuple[tuple[int, int, Selected], ...]] = {
         (128, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), 64)),
         (256, 128, Selected(Tile(128, 128, 8, 3), Tile(32, 128, 8, 2), 64)),
     ),
-    (90, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
-    (80, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
+    **dict.fromkeys(((90, 4), (80, 4)), ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),)),
 }
 for _width in (2, 4):
     SELECTED[86, _width] = SELECTED[80, _width]

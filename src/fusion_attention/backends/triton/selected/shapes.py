@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fusion_attention.backends.triton.common.shapes import (
+    FLOAT32_CHIPS,
     MOST_PARTS,
     NARROWEST,
     WIDEST_PART,
@@ -114,7 +115,7 @@ SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(64, 32, 8, 1)),
     ),
     (86, 2): ((128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
 }
 # Chip and bytes of an element -> (most elements of a row, most heads, tile, tile for dS in float16 or rows that are not
 # aligned to 16 bytes): the first entry that fits, or the last that fits the elements. BM heads, BN slots of a list.
@@ -131,7 +132,7 @@ GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
         (256, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
+    **dict.fromkeys(FLOAT32_CHIPS, ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
 }
 RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
