@@ -47,7 +47,8 @@ class Stream(torch.Stream):
 
         priority: stored, without effect.
         """
-        stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": f"npu:{number(device)}"}))
+        given = ids if "stream_id" in ids else {"device": torch.device(f"npu:{number(device)}")}
+        stream: Stream = super().__new__(cls, **given)
         stream.priority = priority
         return stream
 
