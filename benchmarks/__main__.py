@@ -19,7 +19,6 @@ from benchmarks import (
     decode_rows,
     dense,
     distributed,
-    features,
     inference,
     integrations,
     launches,
@@ -30,6 +29,7 @@ from benchmarks import (
     scale,
     schedule,
     sparse,
+    threads,
 )
 from benchmarks.figures import Figure, table
 from fusion_attention import _native
@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "masks": (dense.masks,),
     "shapes": (dense.shapes,),
     "packed": (dense.packed,),
-    "threads": (features.threads, backward.threads),
+    "threads": (threads.threads, backward.threads),
     "gradients": (backward.training,),
     "steps": (backward.packed,),
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.threads),
@@ -77,7 +77,7 @@ TITLE = (
 
 def short_calls() -> Iterator[Figure]:
     """Measures calls in which kernels take almost no time."""
-    yield Figure("plan.run", "us", features.overhead_us(), 15)
+    yield Figure("plan.run", "us", threads.overhead_us(), 15)
     yield Figure("registered function beside fa.attention", "us", integrations.registered_us(), 15)
     yield from decode_rows.latencies()
 

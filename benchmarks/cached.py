@@ -20,33 +20,25 @@ BYTES = {"float32": 4, "int8": 1, "int4": 0.5}  # of an element of a cache; 2 fo
 
 @dataclass(frozen=True)
 class Case:
-    """A call: query rows and keys of each sequence; the rows are its last tokens.
-
-    Args:
-        heads, heads_kv, dim, dim_v: numbers of query and key heads, elements of a key and of a value (0: as of a key).
-        page: tokens of a page [heads, page, dim], in random order; 0: rows [sequence, head, token].
-        kind: type of the cache: "bfloat16", "float16", "float32", or "int8" or "int4" with a scale for each channel.
-        common: number of keys in the prefix that all sequences share.
-        merged: store the prefix once in separate memory; otherwise in pages that all tables contain.
-        rope: number of rotary elements.
-        shares: the values are the first elements of keys.
-        small_pages: the cache is in memory of torch.empty; otherwise in huge pages of memory, like PagedKVCache.
-        cached: all table entries are the same page, which stays in the CPU's cache, so that only arithmetic takes time.
-    """
+    """A call: query rows and keys of each sequence; the rows are its last tokens."""
 
     q_len: tuple[int, ...]
     kv_len: tuple[int, ...]
     heads_kv: int = 8
+    # heads, heads_kv, dim, dim_v: numbers of query and key heads, elements of a key and of a value (0: as of a key).
     heads: int = 32
-    page: int = 128
+    page: int = 128  # tokens of a page [heads, page, dim], in random order; 0: rows [sequence, head, token]
+    # Type of the cache: "bfloat16", "float16", "float32", or "int8" or "int4" with a scale for each channel.
     kind: str = "bfloat16"
     dim: int = 128
     dim_v: int = 0
-    common: int = 0
-    merged: bool = True
-    rope: int = 0
-    shares: bool = False
+    common: int = 0  # number of keys in the prefix that all sequences share
+    merged: bool = True  # store the prefix once in separate memory; otherwise in pages that all tables contain
+    rope: int = 0  # number of rotary elements
+    shares: bool = False  # the values are the first elements of keys
+    # The cache is in memory of torch.empty; otherwise in huge pages of memory, like PagedKVCache.
     small_pages: bool = False
+    # All table entries are the same page, which stays in the CPU's cache, so that only arithmetic takes time.
     cached: bool = False
 
     @property

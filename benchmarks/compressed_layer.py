@@ -17,13 +17,9 @@ KINDS = ((4, 512), (128, 0))
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The tensors of a layer for one sequence, with lists of compressed keys or without.
+    """The tensors of a layer for one sequence, with lists of compressed keys or without."""
 
-    Args:
-        leaves: q, k, compressed keys and sinks, which require gradients.
-    """
-
-    leaves: tuple[torch.Tensor, ...]
+    leaves: tuple[torch.Tensor, ...]  # q, k, compressed keys and sinks, which require gradients
     ratio: int
     lists: torch.Tensor | None
 

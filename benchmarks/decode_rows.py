@@ -26,26 +26,18 @@ FAST = 40.0
 
 @dataclass(frozen=True)
 class Row:
-    """A decode step and its goals.
-
-    Args:
-        case: with small pages the public function is called, else a plan.
-        peers: measure the alternatives.
-        others: other forms of the call by name.
-        by_time: ratios to `others` are their time / ours; else our rate / theirs.
-        goals: lower limits of ratios, by the names of peers and others.
-        slow, fast: the goal of the rate of reading where memory is slower or faster than FAST; 0: none.
-        read_part: factor of that goal, or of the rate that 0.75 of the peak arithmetic allows where that is less.
-    """
+    """A decode step and its goals."""
 
     name: str
-    case: Case
-    peers: bool = False
-    others: dict[str, Case] = field(default_factory=dict)
-    by_time: bool = False
-    goals: dict[str, float] = field(default_factory=dict)
+    case: Case  # with small pages the public function is called, else a plan
+    peers: bool = False  # measure the alternatives
+    others: dict[str, Case] = field(default_factory=dict)  # other forms of the call by name
+    by_time: bool = False  # ratios to `others` are their time / ours; else our rate / theirs
+    goals: dict[str, float] = field(default_factory=dict)  # lower limits of ratios, by the names of peers and others
+    # slow, fast: the goal of the rate of reading where memory is slower or faster than FAST; 0: none.
     slow: float = 0.85
     fast: float = 0.7
+    # Factor of that goal, or of the rate that 0.75 of the peak arithmetic allows where that is less.
     read_part: float = 1.0
 
 

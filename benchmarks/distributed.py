@@ -35,20 +35,14 @@ COLUMNS = {"what": -52, "ours": 10, "measure": 10, "ratio": 6, "goal": 6}
 
 @dataclass(frozen=True)
 class Shared:
-    """A measured value of sharded attention and its reference value.
+    """A measured value of sharded attention and its reference value."""
 
-    Args:
-        what: name of the measured value.
-        ours, measure: value and reference in milliseconds, megabytes, pairs or microseconds.
-        ratio: ratio or difference of the two, which is compared with the goal.
-        goal: lower limit of rates, upper limit of all others; 0: none.
-    """
-
-    what: str
+    what: str  # name of the measured value
+    # ours, measure: value and reference in milliseconds, megabytes, pairs or microseconds.
     ours: float
     measure: float
-    ratio: float
-    goal: float
+    ratio: float  # ratio or difference of the two, which is compared with the goal
+    goal: float  # lower limit of rates, upper limit of all others; 0: none
 
 
 class Ranks:

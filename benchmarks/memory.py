@@ -27,19 +27,13 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one head of one causal sequence, forward and backward; megabytes of 1e6 bytes.
+    """The memory of one head of one causal sequence, forward and backward; megabytes of 1e6 bytes."""
 
-    Args:
-        dtype: of q, k and v.
-        operands_mb: q, k, v, dout, the output with its statistics, and the gradients.
-        extra_mb: growth of the process beyond them at its peak.
-        forward_mb, backward_mb: workspaces of the plans.
-    """
-
-    dtype: str
+    dtype: str  # of q, k and v
     length: int
-    operands_mb: float
-    extra_mb: float
+    operands_mb: float  # q, k, v, dout, the output with its statistics, and the gradients
+    extra_mb: float  # growth of the process beyond them at its peak
+    # forward_mb, backward_mb: workspaces of the plans.
     forward_mb: float
     backward_mb: float
 

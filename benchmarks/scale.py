@@ -22,19 +22,14 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Step:
-    """Attention of one layer, forward and backward, over one causal sequence that is sharded across all ranks.
+    """Attention of one layer, forward and backward, over one causal sequence that is sharded across all ranks."""
 
-    Attributes:
-        tokens: length of the sequence.
-        heads_q, heads_kv, dim: numbers of heads, and the head dim.
-        size: bytes of an element; gradients of keys are sent in float32.
-    """
-
-    tokens: int
+    tokens: int  # length of the sequence
+    # heads_q, heads_kv, dim: numbers of heads, and the head dim.
     heads_q: int = 32
     heads_kv: int = 8
     dim: int = 128
-    size: int = 2
+    size: int = 2  # bytes of an element; gradients of keys are sent in float32
 
     @property
     def flops(self) -> float:
@@ -44,24 +39,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a machine's ranks.
+    """The rates of a machine's ranks."""
 
-    Attributes:
-        name: machine and source of its rates.
-        flops: floating-point operations per second of attention on one rank.
-        node: number of ranks with fast links.
-        near, far: bytes per second that a rank sends while it receives as many, within a node and between nodes.
-        wait: latency of a message in seconds.
-        overlaps: messages do not slow the computation; false for gloo, where the same cores do both.
-    """
-
-    name: str
-    flops: float
-    node: int
+    name: str  # machine and source of its rates
+    flops: float  # floating-point operations per second of attention on one rank
+    node: int  # number of ranks with fast links
+    # near, far: bytes per second that a rank sends while it receives as many, within a node and between nodes.
     near: float
     far: float
-    wait: float
-    overlaps: bool = True
+    wait: float  # latency of a message in seconds
+    overlaps: bool = True  # messages do not slow the computation; false for gloo, where the same cores do both
 
     def beside(self, computing: float, sending: float) -> float:
         """Returns the seconds that `computing` and `sending` seconds take together."""
@@ -77,16 +64,12 @@ H100 = Machine("H100: 4th-generation NVLink 450 GB/s each way, 400 Gb/s InfiniBa
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step on one rank: bytes sent, sequential messages and seconds.
-
-    Attributes:
-        memory: largest number of bytes of keys, values and gradients from other ranks at one time.
-    """
+    """The cost of a step on one rank: bytes sent, sequential messages and seconds."""
 
     sent: float
     messages: int
     seconds: float
-    memory: float
+    memory: float  # largest number of bytes of keys, values and gradients from other ranks at one time
 
 
 def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None:

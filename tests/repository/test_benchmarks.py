@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks import captures, memory
 from fusion_attention.bench.pair import Pair, measure
 
@@ -24,6 +25,11 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, Any]]]:
     result = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     assert not result["rows"] or (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
     return result
+
+
+def test_every_group_has_one_name() -> None:
+    """Imports the command, which the slow tests run."""
+    assert len({*command.NAMES}) == len(command.GROUPS) + len(command.TABLES) == 23
 
 
 @pytest.mark.slow

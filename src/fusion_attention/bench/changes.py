@@ -20,40 +20,30 @@ class FiguresError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one row between two runs.
+    """The change of one row between two runs."""
 
-    Attributes:
-        group, name, peer_name: the row.
-        before_ms, after_ms: time of this library in each file.
-        faster: before_ms / after_ms.
-        peer_faster: the peer's time before / after, which changes only with the machine's speed.
-        net: ratio after / ratio before, where a ratio is the peer's time divided by this library's.
-        says: "faster" or "slower" if the ranges of the ratio in the two files do not overlap, and net differs from 1 by
-            more than between two runs of the same code; else "same".
-    """
-
+    # group, name, peer_name: the row.
     group: str
     name: str
     peer_name: str
+    # before_ms, after_ms: time of this library in each file.
     before_ms: float
     after_ms: float
-    faster: float
-    peer_faster: float
-    net: float
+    faster: float  # before_ms / after_ms
+    peer_faster: float  # the peer's time before / after, which changes only with the machine's speed
+    net: float  # ratio after / ratio before, where a ratio is the peer's time divided by this library's
+    # "faster" or "slower" if the ranges of the ratio in the two files do not overlap, and net differs from 1 by more
+    # than between two runs of the same code; else "same".
     says: str
 
 
 class Row(NamedTuple):
-    """One row of a run.
+    """One row of a run."""
 
-    Attributes:
-        ours, peer: milliseconds of this library and of the peer.
-        ratio: median of peer's time / ours; low, high: its range without outliers.
-    """
-
+    # ours, peer: milliseconds of this library and of the peer.
     ours: float
     peer: float
-    ratio: float
+    ratio: float  # median of peer's time / ours; low, high: its range without outliers
     low: float
     high: float
 

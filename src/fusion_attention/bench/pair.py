@@ -18,56 +18,40 @@ PATIENCE, FEWEST = 2.0, 2
 
 @dataclass(frozen=True)
 class Pair:
-    """Two functions whose times are compared: of this library, and of an alternative (the peer).
+    """Two functions whose times are compared: of this library, and of an alternative (the peer)."""
 
-    Args:
-        group: heading of the rows that tables and charts show together.
-        name: description of the computation.
-        peer_name: name of the peer, which may be another computation by this library.
-        ours, peer: functions that compute the result once.
-        flops: floating-point operations of `ours`; a multiply-add is two.
-        peak: the dtype of the peak rate to compare with, "float32" or "bfloat16"; "": none.
-        variant: the instruction set of the peak rate; None: the active one.
-        peer_flops: operations of a peer that computes another problem: rates are compared; 0: times are compared.
-        goal, share_goal: the goals for the ratio and for the fraction of the peak; 0: none.
-    """
-
-    group: str
-    name: str
-    peer_name: str
+    group: str  # heading of the rows that tables and charts show together
+    name: str  # description of the computation
+    peer_name: str  # name of the peer, which may be another computation by this library
+    # ours, peer: functions that compute the result once.
     ours: Callable[[], object]
     peer: Callable[[], object]
-    flops: int
-    peak: str = ""
-    variant: str | None = None
-    peer_flops: int = 0
+    flops: int  # floating-point operations of `ours`; a multiply-add is two
+    peak: str = ""  # the dtype of the peak rate to compare with, "float32" or "bfloat16"; "": none
+    variant: str | None = None  # the instruction set of the peak rate; None: the active one
+    peer_flops: int = 0  # operations of a peer that computes another problem: rates are compared; 0: times are compared
+    # goal, share_goal: the goals for the ratio and for the fraction of the peak; 0: none.
     goal: float = 0.0
     share_goal: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The figures of a pair.
+    """The figures of a pair."""
 
-    Attributes:
-        group, name, peer_name, goal, share_goal: those of the Pair.
-        ours_ms, peer_ms: median milliseconds.
-        ratio: median over turns of peer's time / ours (or our rate / the peer's).
-        gflops: the rate of this library in GFLOP/s.
-        share_of_peak: median over turns of the rate divided by the peak rate; 0.0 without a peak.
-        low, high: the range of the ratio, without the lowest and the highest eighth.
-    """
-
+    # group, name, peer_name, goal, share_goal: those of the Pair.
     group: str
     name: str
     peer_name: str
+    # ours_ms, peer_ms: median milliseconds.
     ours_ms: float
     peer_ms: float
-    ratio: float
-    gflops: float
-    share_of_peak: float
+    ratio: float  # median over turns of peer's time / ours (or our rate / the peer's)
+    gflops: float  # the rate of this library in GFLOP/s
+    share_of_peak: float  # median over turns of the rate divided by the peak rate; 0.0 without a peak
     goal: float
     share_goal: float
+    # low, high: the range of the ratio, without the lowest and the highest eighth.
     low: float = 0.0
     high: float = 0.0
 

@@ -28,20 +28,13 @@ class CaptureError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The content of a file that capture() wrote: one call with inputs and outputs.
+    """The content of a file that capture() wrote: one call with inputs and outputs."""
 
-    Attributes:
-        op: the operator's definition.
-        args: its arguments by canonical name.
-        outputs: its results by name.
-        seed: the seed of drawn dropout.
-        saved, upstream: for a backward, the forward's results and their gradients by name; else empty.
-    """
-
-    op: Op
-    args: dict[str, Any]
-    outputs: dict[str, torch.Tensor]
-    seed: int
+    op: Op  # the operator's definition
+    args: dict[str, Any]  # its arguments by canonical name
+    outputs: dict[str, torch.Tensor]  # its results by name
+    seed: int  # the seed of drawn dropout
+    # saved, upstream: for a backward, the forward's results and their gradients by name; else empty.
     saved: dict[str, torch.Tensor] = field(default_factory=dict)
     upstream: dict[str, torch.Tensor] = field(default_factory=dict)
 

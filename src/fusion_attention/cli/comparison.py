@@ -50,15 +50,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Embeddings of the same sentences by two encoders, with the encoders' times.
+    """Embeddings of the same sentences by two encoders, with the encoders' times."""
 
-    Attributes:
-        padded, packed: embeddings of each encoder, [sentences, width].
-        seconds_padded, seconds_packed: median time of each encoder.
-    """
-
+    # padded, packed: embeddings of each encoder, [sentences, width].
     padded: Tensor
     packed: Tensor
+    # seconds_padded, seconds_packed: median time of each encoder.
     seconds_padded: float
     seconds_packed: float
 

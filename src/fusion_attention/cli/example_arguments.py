@@ -11,20 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of an example program.
+    """The arguments of an example program."""
 
-    Args:
-        setup: lines of the program that make the tensors.
-        values: Python text of each argument, by canonical name; an operator without the parameter ignores it.
-        outputs: Python text of the memory for results, by canonical name, for two-phase operators. The output of
-            attention and gradients are not among them: they are like the query, and like their tensors.
-        returns: variable names of the function's results.
-    """
-
-    setup: tuple[str, ...]
+    setup: tuple[str, ...]  # lines of the program that make the tensors
+    # Python text of each argument, by canonical name; an operator without the parameter ignores it.
     values: Mapping[str, str]
+    # Python text of the memory for results, by canonical name, for two-phase operators. The output of attention and
+    # gradients are not among them: they are like the query, and like their tensors.
     outputs: Mapping[str, str] = field(default_factory=dict)
-    returns: str = "out"
+    returns: str = "out"  # variable names of the function's results
 
     def plus(self, *setup: str, **values: str) -> Call:
         """Returns a call with more setup lines and values."""

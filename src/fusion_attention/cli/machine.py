@@ -32,19 +32,12 @@ _RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\
 
 @dataclass(frozen=True)
 class Release:
-    """The release of a package.
+    """The release of a package."""
 
-    Attributes:
-        name: the package.
-        installed: the installed release; "" if there is none.
-        tested: the range of tested releases.
-        says: the comparison of both: "tested", "older than tested", "missing" ...
-    """
-
-    name: str
-    installed: str
-    tested: str
-    says: str
+    name: str  # the package
+    installed: str  # the installed release; "" if there is none
+    tested: str  # the range of tested releases
+    says: str  # the comparison of both: "tested", "older than tested", "missing" ...
 
 
 def processor() -> str:

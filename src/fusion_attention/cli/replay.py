@@ -32,25 +32,15 @@ class Backend(str, Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """The result of replaying one saved call.
+    """The result of replaying one saved call."""
 
-    Attributes:
-        file: the file of the saved call.
-        operator: the operator's name; "" for an unreadable file.
-        sizes: dtype and shape of the call's first result.
-        verdict: "right", "unjudged", "wrong" or "unreadable".
-        reason: the reason for the verdict; "" for a right call.
-        worst: the largest absolute difference between saved and recomputed results.
-        milliseconds: median time of the timed runs; 0.0 without runs.
-    """
-
-    file: str
-    operator: str
-    sizes: str
-    verdict: str
-    reason: str
-    worst: float
-    milliseconds: float
+    file: str  # the file of the saved call
+    operator: str  # the operator's name; "" for an unreadable file
+    sizes: str  # dtype and shape of the call's first result
+    verdict: str  # "right", "unjudged", "wrong" or "unreadable"
+    reason: str  # the reason for the verdict; "" for a right call
+    worst: float  # the largest absolute difference between saved and recomputed results
+    milliseconds: float  # median time of the timed runs; 0.0 without runs
 
 
 def replay(

@@ -22,29 +22,21 @@ FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of a call that determine the visible keys.
+    """The arguments of a call that determine the visible keys."""
 
-    Args:
-        mode: a sparse mode, or BAND.
-        q_len, kv_len: query rows and keys of every sequence.
-        packed: True: layout TND; False: one sequence in layout BSND.
-        pre, next: visible tokens before and after the diagonal; 2**31 - 1: no limit.
-        prefix: number of keys of the prefix, per sequence; empty: no prefix.
-        align: Band.align.
-        mask: the mask tensor of modes with a full mask: "zeros", "triangle" (triu(1)) or "own"; "none": no tensor.
-        own: the elements of the mask "own", rows of 0 and 1.
-    """
-
-    mode: int
+    mode: int  # a sparse mode, or BAND
+    # q_len, kv_len: query rows and keys of every sequence.
     q_len: tuple[int, ...]
     kv_len: tuple[int, ...]
-    packed: bool = False
+    packed: bool = False  # True: layout TND; False: one sequence in layout BSND
+    # pre, next: visible tokens before and after the diagonal; 2**31 - 1: no limit.
     pre: int = UNLIMITED
     next: int = UNLIMITED
-    prefix: tuple[int, ...] = ()
-    align: str = "end"
+    prefix: tuple[int, ...] = ()  # number of keys of the prefix, per sequence; empty: no prefix
+    align: str = "end"  # Band.align
+    # The mask tensor of modes with a full mask: "zeros", "triangle" (triu(1)) or "own"; "none": no tensor.
     mask: str = "zeros"
-    own: Sequence[Sequence[int]] | None = None
+    own: Sequence[Sequence[int]] | None = None  # the elements of the mask "own", rows of 0 and 1
 
 
 @dataclass(frozen=True)

@@ -43,26 +43,19 @@ class MissingError(JudgeError):
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A call with its results.
+    """A call with its results."""
 
-    Attributes:
-        op: the operator definition.
-        args, outputs: arguments and results by canonical name.
-        seed: seed of dropout.
-        source: the file that the call was read from, or "".
-        notes: remarks for the report.
-        saved, upstream: of a backward, the forward's results (statistics may be absent) and their gradients.
-        cached: results of this object's methods, stored because they are used several times.
-    """
-
-    op: Op
+    op: Op  # the operator definition
+    # args, outputs: arguments and results by canonical name.
     args: dict[str, Any]
     outputs: dict[str, Tensor]
-    seed: int = 0
-    source: str = ""
-    notes: tuple[str, ...] = ()
+    seed: int = 0  # seed of dropout
+    source: str = ""  # the file that the call was read from, or ""
+    notes: tuple[str, ...] = ()  # remarks for the report
+    # saved, upstream: of a backward, the forward's results (statistics may be absent) and their gradients.
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     upstream: Mapping[str, Tensor] = field(default_factory=dict)
+    # Results of this object's methods, stored because they are used several times.
     cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:

@@ -28,16 +28,11 @@ LEAST = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A result in float64 with the expected size of its error in a correct program.
+    """A result in float64 with the expected size of its error in a correct program."""
 
-    Attributes:
-        value: the result; for integers, before rounding.
-        size: expected root mean square error of each number: 0 if every correct program is exact.
-        draws: number of randomly rounding programs from which the size was estimated; 0: it was computed by formulas.
-    """
-
-    value: Tensor
-    size: Tensor
+    value: Tensor  # the result; for integers, before rounding
+    size: Tensor  # expected root mean square error of each number: 0 if every correct program is exact
+    # Number of randomly rounding programs from which the size was estimated; 0: it was computed by formulas.
     draws: int = 0
 
     def __getitem__(self, place: object) -> Expected:
@@ -74,19 +69,12 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """The group of elements with the largest error, of one kind of groups (rows, tiles, heads, ...) of an output.
+    """The group of elements with the largest error, of one kind of groups (rows, tiles, heads, ...) of an output."""
 
-    Attributes:
-        kind: "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements).
-        z: root mean square of (error / expected size) over the group.
-        limit: the largest z that rounding explains.
-        place: (head, row) of the group's first element.
-    """
-
-    kind: str
-    z: float
-    limit: float
-    place: tuple[int, int] = (0, 0)
+    kind: str  # "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements)
+    z: float  # root mean square of (error / expected size) over the group
+    limit: float  # the largest z that rounding explains
+    place: tuple[int, int] = (0, 0)  # (head, row) of the group's first element
 
     @property
     def fails(self) -> bool:

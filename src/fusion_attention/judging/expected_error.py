@@ -65,18 +65,13 @@ def underflow(n: float | Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Grade:
-    """The precision of a class of programs: the steps after which they round to the call's dtype.
+    """The precision of a class of programs: the steps after which they round to the call's dtype."""
 
-    Attributes:
-        words: description of results with this grade, for reports.
-        low: True if the results of all steps are rounded to the dtype; False if only weights, gradients of scores and
-            results are.
-        poor: True if running sums are rounded too.
-    """
-
-    words: str
+    words: str  # description of results with this grade, for reports
+    # True if the results of all steps are rounded to the dtype; False if only weights, gradients of scores and results
+    # are.
     low: bool = False
-    poor: bool = False
+    poor: bool = False  # True if running sums are rounded too
 
     def sums(self, dtype: torch.dtype) -> float:
         """Returns a, the relative variance of the rounding error of one addition to a running sum, in programs of this

@@ -114,21 +114,17 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Variances of log y and p: of independent errors per key [rows, keys], of common errors of a row's keys [rows, 1].
+    """Variances of log y and p: of independent errors per key [rows, keys], of common errors of a row [rows, 1]."""
 
-    Attributes:
-        of_y, y_row: variance of log y of each key, and the common one from the row's sum.
-        of_p, p_row: variance of p of each key, and the common one, relative to p, from the row's divisor.
-        p: p.
-        shares: each key's fraction of the row's sum, by which the error of its score changes all y of the row; None if
-            the sum is an input.
-    """
-
+    # of_y, y_row: variance of log y of each key, and the common one from the row's sum.
     of_y: Tensor
     y_row: Tensor
+    # of_p, p_row: variance of p of each key, and the common one, relative to p, from the row's divisor.
     of_p: Tensor
     p_row: Tensor
     p: Tensor
+    # Each key's fraction of the row's sum, by which the error of its score changes all y of the row; None if the sum is
+    # an input.
     shares: Tensor | None
 
     def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:

@@ -20,15 +20,10 @@ _INF = math.inf
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a computation.
+    """The dtypes of a computation."""
 
-    Attributes:
-        dtype: dtype of products and sums.
-        low: dtype to which weights and results are rounded; None: no rounding.
-    """
-
-    dtype: torch.dtype = torch.float64
-    low: torch.dtype | None = None
+    dtype: torch.dtype = torch.float64  # dtype of products and sums
+    low: torch.dtype | None = None  # dtype to which weights and results are rounded; None: no rounding
 
     def narrow(self, weights: Tensor) -> Tensor:
         """Returns attention weights rounded for the product with V; only a bfloat16 program rounds them."""
@@ -49,30 +44,20 @@ def baseline(dtype: torch.dtype) -> Precision:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """The weights of a block, with the values that they were computed from.
+    """The weights of a block, with the values that they were computed from."""
 
-    Attributes:
-        shown: scores, -inf for an invisible key.
-        product: scores before bias and cap; None: equal to shown.
-        slope: derivative of the capped score by the product.
-        top, total: maximum of the scores and sum of the weights, [heads, rows, 1].
-        keyless: bool, true for rows without a key.
-        weights: exp(score - max), before the division by total and before dropout; 1 for rows that return V's mean.
-        live: bool, true for pairs with a weight, before dropout.
-        softmax: bool, true for pairs whose weight depends on the score; not for rows that return V's mean.
-        mean: bool, true for rows that return the mean of V.
-    """
-
-    shown: Tensor
-    product: Tensor | None
-    slope: Tensor | float
+    shown: Tensor  # scores, -inf for an invisible key
+    product: Tensor | None  # scores before bias and cap; None: equal to shown
+    slope: Tensor | float  # derivative of the capped score by the product
+    # top, total: maximum of the scores and sum of the weights, [heads, rows, 1].
     top: Tensor
     total: Tensor
-    keyless: Tensor
+    keyless: Tensor  # bool, true for rows without a key
+    # exp(score - max), before the division by total and before dropout; 1 for rows that return V's mean.
     weights: Tensor
-    live: Tensor
-    softmax: Tensor
-    mean: Tensor
+    live: Tensor  # bool, true for pairs with a weight, before dropout
+    softmax: Tensor  # bool, true for pairs whose weight depends on the score; not for rows that return V's mean
+    mean: Tensor  # bool, true for rows that return the mean of V
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
@@ -192,23 +177,14 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Gradients of a block's scores, [heads, rows, keys], and the values that they were computed from.
+    """Gradients of a block's scores, [heads, rows, keys], and the values that they were computed from."""
 
-    Attributes:
-        softmax: the weights P.
-        dscores: dS = P (dP - delta), before the multiplication with the cap's slope.
-        dx: dS after it.
-        upstream: dP.
-        delta: dout . out, minus the gradient of lse, [heads, rows, 1].
-        dropped_weights: P after dropout.
-    """
-
-    softmax: Softmax
-    dscores: Tensor
-    dx: Tensor
-    upstream: Tensor
-    delta: Tensor
-    dropped_weights: Tensor
+    softmax: Softmax  # the weights P
+    dscores: Tensor  # dS = P (dP - delta), before the multiplication with the cap's slope
+    dx: Tensor  # dS after it
+    upstream: Tensor  # dP
+    delta: Tensor  # dout . out, minus the gradient of lse, [heads, rows, 1]
+    dropped_weights: Tensor  # P after dropout
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:

@@ -34,17 +34,11 @@ _WITHIN, _STRANGE = "·", "!"
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that each row of a sequence's first head sees, in cells of several rows by several keys.
+    """The keys that each row of a sequence's first head sees, in cells of several rows by several keys."""
 
-    Attributes:
-        visible: [cells down, cells across], the fraction of a cell's keys that are visible to its first row.
-        steps: numbers of rows and keys in a cell.
-        of: words for the title: " of sequence 2", or "" if the call has one sequence.
-    """
-
-    visible: Tensor
-    steps: tuple[int, int]
-    of: str = ""
+    visible: Tensor  # [cells down, cells across], the fraction of a cell's keys that are visible to its first row
+    steps: tuple[int, int]  # numbers of rows and keys in a cell
+    of: str = ""  # words for the title: " of sequence 2", or "" if the call has one sequence
 
     def lines(self) -> list[str]:
         """Returns a drawing of the mask as lines of text: a title, the numbers of keys, and a line of block characters
@@ -59,20 +53,14 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """A matrix of an output's errors for each sequence, such as heads by rows, to be drawn.
+    """A matrix of an output's errors for each sequence, such as heads by rows, to be drawn."""
 
-    Attributes:
-        z: [down, across] float32 per sequence: errors divided by their expected sizes.
-        wrong: [down, across] bool per sequence.
-        down, across: words of the axes ("heads", "rows").
-        step: number of positions of the axis across in one column of z.
-    """
-
-    z: Sequence[Tensor]
-    wrong: Sequence[Tensor]
+    z: Sequence[Tensor]  # [down, across] float32 per sequence: errors divided by their expected sizes
+    wrong: Sequence[Tensor]  # [down, across] bool per sequence
+    # down, across: words of the axes ("heads", "rows").
     down: str
     across: str
-    step: int = 1
+    step: int = 1  # number of positions of the axis across in one column of z
 
     def order(self) -> list[int]:
         """Returns the numbers of sequences that are not empty, those with an error first."""
@@ -81,22 +69,15 @@ class Surface:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A matrix of errors reduced to cells for a picture: the largest error of each cell.
+    """A matrix of errors reduced to cells for a picture: the largest error of each cell."""
 
-    Attributes:
-        z: [down, across] float32: largest error of a cell, divided by its expected size.
-        wrong: [down, across] bool.
-        down, across: words of the axes.
-        steps: numbers of positions in a cell, down and across.
-        sizes: numbers of positions of the two axes.
-    """
-
-    z: Tensor
-    wrong: Tensor
+    z: Tensor  # [down, across] float32: largest error of a cell, divided by its expected size
+    wrong: Tensor  # [down, across] bool
+    # down, across: words of the axes.
     down: str
     across: str
-    steps: tuple[int, int]
-    sizes: tuple[int, int]
+    steps: tuple[int, int]  # numbers of positions in a cell, down and across
+    sizes: tuple[int, int]  # numbers of positions of the two axes
 
     @property
     def cell(self) -> str:

@@ -24,52 +24,32 @@ _LEAST = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A call of the indexer, its statistics or its loss in the intermediate representation.
+    """A call of the indexer, its statistics or its loss in the intermediate representation."""
 
-    Attributes:
-        op_kind, problem, extents: as in the intermediate representation.
-        index: the call's IndexerOperands.
-        of_loss: the IndexerLossOperands that contain them, or None.
-        grads: memory of gradients, of a backward.
-        own_statistics: True if the call computes the statistics; else they are inputs.
-        relu, weighted: False to omit max(0, .) or the head weights from scores.
-        factor: factor on scores.
-        largest: False to select the smallest scores.
-        last_first: True to list the later one of two keys with equal scores first.
-        by_key: True to list keys in their order.
-        direction: of the divergence, "p|y", or (wrong) "y|p".
-        loss_alone: True if only the loss has the wrong direction, not its gradients.
-        reduction: of the loss and its gradients over rows: "sum" or "mean".
-        sign: sign of dI.
-        per_head: False if the target is not divided by the number of heads.
-        scaled: False if the attention's scores are not scaled.
-        weights_from: head h uses the weight of head h + weights_from.
-        unread: (first, end) of keys that are never chosen.
-        shorter: number of entries that are missing at the end of full lists.
-    """
-
+    # op_kind, problem, extents: as in the intermediate representation.
     op_kind: str
     problem: Any
     extents: Extents
-    index: Any
-    of_loss: Any = None
-    grads: Any = None
-    own_statistics: bool = False
+    index: Any  # the call's IndexerOperands
+    of_loss: Any = None  # the IndexerLossOperands that contain them, or None
+    grads: Any = None  # memory of gradients, of a backward
+    own_statistics: bool = False  # True if the call computes the statistics; else they are inputs
+    # relu, weighted: False to omit max(0, .) or the head weights from scores.
     relu: bool = True
     weighted: bool = True
-    factor: float = 1.0
-    largest: bool = True
-    last_first: bool = False
-    by_key: bool = False
-    direction: str = "p|y"
-    loss_alone: bool = False
-    reduction: str = "sum"
-    sign: float = 1.0
-    per_head: bool = True
-    scaled: bool = True
-    weights_from: int = 0
-    unread: tuple[int, int] = (0, 0)
-    shorter: int = 0
+    factor: float = 1.0  # factor on scores
+    largest: bool = True  # False to select the smallest scores
+    last_first: bool = False  # True to list the later one of two keys with equal scores first
+    by_key: bool = False  # True to list keys in their order
+    direction: str = "p|y"  # of the divergence, "p|y", or (wrong) "y|p"
+    loss_alone: bool = False  # True if only the loss has the wrong direction, not its gradients
+    reduction: str = "sum"  # of the loss and its gradients over rows: "sum" or "mean"
+    sign: float = 1.0  # sign of dI
+    per_head: bool = True  # False if the target is not divided by the number of heads
+    scaled: bool = True  # False if the attention's scores are not scaled
+    weights_from: int = 0  # head h uses the weight of head h + weights_from
+    unread: tuple[int, int] = (0, 0)  # (first, end) of keys that are never chosen
+    shorter: int = 0  # number of entries that are missing at the end of full lists
 
     def changed(self, **fields: Any) -> Index:
         """Returns this call with changed fields."""
@@ -166,82 +146,54 @@ def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention's probabilities for some rows, from which the loss's target is made.
+    """The attention's probabilities for some rows, from which the loss's target is made."""
 
-    Attributes:
-        scores: [heads, rows, keys].
-        squares: sum of the squares of a score's dim terms, [heads, rows, keys].
-        dim: number of terms of a score.
-        lse: [heads, rows, 1].
-        shares: probabilities of each head, [heads, rows, keys].
-        divisor: [rows, 1]: number of heads, without the sinks' probabilities.
-        target: sum of the heads' probabilities / divisor, [rows, keys].
-        at_sinks: the sinks' probabilities [heads, rows, 1], or None.
-    """
-
-    scores: Tensor
-    squares: Tensor
-    dim: int
-    lse: Tensor
-    shares: Tensor
-    divisor: Tensor
-    target: Tensor
-    at_sinks: Tensor | None
+    scores: Tensor  # [heads, rows, keys]
+    squares: Tensor  # sum of the squares of a score's dim terms, [heads, rows, keys]
+    dim: int  # number of terms of a score
+    lse: Tensor  # [heads, rows, 1]
+    shares: Tensor  # probabilities of each head, [heads, rows, keys]
+    divisor: Tensor  # [rows, 1]: number of heads, without the sinks' probabilities
+    target: Tensor  # sum of the heads' probabilities / divisor, [rows, keys]
+    at_sinks: Tensor | None  # the sinks' probabilities [heads, rows, 1], or None
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """The two distributions of the loss for some rows: y of the indexer and the target p, both [rows, keys].
+    """The two distributions of the loss for some rows: y of the indexer and the target p, both [rows, keys]."""
 
-    Attributes:
-        scored, attended: the indexer's scores; the attention's probabilities, None if the target is an operand.
-        times: how often a row's list has a key, [rows, keys].
-        top, total: maximum and sum of the indexer's softmax, [rows, 1].
-        own_statistics: as in Index.
-        logs: (log p, log y).
-        losses: contributions to the loss, [rows, keys].
-        dscores: dI, [rows, keys].
-        by_y, by_p: derivatives of dI by log y and by p.
-        loss_by_y, loss_by_p: derivatives of the loss by log y and by p.
-        given: the target, if it is an operand.
-    """
-
+    # scored, attended: the indexer's scores; the attention's probabilities, None if the target is an operand.
     scored: Scored
     attended: Attended | None
-    times: Tensor
+    times: Tensor  # how often a row's list has a key, [rows, keys]
+    # top, total: maximum and sum of the indexer's softmax, [rows, 1].
     top: Tensor
     total: Tensor
-    own_statistics: bool
+    own_statistics: bool  # as in Index
     y: Tensor
     p: Tensor
-    logs: tuple[Tensor, Tensor]
-    losses: Tensor
-    dscores: Tensor
+    logs: tuple[Tensor, Tensor]  # (log p, log y)
+    losses: Tensor  # contributions to the loss, [rows, keys]
+    dscores: Tensor  # dI, [rows, keys]
+    # by_y, by_p: derivatives of dI by log y and by p.
     by_y: Tensor
     by_p: Tensor
+    # loss_by_y, loss_by_p: derivatives of the loss by log y and by p.
     loss_by_y: Tensor
     loss_by_p: Tensor
-    given: Given | None = None
+    given: Given | None = None  # the target, if it is an operand
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The target distribution of an indexer's loss that is an argument of the call, for some query rows.
+    """The target distribution of an indexer's loss that is an argument of the call, for some query rows."""
 
-    Attributes:
-        p: [rows, elements]: the probabilities; 0 for elements that the operator does not read.
-        key: [rows, elements]: the index of each element's key; the number of keys for an element without a key.
-        read: [rows, elements], bool: true for elements that the operator reads.
-        mass: [rows, 1]: sum of p, or 1 if `unit`.
-        unit: True if p counts as a distribution that sums to 1.
-        squares: [rows, keys]: sum of dI^2, the squared gradients of the indexer's scores, over the elements of a key.
-    """
-
-    p: Tensor
-    key: Tensor
-    read: Tensor
-    mass: Tensor
-    unit: bool
+    p: Tensor  # [rows, elements]: the probabilities; 0 for elements that the operator does not read
+    key: Tensor  # [rows, elements]: the index of each element's key; the number of keys for an element without a key
+    read: Tensor  # [rows, elements], bool: true for elements that the operator reads
+    mass: Tensor  # [rows, 1]: sum of p, or 1 if `unit`
+    unit: bool  # True if p counts as a distribution that sums to 1
+    # [rows, keys]: sum of dI^2, the squared gradients of the indexer's scores, over the elements of a key.
     squares: Tensor
 
     def of_elements(self, matrix: Tensor) -> Tensor:

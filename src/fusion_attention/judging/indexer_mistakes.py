@@ -16,16 +16,13 @@ _TILES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class IndexMistake:
-    """A mistake in a call of the indexer, its statistics or its loss.
+    """A mistake in a call of the indexer, its statistics or its loss."""
 
-    Attributes:
-        name, means, fix: as in mistakes.kinds.Mistake.
-        ways: returns the ways to make the mistake in a call, {detail: the call with it}; {} if it is impossible there.
-    """
-
+    # name, means, fix: as in mistakes.kinds.Mistake.
     name: str
     means: str
     fix: str
+    # Returns the ways to make the mistake in a call, {detail: the call with it}; {} if it is impossible there.
     ways: Callable[[Index], Ways]
 
 

@@ -22,17 +22,11 @@ Beside = Mapping[str, Mapping[str, Tensor]]  # results of other back ends: by ba
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The errors of a call's outputs.
+    """The errors of a call's outputs."""
 
-    Attributes:
-        tallies: errors of each output.
-        maps: errors by row of each output; only if the complete call was measured.
-        beside: errors of each output of other programs, by program.
-    """
-
-    tallies: dict[str, Tally]
-    maps: dict[str, Map]
-    beside: dict[str, dict[str, Tally]]
+    tallies: dict[str, Tally]  # errors of each output
+    maps: dict[str, Map]  # errors by row of each output; only if the complete call was measured
+    beside: dict[str, dict[str, Tally]]  # errors of each output of other programs, by program
 
     @property
     def passes(self) -> bool:

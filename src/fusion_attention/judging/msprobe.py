@@ -15,18 +15,12 @@ _DEEPEST = 16
 
 @dataclass(frozen=True)
 class DumpedCall:
-    """A dumped call, whose tensors are paths of files.
+    """A dumped call, whose tensors are paths of files."""
 
-    Attributes:
-        name: msprobe's name of the call.
-        operator: the operator's name.
-        folder: the folder that contains the files.
-        args, kwargs, outputs: positional and keyword arguments, and results.
-    """
-
-    name: str
-    operator: str
-    folder: Path
+    name: str  # msprobe's name of the call
+    operator: str  # the operator's name
+    folder: Path  # the folder that contains the files
+    # args, kwargs, outputs: positional and keyword arguments, and results.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Any, ...]

@@ -25,25 +25,16 @@ _SHOWN = 24  # largest number of names in a message
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading files that capture() did not write.
+    """Options for reading files that capture() did not write."""
 
-    Attributes:
-        operator: the operator's name.
-        names: {name of a parameter or result: name in the file}; "output.<result>" for a result with the name of a
-            parameter.
-        values: arguments that the file does not contain.
-        seed: seed of dropout.
-        unsafe_pickle: True if reading a pickle may execute code.
-        pick: only calls of a dump whose names contain this text are read.
-        dtype: dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.
-    """
-
-    operator: str = ""
+    operator: str = ""  # the operator's name
+    # {name of a parameter or result: name in the file}; "output.<result>" for a result with the name of a parameter.
     names: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    unsafe_pickle: bool = False
-    pick: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)  # arguments that the file does not contain
+    seed: int = 0  # seed of dropout
+    unsafe_pickle: bool = False  # True if reading a pickle may execute code
+    pick: str = ""  # only calls of a dump whose names contain this text are read
+    # Dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.
     dtype: str = ""
 
 

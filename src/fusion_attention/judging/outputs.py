@@ -36,25 +36,17 @@ _SECOND = "_compressed"
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a call that is judged.
+    """One output of a call that is judged."""
 
-    Attributes:
-        name: name in the operator definition.
-        kind: "out", "max", "sum", "lse", or the gradient's name in the formulas.
-        tensor: the output.
-        view: its rows; None for a sum over all sequences.
-        form: the family of operators that determines its values in rows without keys: "training", "sparse", "shared"
-            (attention with compressed keys), "own" (as the intermediate representation) or "log" (lse of this library's
-            functions: -inf; flash-attn's +inf is read as -inf).
-        second: True if its rows are keys of the second source.
-    """
-
-    name: str
-    kind: str
-    tensor: Tensor
-    view: RowView | None
+    name: str  # name in the operator definition
+    kind: str  # "out", "max", "sum", "lse", or the gradient's name in the formulas
+    tensor: Tensor  # the output
+    view: RowView | None  # its rows; None for a sum over all sequences
+    # The family of operators that determines its values in rows without keys: "training", "sparse", "shared" (attention
+    # with compressed keys), "own" (as the intermediate representation) or "log" (lse of this library's functions: -inf;
+    # flash-attn's +inf is read as -inf).
     form: str = "own"
-    second: bool = False
+    second: bool = False  # True if its rows are keys of the second source
 
     @property
     def by_keys(self) -> bool:
@@ -191,17 +183,11 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Expected values of an output [heads, rows, elements].
+    """Expected values of an output [heads, rows, elements]."""
 
-    Attributes:
-        value: golden's values.
-        variance: variance of a correct program's error.
-        baseline: results of a baseline program, or None.
-    """
-
-    value: Tensor
-    variance: Tensor
-    baseline: Tensor | None = None
+    value: Tensor  # golden's values
+    variance: Tensor  # variance of a correct program's error
+    baseline: Tensor | None = None  # results of a baseline program, or None
 
 
 def computed(

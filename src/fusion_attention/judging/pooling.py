@@ -42,23 +42,18 @@ MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A call that pools windows of rows to compressed keys, with fields that reproduce mistakes of kernels.
+    """A call that pools windows of rows to compressed keys, with fields that reproduce mistakes of kernels."""
 
-    Args:
-        problem, extents, operands: as in the intermediate representation.
-        dout: returns the gradient of a sequence's results, [heads, windows, dim]; None: a forward.
-        swapped: True if a window pools the last channels of the previous window's rows, and the first of its rows.
-        wrapped: True if the first window pools rows of zeros before it, with gates of 0.
-        unbiased: True if gates lack the bias.
-    """
-
+    # problem, extents, operands: as in the intermediate representation.
     problem: PoolingProblem
     extents: Extents
     operands: PoolingOperands
+    # Returns the gradient of a sequence's results, [heads, windows, dim]; None: a forward.
     dout: Callable[[int], Tensor] | None
+    # True if a window pools the last channels of the previous window's rows, and the first of its rows.
     swapped: bool = False
-    wrapped: bool = False
-    unbiased: bool = False
+    wrapped: bool = False  # True if the first window pools rows of zeros before it, with gates of 0
+    unbiased: bool = False  # True if gates lack the bias
 
     def channel_ranges(self, b: int) -> Iterator[slice]:
         """Yields ranges of the channels of sequence b, each with about PAIRS elements in all heads and rows."""

@@ -24,61 +24,43 @@ WORKING_DTYPE = torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows, query heads and keys of one sequence, in float64; k and v have the heads of q, or one.
-
-    Attributes:
-        heads, rows, keys: the ranges of the block in sequence b.
-        kv_len, q_len: numbers of keys and query rows of the sequence.
-        scores_by: factor on q . k, a number or [heads, rows, 1].
-        visible: bool [heads or 1, rows, keys].
-        in_band: bool [rows], true for rows with a key in the band.
-        times: how often a row's list has a key, or None.
-        keep: bool, false for weights that dropout removes, or None.
-        keep_factor: factor on the other weights.
-        weight_scale: factor on weights before they are rounded to int8, or None.
-        out_scale: (scale, offset) of a quantised output, or None.
-        bias_capped: True if the bias is added before the cap.
-        dropped_divisor: True if the sum of weights excludes dropped ones.
-        delta_by: factor on delta.
-        sloped: False if gradients lack the cap's slope.
-        counted: factor on the contribution of a pair to gradients, [heads or 1, rows or 1, keys or 1], or None.
-        summed: by gradient, the vectors whose weighted sum it is, if they are not k, q or dout.
-        gradient_scale: factor of dq and dk, if it is not scores_by.
-        saved: of a backward, (dout, out, max, sum) of these rows.
-        dlse: of a backward, the gradient of lse, or None.
-    """
+    """Some rows, query heads and keys of one sequence, in float64; k and v have the heads of q, or one."""
 
     problem: Problem
     b: int
+    # heads, rows, keys: the ranges of the block in sequence b.
     heads: slice
     rows: slice
     keys: slice
+    # kv_len, q_len: numbers of keys and query rows of the sequence.
     kv_len: int
     q: Tensor
     k: Tensor
     v: Tensor
     q_rope: Tensor | None
     k_rope: Tensor | None
-    scores_by: Any
+    scores_by: Any  # factor on q . k, a number or [heads, rows, 1]
     softcap: float
     bias: Tensor | None
-    visible: Tensor
-    in_band: Tensor
-    times: Tensor | None = None
-    keep: Tensor | None = None
-    keep_factor: float = 1.0
+    visible: Tensor  # bool [heads or 1, rows, keys]
+    in_band: Tensor  # bool [rows], true for rows with a key in the band
+    times: Tensor | None = None  # how often a row's list has a key, or None
+    keep: Tensor | None = None  # bool, false for weights that dropout removes, or None
+    keep_factor: float = 1.0  # factor on the other weights
     sink: Tensor | None = None
-    weight_scale: Tensor | None = None
-    out_scale: tuple[Tensor, Tensor | None] | None = None
-    bias_capped: bool = False
-    dropped_divisor: bool = False
-    delta_by: float = 1.0
-    sloped: bool = True
+    weight_scale: Tensor | None = None  # factor on weights before they are rounded to int8, or None
+    out_scale: tuple[Tensor, Tensor | None] | None = None  # (scale, offset) of a quantised output, or None
+    bias_capped: bool = False  # True if the bias is added before the cap
+    dropped_divisor: bool = False  # True if the sum of weights excludes dropped ones
+    delta_by: float = 1.0  # factor on delta
+    sloped: bool = True  # False if gradients lack the cap's slope
+    # Factor on the contribution of a pair to gradients, [heads or 1, rows or 1, keys or 1], or None.
     counted: Tensor | None = None
+    # By gradient, the vectors whose weighted sum it is, if they are not k, q or dout.
     summed: Mapping[str, Tensor] = field(default_factory=dict)
-    gradient_scale: float | None = None
-    saved: tuple[Tensor, ...] = ()
-    dlse: Tensor | None = None
+    gradient_scale: float | None = None  # factor of dq and dk, if it is not scores_by
+    saved: tuple[Tensor, ...] = ()  # of a backward, (dout, out, max, sum) of these rows
+    dlse: Tensor | None = None  # of a backward, the gradient of lse, or None
     q_len: int = 0
 
     @property
@@ -91,55 +73,37 @@ Edit = Callable[[Block], Block]
 
 
 class Lists(NamedTuple):
-    """For each query head and row, the list of the keys (or blocks of keys) that the row sees, by number.
+    """For each query head and row, the list of the keys (or blocks of keys) that the row sees, by number."""
 
-    Attributes:
-        entries: the numbers, [heads, rows, entries of a list].
-        read: bool in the same shape, true for entries that are read; false after the first -1.
-        keys: the number of keys (or blocks) that exist.
-    """
-
-    entries: Tensor
-    read: Tensor
-    keys: int
+    entries: Tensor  # the numbers, [heads, rows, entries of a list]
+    read: Tensor  # bool in the same shape, true for entries that are read; false after the first -1
+    keys: int  # the number of keys (or blocks) that exist
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A call with all parameters that a mistake may change.
+    """A call with all parameters that a mistake may change."""
 
-    Attributes:
-        op_kind, problem, extents, operands, grads: as in the intermediate representation.
-        kv_heads: the key head of each query head; None: the correct one.
-        v_heads: the head of its values, if it is not kv_heads.
-        q_heads: the query head that is read in place of each query head.
-        edits: functions applied to every block.
-        offset_outside: True to dequantise as stored * scale + offset, not (stored + offset) * scale.
-        high_first: True if the even element of an int4 pair is in the high half of the byte.
-        unsigned: True if integers of 4 bits have no sign.
-        drop_msb: True if dropout bits begin with the most significant one.
-        lists: function applied to lists of keys.
-        returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
-            precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
-        errors: functions applied to the variance of every result's error: (kind, variance, values before and after
-            `returns`, block, grade) -> variance.
-    """
-
+    # op_kind, problem, extents, operands, grads: as in the intermediate representation.
     op_kind: str
     problem: Problem
     extents: Extents
     operands: Operands
     grads: Grads | None = None
-    kv_heads: np.ndarray | None = None
-    v_heads: np.ndarray | None = None
-    q_heads: np.ndarray | None = None
-    edits: tuple[Edit, ...] = ()
-    offset_outside: bool = False
-    high_first: bool = False
-    unsigned: bool = False
-    drop_msb: bool = False
-    lists: Callable[[Lists], Lists] | None = None
+    kv_heads: np.ndarray | None = None  # the key head of each query head; None: the correct one
+    v_heads: np.ndarray | None = None  # the head of its values, if it is not kv_heads
+    q_heads: np.ndarray | None = None  # the query head that is read in place of each query head
+    edits: tuple[Edit, ...] = ()  # functions applied to every block
+    offset_outside: bool = False  # True to dequantise as stored * scale + offset, not (stored + offset) * scale
+    high_first: bool = False  # True if the even element of an int4 pair is in the high half of the byte
+    unsigned: bool = False  # True if integers of 4 bits have no sign
+    drop_msb: bool = False  # True if dropout bits begin with the most significant one
+    lists: Callable[[Lists], Lists] | None = None  # function applied to lists of keys
+    # Functions applied to every result: (kind, value, the intermediate representation's results, block, precision) ->
+    # value; for gradients no results, and in place of a block the unit of the output's rows.
     returns: tuple[Callable[..., Tensor], ...] = ()
+    # Functions applied to the variance of every result's error: (kind, variance, values before and after `returns`,
+    # block, grade) -> variance.
     errors: tuple[Callable[..., Tensor], ...] = ()
     cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta

@@ -19,17 +19,11 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict of one standard on one output.
+    """The verdict of one standard on one output."""
 
-    Attributes:
-        standard: the standard's name.
-        passes: True if the output is correct by it.
-        reason: the reason of a failure; "" if it passes.
-    """
-
-    standard: str
-    passes: bool
-    reason: str = ""
+    standard: str  # the standard's name
+    passes: bool  # True if the output is correct by it
+    reason: str = ""  # the reason of a failure; "" if it passes
 
 
 class Marks(NamedTuple):
@@ -53,26 +47,14 @@ _MARKS = (torch.bool, torch.bool, torch.bool, torch.float64)
 
 @dataclass(eq=False)
 class Tally:
-    """The errors of an output against golden, accumulated block by block.
+    """The errors of an output against golden, accumulated block by block."""
 
-    Attributes:
-        dtype: the output's dtype.
-        errors: squared ratios of errors to their expected sizes.
-        terms: number of terms of the longest sum.
-        count: number of elements.
-        strange: number of elements that are finite in only one of output and golden.
-        huge: number of elements for which golden exceeds float32's range and the output does not.
-        worst: (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio.
-        marks: per sequence, rows with NaN, infinities or only zeros where golden has none, and marked() of golden's
-            rows.
-    """
-
-    dtype: torch.dtype
-    errors: Errors
-    terms: int = 1
-    count: int = 0
-    strange: int = 0
-    huge: int = 0
+    dtype: torch.dtype  # the output's dtype
+    errors: Errors  # squared ratios of errors to their expected sizes
+    terms: int = 1  # number of terms of the longest sum
+    count: int = 0  # number of elements
+    strange: int = 0  # number of elements that are finite in only one of output and golden
+    huge: int = 0  # number of elements for which golden exceeds float32's range and the output does not
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # sum, sum of squares and largest of errors
     # Sum of the baseline's squared errors, and golden's largest value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -81,8 +63,10 @@ class Tally:
     # Sum and largest of our relative errors, then of the baseline's.
     relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     small: list[int] = field(default_factory=lambda: [0, 0])
+    # (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio.
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0
+    # Per sequence, rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
     marks: list[Marks] = field(default_factory=list)
     measured: bool = False  # True if a baseline was measured too
 

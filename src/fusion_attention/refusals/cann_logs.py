@@ -55,21 +55,13 @@ class LogError(ValueError):
 
 @dataclass(frozen=True)
 class Log:
-    """A failed call, as read from its log.
+    """A failed call, as read from its log."""
 
-    Attributes:
-        code: CANN's error code; 0 if the text has none.
-        operator: the name of the failed operator, if it has a definition here; else "".
-        said: the failed operator's name in the text; "" if the text has none.
-        function: the name of the torch_npu function that called the operator; "" if the text has none.
-        reasons: other messages of CANN, the most specific first.
-    """
-
-    code: int
-    operator: str
-    said: str
-    function: str
-    reasons: tuple[str, ...]
+    code: int  # CANN's error code; 0 if the text has none
+    operator: str  # the name of the failed operator, if it has a definition here; else ""
+    said: str  # the failed operator's name in the text; "" if the text has none
+    function: str  # the name of the torch_npu function that called the operator; "" if the text has none
+    reasons: tuple[str, ...]  # other messages of CANN, the most specific first
 
     @property
     def name(self) -> str:

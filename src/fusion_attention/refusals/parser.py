@@ -62,14 +62,10 @@ class WrittenError(ValueError):
 
 @dataclass(frozen=True)
 class Written:
-    """A parsed call.
+    """A parsed call."""
 
-    Attributes:
-        operator: the operator's name.
-        positional, named: the arguments; tensors are on device meta, except those with literal content.
-    """
-
-    operator: str
+    operator: str  # the operator's name
+    # positional, named: the arguments; tensors are on device meta, except those with literal content.
     positional: tuple[Any, ...]
     named: dict[str, Any] = field(default_factory=dict)
 

@@ -24,26 +24,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A call to be diagnosed.
+    """A call to be diagnosed."""
 
-    Attributes:
-        setting: the correct setting.
-        outputs: the recorded outputs.
-        names: arguments and derived sizes ("S1", "N2", ...) of the validated call, by name.
-        layout: layout of the output's rows.
-        wrong: the wrong rows of each output, bool [heads, rows] per sequence.
-        marks: for golden's rows of each output, a number that identifies the row (marked()), [heads, rows] per
-            sequence.
-        cached: results of once(), which several mistakes use.
-    """
-
-    setting: Setting
-    outputs: tuple[Output, ...]
-    names: dict[str, Any]
-    layout: str
+    setting: Setting  # the correct setting
+    outputs: tuple[Output, ...]  # the recorded outputs
+    names: dict[str, Any]  # arguments and derived sizes ("S1", "N2", ...) of the validated call, by name
+    layout: str  # layout of the output's rows
+    # The wrong rows of each output, bool [heads, rows] per sequence.
     wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    # For golden's rows of each output, a number that identifies the row (marked()), [heads, rows] per sequence.
     marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    cached: dict[Any, Any] = field(default_factory=dict)
+    cached: dict[Any, Any] = field(default_factory=dict)  # results of once(), which several mistakes use
 
     def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
         """Returns what(case, o), computed in the first call and then cached, because several mistakes use it."""
@@ -63,17 +54,11 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """One way to make a mistake in a call.
+    """One way to make a mistake in a call."""
 
-    Attributes:
-        detail: describes the way, in a few words.
-        setting: the call with the mistake.
-        outputs: the outputs if the mistake reads them in another way; None: unchanged.
-    """
-
-    detail: str
-    setting: Setting
-    outputs: tuple[Output, ...] | None = None
+    detail: str  # the way, in a few words
+    setting: Setting  # the call with the mistake
+    outputs: tuple[Output, ...] | None = None  # the outputs if the mistake reads them in another way; None: unchanged
 
 
 @dataclass(frozen=True)

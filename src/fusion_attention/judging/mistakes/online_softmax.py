@@ -21,17 +21,11 @@ _SCREENED = 4  # number of wrong rows on which candidates are tried first
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """The scores and values over which a kernel loops for some query rows of a sequence, tile of keys by tile of keys.
+    """The scores and values of some query rows of a sequence, over which a kernel loops in tiles of keys."""
 
-    Attributes:
-        scores: [heads, rows, keys], -inf for invisible keys.
-        every: scores including those of invisible keys.
-        values: [heads or 1, keys, elements].
-    """
-
-    scores: Tensor
-    every: Tensor
-    values: Tensor
+    scores: Tensor  # [heads, rows, keys], -inf for invisible keys
+    every: Tensor  # scores including those of invisible keys
+    values: Tensor  # [heads or 1, keys, elements]
     first: int  # position of the first key
     length: int  # keys of the sequence
 
@@ -49,14 +43,10 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The result of a loop over keys.
+    """The result of a loop over keys."""
 
-    Attributes:
-        values: weighted sums of values [heads, rows, elements], not yet divided by total.
-        top, total: maxima of scores and sums of weights, [heads, rows, 1].
-    """
-
-    values: Tensor
+    values: Tensor  # weighted sums of values [heads, rows, elements], not yet divided by total
+    # top, total: maxima of scores and sums of weights, [heads, rows, 1].
     top: Tensor
     total: Tensor
 
@@ -103,16 +93,11 @@ def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
 
 @dataclass(frozen=True)
 class Way:
-    """A wrong program that may explain wrong rows.
+    """A wrong program that may explain wrong rows."""
 
-    Attributes:
-        detail: describes it, in a few words.
-        program: computes a loop's sums.
-        weights: computes the keys' weights in these sums; None if no weight exceeds golden's.
-    """
-
-    detail: str
-    program: Program
+    detail: str  # the program, in a few words
+    program: Program  # function that computes a loop's sums
+    # Computes the keys' weights in these sums; None if no weight exceeds golden's.
     weights: Callable[[Loop], Tensor] | None = None
 
 

@@ -41,19 +41,14 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Treated:
-    """Scores, weights and values of all keys under a wrong treatment.
+    """Scores, weights and values of all keys under a wrong treatment."""
 
-    Attributes:
-        scores: the scores from which the maximum is computed.
-        product, total: weights in the product with V and in the sum of weights, relative to the correct maximum,
-            [heads, rows, keys].
-        values: values of the keys.
-    """
-
-    scores: Tensor
+    scores: Tensor  # the scores from which the maximum is computed
+    # product, total: weights in the product with V and in the sum of weights, relative to the correct maximum, [heads,
+    # rows, keys].
     product: Tensor
     total: Tensor
-    values: Tensor
+    values: Tensor  # values of the keys
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:

@@ -153,14 +153,10 @@ def _ordered(case: Case, o: Output, detail: str, order: Tensor) -> Try:
 
 @dataclass(frozen=True)
 class Place:
-    """A mapping of each output row to another row, modulo the numbers of sequences, heads and rows.
+    """A mapping of each output row to another row, modulo the numbers of sequences, heads and rows."""
 
-    Attributes:
-        sequence: added to the sequence's number.
-        heads, rows: (sign, number): head h is mapped to head sign * h + number, and row i to row sign * i + number.
-    """
-
-    sequence: int
+    sequence: int  # added to the sequence's number
+    # heads, rows: (sign, number): head h is mapped to head sign * h + number, and row i to row sign * i + number.
     heads: tuple[int, int]
     rows: tuple[int, int]
 

@@ -19,50 +19,34 @@ _VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv"
 
 
 class Subset(NamedTuple):
-    """A subset of the contributions to each row of a gradient.
+    """A subset of the contributions to each row of a gradient."""
 
-    Attributes:
-        head: number of the query head in its group; -1: all heads.
-        tiles: "all", "tile" (number `number`), or the "first" or "last" tile of each row.
-        size: size of a tile.
-        number: number of the tile.
-    """
-
-    head: int = -1
-    tiles: str = "all"
-    size: int = 0
-    number: int = 0
+    head: int = -1  # number of the query head in its group; -1: all heads
+    tiles: str = "all"  # "all", "tile" (number `number`), or the "first" or "last" tile of each row
+    size: int = 0  # size of a tile
+    number: int = 0  # number of the tile
 
 
 class Change(NamedTuple):
-    """A subset of a gradient's contributions, and its wrong treatment.
-
-    Attributes:
-        word: "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or
-            "after".
-        left: the fraction of the error that remains.
-    """
+    """A subset of a gradient's contributions, and its wrong treatment."""
 
     subset: Subset
+    # "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or "after".
     word: str
-    left: float = 0.0
+    left: float = 0.0  # the fraction of the error that remains
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A wrong row of a gradient, with golden's row and its contributions.
+    """A wrong row of a gradient, with golden's row and its contributions."""
 
-    Attributes:
-        mine, right: the wrong row and golden's row, [elements].
-        terms: golden's contributions by query heads and tiles of 16, [heads, tiles, elements].
-        moved: {distance d: the contributions if vectors are read from the keys (or rows) that are d before}.
-        first, last: the first and last key (row) that contributes.
-    """
-
+    # mine, right: the wrong row and golden's row, [elements].
     mine: Tensor
     right: Tensor
-    terms: Tensor
+    terms: Tensor  # golden's contributions by query heads and tiles of 16, [heads, tiles, elements]
+    # {distance d: the contributions if vectors are read from the keys (or rows) that are d before}.
     moved: dict[int, Tensor]
+    # first, last: the first and last key (row) that contributes.
     first: int
     last: int
 
