@@ -116,11 +116,8 @@ BACKWARD = {"SDPA": autograd(torch_sdpa), "tiles": tiled_gradients, "eager": aut
 
 
 def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
-    """Returns a program's results for a call, by output names; empty where the program cannot compute it.
-
-    Args:
-        change: edit applied to every block before the computation; introduces a fault.
-    """
+    """Returns a program's results for a call, by output names; empty where the program cannot compute it. change: edit
+    applied to every block before the computation; introduces a fault."""
     outputs: Leaves = call.results()
     if indexer.serves(call):
         if who != "eager" or call.op_kind not in ("indexer_topk", "indexer_backward"):

@@ -9,10 +9,8 @@ Call = Callable[[], object]
 
 
 def gradient(forward: Callable[[], torch.Tensor], leaves: tuple[torch.Tensor, ...]) -> Call:
-    """Returns a function that computes gradients; its first call, which is no measurement, computes the forward.
-
-    So the errors of a peer, such as too little memory, count for its row and do not end the run.
-    """
+    """Returns a function that computes gradients; its first call, which is no measurement, computes the forward. So the
+    errors of a peer, such as too little memory, count for its row and do not end the run."""
     calls: list[Call] = []
 
     def call() -> object:

@@ -109,10 +109,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """Returns a new layer of the attribute `name` of `owner`, with the value make(layer).
-
-    It registers the layer's removal in `undo`, then applies it.
-    """
+    """Returns a new layer of the attribute `name` of `owner`, with the value make(layer). It registers the layer's
+    removal in `undo`, then applies it."""
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True
@@ -182,12 +180,8 @@ class Changes:
         sys.meta_path.insert(0 if first else len(sys.meta_path), finder)
 
     def play(self, modules: dict[str, ModuleType], version: str) -> None:
-        """Makes modules importable, and their distribution known to importlib.metadata.
-
-        Args:
-            modules: by name, a package before its submodules; the first name is that of the distribution.
-            version: the distribution's version.
-        """
+        """Makes modules importable, and their distribution known to importlib.metadata. modules: by name, a package
+        before its submodules; the first name is that of the distribution; version: the distribution's version."""
         player = Player(modules, version)
         for name, module in modules.items():
             self.set(sys.modules, name, module)

@@ -98,10 +98,8 @@ class Probe:
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times both functions of a pair, and the peak rate, alternately after one warm-up; returns the medians.
-
-    turns: the number of turns; fewer if the pair takes long and has no goal.
-    """
+    """Times both functions of a pair, and the peak rate, alternately after one warm-up; returns the medians. turns: the
+    number of turns; fewer if the pair takes long and has no goal."""
     pair.ours()
     other = seconds(pair.peer)
     once = seconds(pair.ours)

@@ -27,11 +27,8 @@ def gradient_name(op: Op, name: str) -> str:
 
 
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:
-    """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call of `op`.
-
-    args, outputs: its arguments and results by name. upstream: gradients of the results by name; gradients: those of
-    the inputs.
-    """
+    """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call of `op`. args, outputs:
+    its arguments and results by name. upstream: gradients of the results by name; gradients: those of the inputs."""
     results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
     if not results:
         return
@@ -66,10 +63,8 @@ def complete_call(op: Op, bound: Any, seed: int, offset: Any) -> Any:
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """Returns the lowered backward of the lowered forward `call`; None if the operator has no derivative.
-
-    saved: the forward's results by name; upstream: their gradients by name.
-    """
+    """Returns the lowered backward of the lowered forward `call`; None if the operator has no derivative. saved: the
+    forward's results by name; upstream: their gradients by name."""
     try:
         backward: Lowered = call.backward(saved, upstream)
     except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not saved

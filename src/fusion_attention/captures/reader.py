@@ -158,9 +158,7 @@ _KINDS = {Param: "", Tensors: " that are lists of tensors", Array: " that are li
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
     """Returns the operator's parameter with a name; _Fault: it is not of this kind, or `args` has its value already.
-
-    field: the metadata's field, for the error.
-    """
+    field: the metadata's field, for the error."""
     result = op.by_name.get(name)
     if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)

@@ -66,10 +66,8 @@ class Comparison:
 
 
 def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda fraction: None) -> list[str]:
-    """Returns the docstrings of the modules in a folder (None: the standard library's), without duplicates.
-
-    Sources are parsed, never imported: importing runs code. advance: called with the fraction of modules read.
-    """
+    """Returns the docstrings of the modules in a folder (None: the standard library's), without duplicates. Sources are
+    parsed, never imported: importing runs code. advance: called with the fraction of modules read."""
     files = sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts: dict[str, str] = {}
@@ -136,10 +134,8 @@ def cosines(embeddings: Tensor) -> Tensor:
 
 
 def neighbours(similarity: Tensor) -> Tensor:
-    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3].
-
-    similarity: the result of cosines().
-    """
+    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3]. similarity:
+    the result of cosines()."""
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
@@ -194,11 +190,8 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders.
-
-    padded, packed: the results of cosines() for each encoder; agree: that of rankings_agree(); seed: selects the
-    queries.
-    """
+    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders. padded,
+    packed: the results of cosines() for each encoder; agree: that of rankings_agree(); seed: selects the queries."""
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)
@@ -221,9 +214,7 @@ def run(
     backend: str, progress: Progress, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Compares both encoders, prints tables or JSON, and returns the exit code: 0 if the encoders agree, else 1.
-
-    attention: a function with the signature of `npu_fusion_attention`; backend: the name of its back end.
-    """
+    attention: a function with the signature of `npu_fusion_attention`; backend: the name of its back end."""
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]
     result = compare(encoder, tokens, attention, settings, progress)

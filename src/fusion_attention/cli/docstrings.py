@@ -64,10 +64,8 @@ def sections(text: str) -> dict[str, str]:
 
 
 def prose(text: str, root: str) -> str:
-    """Converts text to Markdown: indented lines are code, and special characters of all other lines are escaped.
-
-    root: the relative path from the page to docs/, "../" or "".
-    """
+    """Converts text to Markdown: indented lines are code, and special characters of all other lines are escaped. root:
+    the relative path from the page to docs/, "../" or ""."""
     lines: list[str] = []
     code = False
     for line in text.splitlines():
@@ -98,10 +96,8 @@ def _escaped(text: str, root: str) -> str:
 
 
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
-    """Converts the entries of Args or Raises to a Markdown list.
-
-    root: as for prose(); names: the function's parameters, of which a line may describe several.
-    """
+    """Converts the entries of Args or Raises to a Markdown list. root: as for prose(); names: the function's
+    parameters, of which a line may describe several."""
     entries: list[list[str]] = []
     alternatives = "|".join(map(re.escape, names))
     if alternatives:

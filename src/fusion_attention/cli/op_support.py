@@ -27,10 +27,7 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
     """Returns the lowered sample call of `op` with given settings on a device; None if the operator definition does not
-    allow it.
-
-    strict: CANN's limits apply too.
-    """
+    allow it. strict: CANN's limits apply too."""
     import torch
 
     from fusion_attention.contract import ContractError, bind

@@ -83,9 +83,7 @@ SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
 
 def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
     """Returns a picture as lines of at most `width` characters: two per cell, or one per tile if cells are too many.
-
-    ascii_only: True: use only ASCII characters.
-    """
+    ascii_only: True: use only ASCII characters."""
     rows, keys = cells.shape
     if keys * 2 <= width and rows <= 64:
         signs = ASCII if ascii_only else FULL_BLOCKS
@@ -111,10 +109,8 @@ def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> str:
-    """Returns a picture as SVG, for light and dark pages; if there are few cells, with gaps between them.
-
-    size: the longer side in pixels; axes: True: label both axes.
-    """
+    """Returns a picture as SVG, for light and dark pages; if there are few cells, with gaps between them. size: the
+    longer side in pixels; axes: True: label both axes."""
     rows, keys = cells.shape
     unit = size / max(rows, keys, 1)
     gap = min(1.5, unit / 8) if unit >= 4 else 0.0

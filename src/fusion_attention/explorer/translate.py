@@ -54,9 +54,7 @@ class Program:
 
     def name(self, thing: Any, wanted: str = "") -> str:
         """Returns the JavaScript name of `thing`, a function, class or constant, which is translated at its first use.
-
-        wanted: the preferred name; "": that of the function or class.
-        """
+        wanted: the preferred name; "": that of the function or class."""
         if callable(thing) and thing in self.native:
             return self.native[thing]
         if id(thing) not in self.names:

@@ -182,10 +182,8 @@ def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, 
 
 
 def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
-    """Returns [first, start, cells], which describe the keys that the mask removes from row i of sequence b.
-
-    These are every key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture().
-    """
+    """Returns [first, start, cells], which describe the keys that the mask removes from row i of sequence b. These are
+    every key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture()."""
     start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
     if kind == "":
         return [INFINITE, start, []]

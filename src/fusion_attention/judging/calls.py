@@ -145,10 +145,7 @@ class Recorded:
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
         """Returns outputs computed on this machine by `backend` ("cpu", "triton", "golden"), or the reason why it
-        cannot.
-
-        The outputs are those whose names are keys of `names`.
-        """
+        cannot. The outputs are those whose names are keys of `names`."""
         call = self.lowered()
         try:
             reasons = load(backend).reasons_against(call.problem, call.device)
@@ -224,9 +221,7 @@ def recorded(
 
 def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
     """Splits a backward's arguments into (the forward's saved results, their gradients, other arguments), by name.
-
-    inputs: the arguments of operator `op`. Without a gradient among them (a forward) the first two dicts are empty.
-    """
+    inputs: the arguments of operator `op`. Without a gradient among them (a forward) the first two dicts are empty."""
     sources = gradients.upstream_of(op)
     upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
     if not upstream:

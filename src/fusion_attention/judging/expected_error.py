@@ -123,10 +123,8 @@ def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, keys]: sum_d one^2 other^2, of rows (one) and keys (other), [heads, n, dim].
-
-    For long vectors in float32 it is estimated as |one|^2 |other|^2 / dim. error_dtype: dtype of the computation.
-    """
+    """Returns [heads, rows, keys]: sum_d one^2 other^2, of rows (one) and keys (other), [heads, n, dim]. For long
+    vectors in float32 it is estimated as |one|^2 |other|^2 / dim. error_dtype: dtype of the computation."""
     dim = one.shape[-1]
     if error_dtype == torch.float64 or dim < _SHORT:
         return _squares(one, error_dtype) @ _squares(other, error_dtype).mT
@@ -173,10 +171,8 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
 
 
 def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns the number n of terms in a row's sums over keys of block x, [heads, rows, 1], in error_dtype.
-
-    A key that a list has m times counts m^2, because equal terms have equal rounding errors.
-    """
+    """Returns the number n of terms in a row's sums over keys of block x, [heads, rows, 1], in error_dtype. A key that
+    a list has m times counts m^2, because equal terms have equal rounding errors."""
     live = s.live.to(error_dtype)
     return (live if x.times is None else live * x.times.to(error_dtype).square()).sum(-1, keepdim=True)
 

@@ -277,18 +277,14 @@ def of_gradients(
 
 
 def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
-    """True if rounding dI to 16 bits dominates its error, in every row and for every key.
-
-    pairs: the other variances of dI; squares: dI^2, both [rows, keys]; w: the variance of rounding a value of 1.
-    """
+    """True if rounding dI to 16 bits dominates its error, in every row and for every key. pairs: the other variances of
+    dI; squares: dI^2, both [rows, keys]; w: the variance of rounding a value of 1."""
     return w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1))
 
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
-    """Returns the variance of sum_j (by_y log y + by_p p) k over pairs that are `live`, [heads, rows, dim].
-
-    by_y, by_p: factors [.., rows, keys]; x: the variances of y and p. Elements are computed as in Spread.of_sums().
-    """
+    """Returns the variance of sum_j (by_y log y + by_p p) k over pairs that are `live`, [heads, rows, dim]. by_y, by_p:
+    factors [.., rows, keys]; x: the variances of y and p. Elements are computed as in Spread.of_sums()."""
     result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
     full = (live * by_y) @ k
     if x.shares is not None:
@@ -387,10 +383,8 @@ def completed(
 
 
 def at_keys(variance: Tensor, indices: Tensor) -> Tensor:
-    """Returns [rows, entries]: the variances, of [rows, keys], of the keys in lists `indices` [rows, entries].
-
-    Entries that are not the index of a key, such as -1, get 0.
-    """
+    """Returns [rows, entries]: the variances, of [rows, keys], of the keys in lists `indices` [rows, entries]. Entries
+    that are not the index of a key, such as -1, get 0."""
     if not variance.shape[-1]:
         return torch.zeros(indices.shape, dtype=variance.dtype)
     listed = indices.long()

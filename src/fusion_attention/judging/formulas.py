@@ -75,10 +75,8 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Returns (scores, scores before cap and bias, derivative of the cap) of block x, all [heads, rows, keys].
-
-    Scores are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1.
-    """
+    """Returns (scores, scores before cap and bias, derivative of the cap) of block x, all [heads, rows, keys]. Scores
+    are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1."""
     result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         result = result + x.q_rope @ x.k_rope.mT
@@ -142,10 +140,8 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1], of block x, computed in precision p.
-
-    s: the block's softmax, if the caller has it. For a quantised output, "unscaled" is out before the scale.
-    """
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1], of block x, computed in precision p. s: the
+    block's softmax, if the caller has it. For a quantised output, "unscaled" is out before the scale."""
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live

@@ -86,18 +86,14 @@ class Grid:
         return " by ".join(words) or "one position"
 
     def limits(self) -> tuple[float, float]:
-        """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale.
-
-        Both are LEAST, the bound of correct results, if no wrong cell has a finite z.
-        """
+        """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale. Both are LEAST,
+        the bound of correct results, if no wrong cell has a finite z."""
         finite = self.z[self.wrong & self.z.isfinite()]
         return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
 
     def levels(self) -> Tensor:
-        """Returns the position of each cell's z on the colour scale, [down, across]: 0 to 1, by the logarithm of z.
-
-        It is 1 if z is not finite. Only the levels of wrong cells are drawn.
-        """
+        """Returns the position of each cell's z on the colour scale, [down, across]: 0 to 1, by the logarithm of z. It
+        is 1 if z is not finite. Only the levels of wrong cells are drawn."""
         least, most = (math.log(max(z, LEAST)) for z in self.limits())
         level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
         return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
@@ -117,11 +113,8 @@ def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
 
 
 def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
-    """Returns sequence b of a surface, reduced to cells with the largest error of their positions.
-
-    most: the largest numbers of cells (down, across). The numbers of positions in a cell, down and across, are powers
-    of two.
-    """
+    """Returns sequence b of a surface, reduced to cells with the largest error of their positions. most: the largest
+    numbers of cells (down, across). The numbers of positions in a cell, down and across, are powers of two."""
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
     steps = cells_of(z.shape, most)
@@ -133,10 +126,7 @@ def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
 
 def cells_of(sizes: Sequence[int], most: tuple[int, int]) -> tuple[int, int]:
     """Returns the numbers of positions (down, across) in a cell: the smallest powers of two that give at most `most`
-    cells per axis.
-
-    sizes: the numbers of positions of the two axes.
-    """
+    cells per axis. sizes: the numbers of positions of the two axes."""
     down, across = (1 << (-(-max(n, 1) // cells) - 1).bit_length() for n, cells in zip(sizes, most, strict=True))
     return down, across
 
@@ -148,10 +138,8 @@ def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:
 
 
 def text(name: str, surface: Surface) -> Text:
-    """Returns a drawing of an output's errors in block characters, for a terminal of 80 columns.
-
-    name: the output's name, for the title; surface: its errors, of which the first sequence with an error is drawn.
-    """
+    """Returns a drawing of an output's errors in block characters, for a terminal of 80 columns. name: the output's
+    name, for the title; surface: its errors, of which the first sequence with an error is drawn."""
     from rich.text import Text  # imported here because rich may be absent where GPU tests run
 
     b = surface.order()[0]
@@ -189,10 +177,8 @@ def _ticks(g: Grid) -> str:
 
 
 def figure(name: str, surface: Surface, b: int) -> str:
-    """Returns an HTML figure of the errors (`surface`) of output `name` in sequence b, with labelled axes.
-
-    Cells within the bound are green, those beyond it yellow to red by size.
-    """
+    """Returns an HTML figure of the errors (`surface`) of output `name` in sequence b, with labelled axes. Cells within
+    the bound are green, those beyond it yellow to red by size."""
     g = grid(surface, b, PAGE)
     data = base64.b64encode(_png(g)).decode()
     least, most = g.limits()

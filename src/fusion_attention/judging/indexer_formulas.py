@@ -111,10 +111,8 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects keys of the call x by the scores `s` of some rows; visible: bool [rows, kv_len].
-
-    Returns scores [rows, kv_len], -inf for an invisible key; scores and indices of the selected keys [rows, top_k].
-    """
+    """Selects keys of the call x by the scores `s` of some rows; visible: bool [rows, kv_len]. Returns scores [rows,
+    kv_len], -inf for an invisible key; scores and indices of the selected keys [rows, top_k]."""
     scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:

@@ -91,10 +91,8 @@ def _file(path: Path, how: Reading) -> Iterator[Recorded]:
 
 
 def _flat(content: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
-    """Returns the tensors, numbers and texts of nested dicts and lists by name; nested names are joined by dots.
-
-    name: the name of `content` itself, "" at the top; depth: its depth, which is limited.
-    """
+    """Returns the tensors, numbers and texts of nested dicts and lists by name; nested names are joined by dots. name:
+    the name of `content` itself, "" at the top; depth: its depth, which is limited."""
     if depth > _DEEPEST:
         raise JudgeError(f"{name[:80]}: nested more than {_DEEPEST} deep")
     if isinstance(content, (list, tuple)) and not all(isinstance(each, int) for each in content):

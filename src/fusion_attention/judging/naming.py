@@ -139,10 +139,8 @@ def _calls(
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
-    """Returns a value from a file as operator `op` takes it: Python numbers, packed softmax_lse as [T, N].
-
-    name: of a parameter or result, perhaps with a prefix that ends with a dot; how: has further arguments of the call.
-    """
+    """Returns a value from a file as operator `op` takes it: Python numbers, packed softmax_lse as [T, N]. name: of a
+    parameter or result, perhaps with a prefix that ends with a dot; how: has further arguments of the call."""
     last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
     if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
         return value.mT  # flash-attn's is [N, T]
@@ -156,10 +154,8 @@ def _parameter(op: Op, name: str) -> Param | None:
 
 
 def value_of(op: Op, name: str, value: Any) -> Any:
-    """Converts a text to the value of the operator's parameter `name`; returns other values unchanged.
-
-    Of a mask parameter, "causal" or "window(63, 0)" becomes a Band; of a list of lengths, "100,150" becomes [100, 150].
-    """
+    """Converts a text to the value of the operator's parameter `name`; returns other values unchanged. Of a mask
+    parameter, "causal" or "window(63, 0)" becomes a Band; of a list of lengths, "100,150" becomes [100, 150]."""
     p = _parameter(op, name)
     if isinstance(p, Attr) and p.type is Band:
         return value if value is None else _band(f"{op.name}: {p.shown}", value)
@@ -173,9 +169,7 @@ def value_of(op: Op, name: str, value: Any) -> Any:
 
 def _band(who: str, value: Any) -> Band:
     """Returns the Band of a text such as causal, window(63, 0) or Band.causal(align="start"), without executing it.
-
-    Raises a JudgeError that begins with `who`, the parameter, for other values.
-    """
+    Raises a JudgeError that begins with `who`, the parameter, for other values."""
     refused = JudgeError(f"{who}: expected {_BANDS}, got {str(value)[:80]!r}")
     if isinstance(value, Band):
         return value

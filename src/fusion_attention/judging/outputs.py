@@ -330,9 +330,7 @@ class _Expectation:
         self, kinds: Set[str], rows: slice, keys: slice | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
         """Returns the contributions of rows to the gradients `kinds`: (values by kind, variances by kind, the keys).
-
-        They are of the part's heads, and of these keys; None: of all keys that the rows may see.
-        """
+        They are of the part's heads, and of these keys; None: of all keys that the rows may see."""
         block = self.setting.block(self.unit.b, self.unit.heads, rows, keys)
         if self.grade is None:
             return formulas.gradients(block, self.precision, kinds=kinds), {}, block.keys

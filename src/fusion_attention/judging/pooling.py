@@ -90,9 +90,7 @@ class Windows:
 
     def _keys(self, rows: Tensor, first: int, channels: slice) -> Tensor:
         """Returns rows of kv or gate [heads, rows, elements] as keys of block(), [heads * windows * channels, 1, keys].
-
-        first: the number of the first window that the call computes; rows begin at the sequence's start.
-        """
+        first: the number of the first window that the call computes; rows begin at the sequence's start."""
         p = self.problem
         windows = rows.unflatten(1, (-1, p.ratio))
         if p.overlap:
@@ -105,11 +103,8 @@ class Windows:
         return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
 
     def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
-        """Returns gradients of the keys of block() as rows of sequence b, [heads, rows, 1 or 2, channels].
-
-        This is the inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no window
-        pools is 0.
-        """
+        """Returns gradients of the keys of block() as rows of sequence b, [heads, rows, 1 or 2, channels]. This is the
+        inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no window pools is 0."""
         p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
         windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
         memory = -(-int(self.extents.kv_len[b]) // p.ratio)

@@ -207,9 +207,7 @@ class Setting:
 
     def _keys_of(self, b: int, name: str, kv: np.ndarray, keys: slice) -> Tensor:
         """Returns keys or values of sequence b, dequantised: [heads, keys, dim], or [1, keys, dim] if all are equal.
-
-        name: "k", "v" or "k_rope"; kv: the key head of each query head.
-        """
+        name: "k", "v" or "k_rope"; kv: the key head of each query head."""
         stored = self._stored(b, name)
         one = np.unique(kv)
         picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
@@ -291,10 +289,7 @@ class Setting:
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
         """Returns (int [rows, 1], the end of the keys of sequence b that each row's list may contain; number of all
-        such keys).
-
-        With compressed keys, lists contain only those.
-        """
+        such keys). With compressed keys, lists contain only those."""
         p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
         if p.compressed_ratio:
             end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
@@ -366,9 +361,7 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
     """Returns the range of keys that some rows may see; all `kv_len` if a row without keys may return the mean of V.
-
-    first, end: for each row, the band's first key and the key after its last one; p: the problem.
-    """
+    first, end: for each row, the band's first key and the key after its last one; p: the problem."""
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
     if means or p.has_blocked_tiles or p.selects or not some.any():

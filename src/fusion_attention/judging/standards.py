@@ -72,9 +72,7 @@ class Tally:
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
         """Adds the errors of a block of the output, `ours` [heads, rows, elements], against `wanted`, golden's values.
-
-        place: the block's (sequence, heads, rows); None if the positions of errors are not needed (samples).
-        """
+        place: the block's (sequence, heads, rows); None if the positions of errors are not needed (samples)."""
         value = wanted.value.double()
         if not value.numel():
             return
@@ -107,10 +105,8 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Adds a block's absolute errors, and its numbers for CANN's standards.
-
-        mine: the output in float64; value: golden's values; baseline: a float32 program's results, or None.
-        """
+        """Adds a block's absolute errors, and its numbers for CANN's standards. mine: the output in float64; value:
+        golden's values; baseline: a float32 program's results, or None."""
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond
@@ -183,9 +179,7 @@ class Tally:
 
     def cann_double(self) -> Judged:
         """Returns the verdict of CANN's double benchmark, which limits relative errors by multiples of a baseline's.
-
-        The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small values.
-        """
+        The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small values."""
         n = max(self.count, 1)
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),
@@ -203,10 +197,8 @@ class Tally:
         return self._published("cann-double", broken)
 
     def _published(self, name: str, broken: list[str]) -> Judged:
-        """Returns the verdict of the standard `name`, which fails for the reasons `broken`, if there are any.
-
-        It also fails if a value is finite in only one of output and golden.
-        """
+        """Returns the verdict of the standard `name`, which fails for the reasons `broken`, if there are any. It also
+        fails if a value is finite in only one of output and golden."""
         strange = [f"{self.strange} values are not finite, or should not be"] if self.strange else []
         return Judged(name, not (strange or broken), "; ".join(strange + broken))
 

@@ -53,12 +53,8 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 
 def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first.
-
-    Args:
-        op: the definition of the called function; CANN's names of parameters are those of the operator that failed.
-        log: the parsed log.
-    """
+    """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first. op: the definition of
+    the called function; CANN's names of parameters are those of the operator that failed; log: the parsed log."""
     names = (RECORDS[log.operator] if log.operator else op).cann
     spelled = {p.name: names.get(p.shown, "") for p in RECORDS[log.operator or op.name].params}
     rules = _rules(op, log)

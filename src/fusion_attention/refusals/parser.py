@@ -98,10 +98,7 @@ def parse_call(text: str) -> Written:
 
 def operator_named(name: str) -> str | None:
     """Returns the name of the operator that a function, or a first phase, calls; None if it has no definition here.
-
-    Args:
-        name: the function's name, with or without modules. Functions that only CANN's package has need no module.
-    """
+    name: the function's name, with or without modules. Functions that only CANN's package has need no module."""
     *packages, name = name.removesuffix(PHASE_1).split(".")
     of_package = f"{PACKAGE}.{name}"
     if of_package in RECORDS and (PACKAGE in packages or name not in RECORDS):
@@ -319,9 +316,7 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     """Returns the result of the function `name` of torch or numpy that creates a tensor; words: keyword arguments.
-
-    node: the call's syntax tree, for errors.
-    """
+    node: the call's syntax tree, for errors."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")

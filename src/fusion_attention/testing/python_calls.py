@@ -17,10 +17,8 @@ from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of fusion_attention.attention() for a case; None if the function has no such call.
-
-    args: the result of arguments().
-    """
+    """Returns the arguments of fusion_attention.attention() for a case; None if the function has no such call. args:
+    the result of arguments()."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -70,10 +68,8 @@ def _tiles(mask: Tensor) -> dict[str, Tensor]:
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
-    """Returns the result of a function of fusion_attention.npu; arguments that it does not have are ignored.
-
-    op: its operator definition. args: arguments by canonical name.
-    """
+    """Returns the result of a function of fusion_attention.npu; arguments that it does not have are ignored. op: its
+    operator definition. args: arguments by canonical name."""
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
@@ -88,10 +84,8 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Returns the outputs of forward and backward by name: out, max and sum (each [..., 8]), and GRADIENTS.
-
-    dy: the gradient of out. backend: name of the back end that computes both.
-    """
+    """Returns the outputs of forward and backward by name: out, max and sum (each [..., 8]), and GRADIENTS. dy: the
+    gradient of out. backend: name of the back end that computes both."""
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)
     backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])

@@ -234,10 +234,8 @@ class Roundings(TorchDispatchMode):
     def _each(
         self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = _unchanged
     ) -> Any:
-        """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape].
-
-        func, base: torch's operation, and its name without overload. change: applied to each argument first.
-        """
+        """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape]. func,
+        base: torch's operation, and its name without overload. change: applied to each argument first."""
         if not self._has_copies((args, kwargs)):
             return self._expanded(func(*_mapped(args, change), **kwargs))
         if base in _PRODUCTS:
@@ -301,11 +299,8 @@ class Roundings(TorchDispatchMode):
         return isinstance(x, Tensor) and self.copies.of(x) is not None
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
-        """Returns the arguments, each tensor replaced by its copies [copies, ...] if it has some.
-
-        Args:
-            rank: number of axes of the operation's result, to which the copies are aligned for broadcasting.
-        """
+        """Returns the arguments, each tensor replaced by its copies [copies, ...] if it has some. rank: number of axes
+        of the operation's result, to which the copies are aligned for broadcasting."""
         copies = [self.copies.of(x) if isinstance(x, Tensor) else None for x in args]
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
@@ -348,9 +343,7 @@ class Roundings(TorchDispatchMode):
 
     def _is_exact(self, values: Tensor) -> Tensor:
         """True for values that the dtype represents exactly (for float64: if float32 does), or that exceed its range.
-
-        Models fill masks with the lowest float64 number, which would become -inf with an error.
-        """
+        Models fill masks with the lowest float64 number, which would become -inf with an error."""
         rounded = values.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
         return (rounded == values).logical_or_(rounded.isinf())
 

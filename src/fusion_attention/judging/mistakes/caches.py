@@ -152,10 +152,8 @@ def _of(s: Setting, change: Callable[[Tensor], Tensor], d: Dequant) -> Dequant:
 
 
 def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a view of changed dequantisation scales of a call.
-
-    change() is applied to the scales of each sequence, [heads, tokens, elements], or [heads, 1, elements] per channel.
-    """
+    """Returns a view of changed dequantisation scales of a call. change() is applied to the scales of each sequence,
+    [heads, tokens, elements], or [heads, 1, elements] per channel."""
     if view is None:
         return None
     by_token = isinstance(view, PagedView) or view.stride_token != 0
@@ -177,10 +175,8 @@ def _next(s: Setting, view: Any) -> Any:
 
 
 def _beside(s: Setting, view: Any, by: int) -> Any:
-    """Returns a view of paged scales in which each page has those of the page `by` pages later in its sequence.
-
-    The first or last page of a sequence keeps its scales if no such page exists.
-    """
+    """Returns a view of paged scales in which each page has those of the page `by` pages later in its sequence. The
+    first or last page of a sequence keeps its scales if no such page exists."""
     if not isinstance(view, PagedView):
         return view
     last = -(-s.extents.kv_len // view.page_size) - 1

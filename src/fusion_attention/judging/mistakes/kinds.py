@@ -131,10 +131,8 @@ def _filled(wrong: Tensor) -> Tensor:
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
-    """Yields (layout, view of the same memory in this layout) for layouts other than that of the call `case`.
-
-    view: rows of `heads` heads: keys if of_keys, else query rows.
-    """
+    """Yields (layout, view of the same memory in this layout) for layouts other than that of the call `case`. view:
+    rows of `heads` heads: keys if of_keys, else query rows."""
     e, dim = case.setting.extents, view.dim
     lengths, starts = (e.kv_len, e.kv_start) if of_keys else (e.q_len, e.q_start)
     count = len(e)
@@ -165,9 +163,7 @@ def factor_of(mine: Tensor, right: Tensor) -> float:
 
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
     """Returns a setting with one more function, `change`, that is applied to its results (see Setting.returns), last.
-
-    errors: a function for the variances of their errors (see Setting.errors), or None.
-    """
+    errors: a function for the variances of their errors (see Setting.errors), or None."""
     added = () if errors is None else (errors,)
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
 
@@ -176,9 +172,7 @@ def of_results(
     setting: Setting, changes: Mapping[str, Callable[..., Tensor]], errors: Callable[..., Tensor] | None = None
 ) -> Setting:
     """Returns a setting whose results of some kinds ("out", "max", "sum", "lse") are changed; errors: see returning().
-
-    changes: by kind, a function (result, the formulas' results by kind, block) -> changed result.
-    """
+    changes: by kind, a function (result, the formulas' results by kind, block) -> changed result."""
 
     def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
         return changes[kind](value, raw, x) if kind in changes else value

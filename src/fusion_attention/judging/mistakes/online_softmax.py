@@ -156,10 +156,8 @@ _ORDERS = {
 
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns for each key of a loop the running maximum when its tile is added, [heads, rows, keys].
-
-    size: keys of a tile; order: the order of tiles, a key of _ORDERS.
-    """
+    """Returns for each key of a loop the running maximum when its tile is added, [heads, rows, keys]. size: keys of a
+    tile; order: the order of tiles, a key of _ORDERS."""
     tiles = [*loop.tiles(size)]
     tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
     number = torch.arange(len(tiles))

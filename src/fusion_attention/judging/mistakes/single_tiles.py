@@ -52,10 +52,8 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns the scores, weights and values of all keys of a loop, each changed by the same wrong treatment.
-
-    kind: the wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by.
-    """
+    """Returns the scores, weights and values of all keys of a loop, each changed by the same wrong treatment. kind: the
+    wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by."""
     right, scores, values = exponentials(loop.scores), loop.scores, loop.values
     none = torch.zeros_like(right)
     if kind == "left out":
@@ -72,9 +70,7 @@ def _treated(loop: Loop, kind: str, by: int) -> Treated:
 
 def _distances(kind: str, size: int) -> list[int]:
     """Returns the distances, in keys, to the keys that a wrong treatment (kind) of a tile of `size` keys reads instead.
-
-    There is one distance for the tile, and a second one for the tile after it if both are exchanged.
-    """
+    There is one distance for the tile, and a second one for the tile after it if both are exchanged."""
     if kind == _EXCHANGED:
         return [-size, size]
     return [(1 if "one key" in kind else size) * (1 if "before" in kind else -1)]
@@ -82,9 +78,7 @@ def _distances(kind: str, size: int) -> list[int]:
 
 def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
     """Returns the sums of a softmax over a loop's keys, some of which are treated wrongly (kind, see _treated()).
-
-    marks: bool [keys], true for such keys, for each of the distances from which keys are read.
-    """
+    marks: bool [keys], true for such keys, for each of the distances from which keys are read."""
     scores, product = loop.scores, exponentials(loop.scores)
     total, results = product, []
     for at, by in zip(marks, distances, strict=True):

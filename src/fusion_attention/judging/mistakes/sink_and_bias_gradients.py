@@ -21,9 +21,7 @@ NAMES = tuple(_NAMES.values())
 
 def explained(setting: Setting, outputs: Sequence[Output], failing: Sequence[str]) -> tuple[Explanation, ...]:
     """Returns explanations of those wrong gradients of a call that are sums over all sequences: of sinks and of a bias.
-
-    failing: the names of the wrong outputs.
-    """
+    failing: the names of the wrong outputs."""
     results = []
     for o in (o for o in outputs if o.view is None and o.name in failing):
         right, mine = totals(setting, o, PROGRAM), o.tensor.double()

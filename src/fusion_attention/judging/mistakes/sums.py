@@ -62,10 +62,8 @@ class Sample:
 
 
 def counted(x: Block, factor: Tensor) -> Block:
-    """Returns block x with the contribution of each pair of row and key to gradients multiplied by a factor.
-
-    factor: [heads or 1, rows or 1, keys or 1].
-    """
+    """Returns block x with the contribution of each pair of row and key to gradients multiplied by a factor. factor:
+    [heads or 1, rows or 1, keys or 1]."""
     return replace(x, counted=factor if x.counted is None else x.counted * factor)
 
 
@@ -97,10 +95,8 @@ def _vectors(x: Block, kind: str) -> Tensor:
 
 
 def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
-    """Returns the weighted sums of vectors over tiles of 16 of them, [heads, tiles, elements].
-
-    pairs: the weights [heads, n]; vectors: [heads or 1, n, elements]; n: rows or keys.
-    """
+    """Returns the weighted sums of vectors over tiles of 16 of them, [heads, tiles, elements]. pairs: the weights
+    [heads, n]; vectors: [heads or 1, n, elements]; n: rows or keys."""
     fill = -pairs.shape[-1] % 16
     pairs = torch.nn.functional.pad(pairs, (0, fill)).unflatten(-1, (-1, 16))
     vectors = torch.nn.functional.pad(vectors, (0, 0, 0, fill)).unflatten(-2, (-1, 16))
@@ -121,9 +117,7 @@ def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
 
 def _changes(case: Case, o: Output) -> list[Change]:
     """Returns up to three changes of contributions that explain sampled wrong rows of output `o` of a call, a gradient.
-
-    The change with the smallest remaining error is first.
-    """
+    The change with the smallest remaining error is first."""
     samples = _sampled(case, o)
     if not samples:
         return []
@@ -193,9 +187,7 @@ def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
 
 def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -> Tensor:
     """Returns bool [heads, rows or 1, keys or 1], true for pairs of block x whose contributions are in a subset.
-
-    of_terms: positions of the block's keys (of its rows, for gradients of keys), over which the output `o` sums.
-    """
+    of_terms: positions of the block's keys (of its rows, for gradients of keys), over which the output `o` sums."""
     heads = torch.arange(x.heads.start, x.heads.stop)
     marks = ((heads % s.group == subset.head) | (subset.head < 0))[:, None, None]
     if subset.tiles == "all":
