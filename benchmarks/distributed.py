@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,6 @@ def _step(call: Callable[..., Any], given: list[torch.Tensor]) -> None:
     call(q, k, v, band=Band.causal()).backward(upstream)
 
 
-def _one_process_step(length: int) -> Callable[[], None]:
-    given = _tensors(length)
-    return lambda: _step(fa.attention, given)
-
-
 def _rank(rank: int, world: int, store: str) -> None:
     """Executes commands: "step" of a schedule, "alone" (fa.attention on each rank), "send" (bytes in a ring)."""
     torch.set_num_threads(1)
@@ -132,7 +128,7 @@ def rates(quick: bool, turns: int) -> list[Shared]:
     length, result = 2048 if quick else 16384, []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    one = _one_process_step(length)
+    one = partial(_step, fa.attention, _tensors(length))
     try:
         with Ranks(2) as ranks:
             for schedule, goal in (("zigzag", 0.9), ("ring", 0.0), ("allgather", 0.0), ("ulysses", 0.0)):

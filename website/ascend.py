@@ -32,19 +32,13 @@ def table() -> str:
 
 def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
-    summary = record.summary if record else docstrings.prose(_first(function), "")
+    first = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+    summary = record.summary if record else docstrings.prose(first, "")
+    text = summary.removeprefix("torch_npu's ").replace("|", r"\|").replace("\n", " ")
+    text = text if text.startswith("npu_") else text[:1].upper() + text[1:]
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
     core = record is not None and (name not in AUXILIARY or another(name))
-    return f"| {link} | {_cell(summary)} | {'the core' if core else 'torch'} |"
-
-
-def _first(function: object) -> str:
-    return (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-
-
-def _cell(text: str) -> str:
-    text = text.removeprefix("torch_npu's ").replace("|", r"\|").replace("\n", " ")
-    return text if text.startswith("npu_") else text[:1].upper() + text[1:]
+    return f"| {link} | {text} | {'the core' if core else 'torch'} |"
 
 
 def coverage() -> str:

@@ -116,6 +116,7 @@ def _show(explanation: Explanation, console: Console) -> None:
     from rich.text import Text
 
     from fusion_attention.refusals.cann_logs import CODES
+    from fusion_attention.refusals.fixes import shortened
 
     def line(text: str, style: str = "", indent: int = 0) -> None:
         console.print(Text(" " * indent + text, style), soft_wrap=True)
@@ -140,8 +141,8 @@ def _show(explanation: Explanation, console: Console) -> None:
             line(fix, "", 2)
     if explanation.results:
         line("")
-        sizes = ", ".join(f"{name} {_short(value)}" for name, value in explanation.sizes.items())
-        line(f"read as      {sizes}")
+        sizes = {n: shortened(v) if isinstance(v, list) else v for n, v in explanation.sizes.items()}
+        line("read as      " + ", ".join(f"{name} {value}" for name, value in sizes.items()))
         line("results      " + ", ".join(f"{name} {shape}" for name, shape in explanation.results.items()))
         line("computed by  " + ", ".join(f"{name}: {why}" for name, why in explanation.computes.items()))
         if explanation.unread:
@@ -149,7 +150,3 @@ def _show(explanation: Explanation, console: Console) -> None:
     if explanation.operator:
         line("")
         line(f"All rules: fusion-attention ops {explanation.operator}", "dim")
-
-
-def _short(value: object) -> str:
-    return f"{value[:6]}".replace("]", ", ...]") if isinstance(value, list) and len(value) > 6 else str(value)

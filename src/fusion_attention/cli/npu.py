@@ -36,7 +36,10 @@ def npu(
     if coverage is None:
         if missing:
             refuse("npu", "--missing: expected --coverage PATH with it")
-        result = {name: _names(module) for name, module in sorted(_modules().items())}
+        result = {
+            name: sorted(n for n in vars(module) if not n.startswith("_") or n.startswith("_npu_"))
+            for name, module in sorted(_modules().items())
+        }
         if as_json:
             show_json(result)
         else:
@@ -63,10 +66,6 @@ def _modules() -> dict[str, Any]:
     from fusion_attention.npu.surface.modules import beside, build_modules
 
     return build_modules(torch.device("cpu"), "npu") | beside() | {transfer.NAME: ModuleType(transfer.NAME)}
-
-
-def _names(module: Any) -> list[str]:
-    return sorted(n for n in vars(module) if not n.startswith("_") or n.startswith("_npu_"))
 
 
 def _facts(path: Path) -> dict[str, Any]:

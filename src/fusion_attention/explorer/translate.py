@@ -67,7 +67,9 @@ class Program:
             if inspect.isclass(thing):
                 self.parts.append(self._class(thing, name))
             elif inspect.isfunction(thing):
-                self.parts.append(self._function(thing, name))
+                node = _source(thing)
+                assert isinstance(node, ast.FunctionDef)
+                self.parts.append(f"function {name}{self._body(node, thing.__globals__)}")
             else:
                 self.parts.append(f"const {name} = {constant(thing)};")
         return self.names[id(thing)]
@@ -76,11 +78,6 @@ class Program:
         """Returns an arrow function for a rule's expression; other names than `names` are read from `parameter`."""
         tree = ast.parse(text, mode="eval")
         return f"({parameter}) => {_Body(self, names, parameter).of(tree.body)}"
-
-    def _function(self, function: Any, name: str) -> str:
-        node = _source(function)
-        assert isinstance(node, ast.FunctionDef)
-        return f"function {name}{self._body(node, function.__globals__)}"
 
     def _body(self, node: ast.FunctionDef, within: Mapping[str, Any], kind: type | None = None) -> str:
         skip, body = int(kind is not None), _Body(self, within, kind=kind)

@@ -173,6 +173,16 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
     )
 
 
+def operator_of(name: str) -> Op:
+    """Returns the definition of the operator with a name; raises a JudgeError for an unknown one."""
+    if not isinstance(name, str):
+        raise JudgeError(f"operator: expected a name, got {type(name).__name__}")
+    if name not in RECORDS:
+        near = ", ".join(n for n in RECORDS if name.lower() in n.lower() or n.lower() in name.lower())
+        raise JudgeError(f"operator {name!r} has no record here" + (f" (did you mean {near}?)" if near else ""))
+    return RECORDS[name]
+
+
 def recorded(
     operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
 ) -> Recorded:
@@ -188,12 +198,7 @@ def recorded(
     Raises:
         JudgeError: an unknown operator or argument, or no output.
     """
-    if not isinstance(operator, str):
-        raise JudgeError(f"operator: expected a name, got {type(operator).__name__}")
-    op = RECORDS.get(operator)
-    if op is None:
-        near = ", ".join(n for n in RECORDS if operator.lower() in n.lower() or n.lower() in operator.lower())
-        raise JudgeError(f"operator {operator!r} has no record here" + (f" (did you mean {near}?)" if near else ""))
+    op = operator_of(operator)
     for what, given in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(given, Mapping):
             raise JudgeError(f"{operator}: {what}: expected tensors by name, got {type(given).__name__}")

@@ -81,9 +81,9 @@ class Indexed(Subject):
 
     def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
         tries = (
-            (m.name, detail, m.means, m.fix, replace(self, x=other))
-            for m in INDEX_MISTAKES
-            for detail, other in m.ways(self.x).items()
+            (name, detail, means, fix, replace(self, x=replace(self.x, **fields)))
+            for name, means, fix, ways in INDEX_MISTAKES
+            for detail, fields in ways(self.x).items()
         )
         mistakes = explanations(tries, base, lambda tally: 0.0 if tally.strange else tally.errors.z_tile)
         return mistakes, not mistakes and self.measured(None, POOR).passes

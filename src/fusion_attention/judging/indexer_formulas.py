@@ -51,10 +51,6 @@ class Index:
     unread: tuple[int, int] = (0, 0)  # (first, end) of keys that are never chosen
     shorter: int = 0  # number of entries that are missing at the end of full lists
 
-    def changed(self, **fields: Any) -> Index:
-        """Returns this call with changed fields."""
-        return replace(self, **fields)
-
     @property
     def heads(self) -> int:
         """The number of the indexer's heads."""

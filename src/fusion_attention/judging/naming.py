@@ -11,9 +11,8 @@ import torch
 from fusion_attention.captures.result_names import returned
 from fusion_attention.contract import Array, Attr, Op, Param
 from fusion_attention.ir.mask import Band
-from fusion_attention.judging.calls import JudgeError, MissingError, Recorded, recorded
+from fusion_attention.judging.calls import JudgeError, MissingError, Recorded, operator_of, recorded
 from fusion_attention.judging.gradients import LSE, gradients_of, upstream_of
-from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
 OUTPUT = "output."  # prefix of a result's name if a parameter has the same name
@@ -88,7 +87,7 @@ def named(path: Path, content: Mapping[str, Any], how: Reading) -> Iterator[Reco
     """
     if not how.operator:
         raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op); it has {listed(content)}")
-    names = _Names(record(how.operator))
+    names = _Names(operator_of(how.operator))
     given: dict[str, Any] = {}
     for name, source in how.names.items():
         if not names.target(name):
@@ -185,15 +184,6 @@ def _band(who: str, value: Any) -> Band:
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
         raise refused from None
     return band
-
-
-def record(operator: str) -> Op:
-    """Returns the definition of the operator with this name; raises a JudgeError for an unknown one."""
-    op = RECORDS.get(operator)
-    if op is None:
-        recorded(operator, {}, {})  # raises with a list of operators
-        raise AssertionError
-    return op
 
 
 def results_of(op: Op) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Such mistakes are lengths instead of cumulative lengths, the string of another l
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -25,14 +26,17 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
         args: arguments by canonical name, tensors without memory.
         is_legal: returns True for a call that breaks no rule.
     """
-    for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
+    without_zero = "without the leading 0 of cu_seqlens", lambda n: n[1:] if n[0] == 0 else n
+    cumulative = "cumulative ends in place of lengths", lambda n: list(accumulate(n))
+    of_lengths = (partial(_of_lengths, title, change) for title, change in (without_zero, cumulative))
+    for kind in (*of_lengths, _mask, _layout, _heads, _dtype, _absent):
         legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
         if result := list(islice(legal, 3)):
             return result  # kinds are ordered by frequency: rarer kinds are not tried if a common one fits
     return []
 
 
-def _of_lengths(op: Op, args: Args, title: str, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
+def _of_lengths(title: str, change: Callable[[list[int]], list[int]], op: Op, args: Args) -> Iterator[Fix]:
     """Yields a change of all lists of lengths of a call together, and of each list alone; title: its description."""
     lists = []
     for p in op.params:
@@ -43,17 +47,8 @@ def _of_lengths(op: Op, args: Args, title: str, change: Callable[[list[int]], li
             if listed and all(type(n) is int for n in numbers) and change(list(numbers)) != list(numbers):
                 lists.append((p, change(list(numbers))))
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
-        text = ", ".join(f"{p.shown}={_short(numbers)}" for p, numbers in several)
+        text = ", ".join(f"{p.shown}={shortened(numbers)}" for p, numbers in several)
         yield f"{title}: {text}", {p.name: numbers for p, numbers in several}
-
-
-def _cumulative(op: Op, args: Args) -> Iterator[Fix]:
-    return _of_lengths(op, args, "cumulative ends in place of lengths", lambda numbers: list(accumulate(numbers)))
-
-
-def _without_zero(op: Op, args: Args) -> Iterator[Fix]:
-    title = "without the leading 0 of cu_seqlens"
-    return _of_lengths(op, args, title, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers)
 
 
 def _mask(op: Op, args: Args) -> Iterator[Fix]:
@@ -125,5 +120,6 @@ def _absent(op: Op, args: Args) -> Iterator[Fix]:
             yield f"without {p.shown}", {p.name: None}
 
 
-def _short(numbers: list[int]) -> str:
+def shortened(numbers: list[int]) -> str:
+    """Returns a list as text, at most its first six numbers."""
     return f"{numbers[:6]}".replace("]", ", ...]") if len(numbers) > 6 else str(numbers)

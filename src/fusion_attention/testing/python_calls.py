@@ -32,6 +32,7 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
         return None  # two kinds of empty rows in one call
     mode, mask = case.sparse_mode, args["atten_mask"]
     prefix = mode == 6 or (mode == 5 and prefix_fits(case))
+    tiles = cut_tiles(mask) if case.mask == "tiles" else ()
     return {
         "q": args["query"],
         "k": args["key"],
@@ -58,13 +59,8 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
         "offset": args.get("offset", 0),
         "empty_rows": "zero" if case.inner_precise == 2 or beyond or not case.npu else "mean",
         "softcap": case.softcap,
-        **(_tiles(mask) if case.mask == "tiles" else {}),
+        **{f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), tiles, strict=False)},
     }
-
-
-def _tiles(mask: Tensor) -> dict[str, Tensor]:
-    """Returns the arguments blocked_tiles and blocked_bits for a mask [B, N1, S1, S2]."""
-    return {f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), cut_tiles(mask), strict=True)}
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch._decomp import decomposition_table
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Copies", "Noise", "Roundings", "quantum"]
 
@@ -76,16 +76,12 @@ _ELEMENTWISE = frozenset([
     "relu", "remainder", "round", "sgn", "sign", "signbit", "trunc", "where",
 ])  # fmt: skip
 _PRODUCTS = frozenset(["mm", "bmm"])
+_FACTORS = ("alpha", "beta")  # keyword arguments of torch's operations
 # torch.vmap needs these dispatch keys, and a dispatch mode runs without them.
 _VMAP_KEYS = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in (
     "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode",
 )))  # fmt: skip
 _LEAST_BYTES = 2**24
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    """Returns the tensor x."""
-    return x
 
 
 class Copies:
@@ -210,7 +206,7 @@ class Roundings(TorchDispatchMode):
         result = func(*args, **kwargs)
         terms = _terms(func, base, args, kwargs, result)
         moved = self._each(func, base, args, kwargs)
-        factors = {name: x * x if _is_factor(name) else x for name, x in kwargs.items()}
+        factors = {name: x * x if name in _FACTORS else x for name, x in kwargs.items()}
         squares = self._each(func, base, args, factors, torch.square)
         several = isinstance(result, tuple)
         sums = zip(*(x if several else (x,) for x in (result, moved, squares, terms)), strict=True)
@@ -232,7 +228,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _each(
-        self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = _unchanged
+        self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = lambda x: x
     ) -> Any:
         """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape]. func,
         base: torch's operation, and its name without overload. change: applied to each argument first."""
@@ -292,11 +288,7 @@ class Roundings(TorchDispatchMode):
 
     def _has_copies(self, x: Any) -> bool:
         """True if x, a tensor, list or dictionary, contains a tensor with copies."""
-        if isinstance(x, dict):
-            x = list(x.values())
-        if isinstance(x, tuple | list):
-            return any(map(self._has_copies, x))
-        return isinstance(x, Tensor) and self.copies.of(x) is not None
+        return any(isinstance(t, Tensor) and self.copies.of(t) is not None for t in tree_leaves(x))
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
         """Returns the arguments, each tensor replaced by its copies [copies, ...] if it has some. rank: number of axes
@@ -381,9 +373,7 @@ def _is_float(x: object) -> bool:
 
 def _floats(x: Any) -> bool:
     """True if x is a float64 tensor, or a list or dictionary with one."""
-    if isinstance(x, dict):
-        x = list(x.values())
-    return any(map(_floats, x)) if isinstance(x, tuple | list) else _is_float(x)
+    return any(map(_is_float, tree_leaves(x)))
 
 
 def _aligned(copies: Tensor, rank: int) -> Tensor:
@@ -396,18 +386,13 @@ def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
     return [change(x) if _is_float(x) else x for x in args]
 
 
-def _is_factor(name: str) -> bool:
-    """True if a keyword argument of a torch operation with this name ("alpha", "beta") is a factor."""
-    return name in ("alpha", "beta")
-
-
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
     """Returns the number of terms of each sum in the result of torch's operation `func`, named `base`."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
         return args[0].numel() // max(result.numel(), 1)
-    return func(*_mapped(args, torch.ones_like), **{n: x for n, x in kwargs.items() if not _is_factor(n)})
+    return func(*_mapped(args, torch.ones_like), **{n: x for n, x in kwargs.items() if n not in _FACTORS})
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Mistakes in caches: pages and their table, dequantisation."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,10 +67,17 @@ class Sums:
     values: Tensor
 
 
-def _of_pages(x: Block, top: Tensor, size: int) -> Sums:
-    """Returns the sums of the weights exp(score - top) of one row, the block x, over each page of `size` keys."""
-    weights = (formulas.scores_of(x)[0][0, 0] - top).exp().unflatten(0, (-1, size))
-    return Sums(weights.sum(-1), (weights[:, None] @ x.v[0].unflatten(0, (-1, size))).squeeze(1))
+def _of_pages(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Sums]:
+    """Returns the sums of one row over the pages of each of its blocks of keys; sizes: keys of a page of each block.
+
+    All weights are exp(score - the largest score of all blocks).
+    """
+    scores = [formulas.scores_of(x)[0][0, 0] for x in blocks]
+    top, results = torch.cat(scores).nan_to_num(-torch.inf).amax(), []
+    for x, of_keys, size in zip(blocks, scores, sizes, strict=True):
+        weights, values = (of_keys - top).exp().unflatten(0, (-1, size)), x.v[0].unflatten(0, (-1, size))
+        results.append(Sums(weights.sum(-1), (weights[:, None] @ values).squeeze(1)))
+    return results
 
 
 @partial(
@@ -114,7 +121,8 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
     rows = [(h, r) for sequence, h, r in case.wrong_rows_of(o, 1 << 30) if sequence == b]
     for h, r in rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES]:
         at = b, slice(h, h + 1), slice(r, r + 1)
-        here, there, rest = _row_of_pages(s, pool, at, size, pages)
+        of_row = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
+        here, there, rest = _of_pages(of_row, (size, size, max(length - pages * size, 1)))
         total, values = here.total.sum() + rest.total.sum(), here.values.sum(0) + rest.values.sum(0)
         mine = o.rows(s, *at)[0, 0].double()
         error = float((mine - values / total).norm())
@@ -125,33 +133,16 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
     return [(page, other) for page, other in best[:2]]
 
 
-def _row_of_pages(s: Setting, pool: Setting, at: tuple[int, slice, slice], size: int, pages: int) -> tuple[Sums, ...]:
-    """Returns one row's sums over each of its full pages, over each block of the pool, and over its last, partial page.
-
-    Args:
-        s: the call.
-        pool: the call with all blocks of the pool as the keys of every sequence.
-        at: (sequence, head, row), the latter two as slices.
-        size: keys of a page.
-        pages: number of full pages.
-    """
-    length = int(s.extents.kv_len[at[0]])
-    blocks = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
-    shown = torch.cat([formulas.scores_of(x)[0].flatten() for x in blocks])
-    top = shown.nan_to_num(-torch.inf).amax()
-    return tuple(_of_pages(x, top, n) for x, n in zip(blocks, (size, size, max(length - pages * size, 1)), strict=True))
-
-
 def _rescaled(s: Setting, change: Callable[[Dequant], Dequant], sides: Collection[str] = ("k", "v")) -> Setting:
     both = {f"dequant_{side}": getattr(s.operands, f"dequant_{side}") for side in sides}
     return s.of_operands(**{name: change(d) for name, d in both.items() if d is not None})
 
 
-def _of(s: Setting, change: Callable[[Tensor], Tensor], d: Dequant) -> Dequant:
-    return Dequant(_reread(s, d.scale, change), _reread(s, d.offset, change))
+def _moved(s: Setting, change: Callable[[Any], Any], sides: Collection[str] = ("k", "v")) -> Setting:
+    return _rescaled(s, lambda d: Dequant(change(d.scale), change(d.offset)), sides)
 
 
-def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tensor], Tensor]) -> Any:
+def _reread(s: Setting, change: Callable[[Tensor], Tensor], view: RowView | PagedView | None) -> Any:
     """Returns a view of changed dequantisation scales of a call. change() is applied to the scales of each sequence,
     [heads, tokens, elements], or [heads, 1, elements] per channel."""
     if view is None:
@@ -171,7 +162,7 @@ def _next(s: Setting, view: Any) -> Any:
         return None
     slots = -(-s.extents.kv_len // view.page_size) * view.page_size
     every = s.of_extents(kv_len=slots)
-    return _reread(every, view, lambda t: torch.cat((t[:, 1:], t[:, -1:]), 1))
+    return _reread(every, lambda t: torch.cat((t[:, 1:], t[:, -1:]), 1), view)
 
 
 def _beside(s: Setting, view: Any, by: int) -> Any:
@@ -182,10 +173,6 @@ def _beside(s: Setting, view: Any, by: int) -> Any:
     last = -(-s.extents.kv_len // view.page_size) - 1
     columns = np.clip(np.arange(view.table.shape[1]) + by, 0, last[:, None])
     return replace(view, table=view.table.gather(1, torch.from_numpy(columns)).contiguous())
-
-
-def _moved(s: Setting, change: Callable[[Any], Any]) -> Setting:
-    return _rescaled(s, lambda d: Dequant(change(d.scale), change(d.offset)))
 
 
 def _transposed(rows: Tensor) -> Tensor:
@@ -227,7 +214,7 @@ def dequantisation(case: Case) -> Iterator[Try]:
     for detail, change in _scales(case):
         for sides in of_sides:
             word = "" if len(sides) == 2 else ", of keys alone" if "k" in sides else ", of values alone"
-            yield Try(f"{detail}{word}", _rescaled(s, partial(_of, s, change), sides))
+            yield Try(f"{detail}{word}", _moved(s, partial(_reread, s, change), sides))
     if "token" in (p.dequant_k, p.dequant_v):
         yield Try("the scales of the next token", _moved(s, partial(_next, s)))
         if any(d is not None and isinstance(d.scale, PagedView) for d in (o.dequant_k, o.dequant_v)):
@@ -238,7 +225,7 @@ def dequantisation(case: Case) -> Iterator[Try]:
     if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
         yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
         yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))
-        negative = _rescaled(s, lambda d: Dequant(d.scale, _reread(s, d.offset, torch.neg)))
+        negative = _rescaled(s, lambda d: Dequant(d.scale, _reread(s, torch.neg, d.offset)))
         yield Try("offsets with the other sign", negative)
     yield Try("keys are not scaled", s.of_operands(dequant_k=None))
     yield Try("values are not scaled", s.of_operands(dequant_v=None))

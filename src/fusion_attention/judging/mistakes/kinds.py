@@ -107,27 +107,21 @@ def wrong_area(case: Case, o: Output) -> list[Tensor]:
     Some rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows
     between the first and last wrong row if half of them are.
     """
-    return [_heads(w.any(1))[:, None] & _filled(w.any(0)) for w in case.wrong[o.name]]
+    areas = []
+    for wrong in case.wrong[o.name]:
+        heads, rows = wrong.any(1), wrong.any(0)
+        heads |= torch.tensor(2 * int(heads.sum()) > len(heads))
+        at = rows.nonzero().flatten()
+        if len(at) and 2 * len(at) > int(at[-1] - at[0]) + 1:
+            rows[at[0] : at[-1] + 1] = True
+        areas.append(heads[:, None] & rows)
+    return areas
 
 
 def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]:
     """Returns a function that marks the rows of a block that may be wrong in output o: bool [heads, rows, 1]."""
     areas = [] if o is None else wrong_area(case, o)
     return lambda x: areas[x.b][x.heads, x.rows, None]
-
-
-def _heads(wrong: Tensor) -> Tensor:
-    """Returns bool [heads]: all true if most of `wrong` are true, else `wrong`."""
-    return wrong | torch.tensor(2 * int(wrong.sum()) > len(wrong))
-
-
-def _filled(wrong: Tensor) -> Tensor:
-    """Returns [rows]: all from the first to the last true row of `wrong` if most of them are true, else `wrong`."""
-    at = wrong.nonzero().flatten()
-    if len(at) and 2 * len(at) > int(at[-1] - at[0]) + 1:
-        wrong = wrong.clone()
-        wrong[at[0] : at[-1] + 1] = True
-    return wrong
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:

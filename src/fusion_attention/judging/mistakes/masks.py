@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import MatrixView, PagedView
+from fusion_attention.ir.kv import PagedView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging.mistakes.kinds import (
@@ -84,13 +84,6 @@ def band_uncalled(case: Case) -> Iterator[Try]:
                 return
 
 
-def _inverted(view: MatrixView) -> MatrixView:
-    keep = view.keep
-    flat = keep.as_strided((keep.untyped_storage().nbytes() // keep.element_size(),), (1,), 0)
-    other = (flat == 0).to(torch.uint8)
-    return replace(view, keep=other.as_strided(keep.shape, keep.stride(), keep.storage_offset()))
-
-
 @partial(
     Mistake, "mask-polarity", "The mask is inverted: only the keys that it removes are visible.",
     "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
@@ -98,7 +91,10 @@ def _inverted(view: MatrixView) -> MatrixView:
 def mask_polarity(case: Case) -> Iterator[Try]:
     s = case.setting
     if s.problem.has_blocked and s.operands.blocked is not None:
-        yield Try("the mask's elements", s.of_operands(blocked=_inverted(s.operands.blocked)))
+        keep = s.operands.blocked.keep
+        flat = keep.as_strided((keep.untyped_storage().nbytes() // keep.element_size(),), (1,), 0)
+        other = (flat == 0).to(torch.uint8).as_strided(keep.shape, keep.stride(), keep.storage_offset())
+        yield Try("the mask's elements", s.of_operands(blocked=replace(s.operands.blocked, keep=other)))
     if _bands(s) and not s.problem.select_count:
 
         def complement(x: Block) -> Block:

@@ -174,19 +174,14 @@ def _maxima(loop: Loop, size: int, order: str) -> Tensor:
     return tops.repeat_interleave(torch.tensor([tile.stop - tile.start for tile in tiles]), -1)
 
 
-def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns exp(score - running maximum) of a loop's keys, [heads, rows, keys], not rescaled later; see _maxima()."""
-    tops = _maxima(loop, size, order)
-    return (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
-
-
 def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """Returns the weights of a loop's keys in the sum of values [heads, rows, keys], and the sum of weights
     [heads, rows, 1], of an online softmax.
 
     size, order: as for _maxima(); rescaled: for each of the two sums, True if it is rescaled when the maximum rises.
     """
-    right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
+    tops = _maxima(loop, size, order)
+    right, wrong = exponentials(loop.scores), (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
     values, total = (right if is_rescaled else wrong for is_rescaled in rescaled)
     return values, total.sum(-1, keepdim=True)
 
