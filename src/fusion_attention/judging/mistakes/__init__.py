@@ -17,22 +17,10 @@ from fusion_attention.judging.mistakes import (
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 # In this order mistakes are tried, and listed in reports if they explain a result equally well.
-_MODULES = (
-    masks,
-    compressed,
-    scores,
-    addresses,
-    caches,
-    results,
-    online_softmax,
-    single_tiles,
-    splits,
-    gradients,
-    stored,
-    lists,
-)
-MISTAKES: tuple[Mistake, ...] = tuple(
-    mistake for module in _MODULES for mistake in vars(module).values() if isinstance(mistake, Mistake)
-)
+MISTAKES: tuple[Mistake, ...] = (
+    *masks.MISTAKES, *compressed.MISTAKES, *scores.MISTAKES, *addresses.MISTAKES, *caches.MISTAKES, *results.MISTAKES,
+    *online_softmax.MISTAKES, *single_tiles.MISTAKES, *splits.MISTAKES, *gradients.MISTAKES, *stored.MISTAKES,
+    *lists.MISTAKES,
+)  # fmt: skip
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -14,10 +13,6 @@ from fusion_attention.judging.setting import Setting
 Tensor = torch.Tensor
 
 
-@partial(
-    Mistake, "gqa-order", "Query heads are multiplied with the wrong key heads.",
-    "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.",
-)  # fmt: skip
 def group_order(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
     if p.heads_kv > 1 and p.group > 1:
@@ -30,10 +25,6 @@ def group_order(case: Case) -> Iterator[Try]:
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
 
 
-@partial(
-    Mistake, "head-offset", "Keys or values are those of a neighbouring key head.",
-    "Look at the stride and the offset of heads where tiles of keys and values are read.",
-)  # fmt: skip
 def head_offset(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
     if p.heads_kv == 1:
@@ -46,10 +37,6 @@ def head_offset(case: Case) -> Iterator[Try]:
         yield Try(f"keys and values of the {word} head", s.changed(kv_heads=other))
 
 
-@partial(
-    Mistake, "sequence-offset", "Keys or values are those of another sequence, or begin a token too early or too late.",
-    "Look at the stride of sequences, or at the cumulative lengths, where keys and values are read.",
-)  # fmt: skip
 def sequence_offset(case: Case) -> Iterator[Try]:
     s, o = case.setting, case.setting.operands
     if s.grads is not None or not isinstance(o.k, RowView) or not isinstance(o.v, RowView):
@@ -69,10 +56,6 @@ def sequence_offset(case: Case) -> Iterator[Try]:
         yield Try(f"keys and values: {detail}", s.of_operands(k=k, v=v))
 
 
-@partial(
-    Mistake, "input-layout", "Queries, keys or values are read as in another layout.",
-    "Look at the strides of heads and tokens that the kernel is given.",
-)  # fmt: skip
 def input_layout(case: Case) -> Iterator[Try]:
     s, o, p = case.setting, case.setting.operands, case.setting.problem
     for names in (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v")):
@@ -87,7 +70,6 @@ def input_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"{', '.join(names)} as {layout} has them", s.of_operands(**changed))
 
 
-@partial(Mistake, "kv-confused", "Keys and values are exchanged.", "Look at the order of key and value in the call.")
 def values_confused(case: Case) -> Iterator[Try]:
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dim_qk == p.dim_v and not p.shares_kv and s.grads is None and p.dequant_k == "none":
@@ -116,10 +98,6 @@ def _longer(case: Case, lengths: np.ndarray) -> Setting:
     return s.of_extents(kv_len=lengths, **edges)
 
 
-@partial(
-    Mistake, "lengths-cumulative", "Lengths are read as cumulative ends, or the other way round.",
-    "Padded and paged inference takes lengths; TND takes cumulative ends.",
-)  # fmt: skip
 def lengths_cumulative(case: Case) -> Iterator[Try]:
     e, buffer = case.setting.extents, _capacity(case)
     if buffer is None or len(e) < 2:
@@ -133,10 +111,6 @@ def lengths_cumulative(case: Case) -> Iterator[Try]:
             yield Try(detail, _longer(case, lengths))
 
 
-@partial(
-    Mistake, "length-off-by-one", "The number of keys is one too small or too large.",
-    "The new token's key is stored before the call, and counts.",
-)  # fmt: skip
 def length_by_one(case: Case) -> Iterator[Try]:
     lengths, buffer = case.setting.extents.kv_len, _capacity(case)
     yield Try("the last key is not read", case.setting.of_extents(kv_len=np.maximum(lengths - 1, 0)))
@@ -144,10 +118,6 @@ def length_by_one(case: Case) -> Iterator[Try]:
         yield Try("one key after the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
 
 
-@partial(
-    Mistake, "padding-seen", "Slots after a sequence's last key are visible.",
-    "Mask the last page, or the padding, by actual_seq_lengths.",
-)  # fmt: skip
 def lengths_ignored(case: Case) -> Iterator[Try]:
     yield from _past_the_end(case)
     e, buffer = case.setting.extents, _capacity(case)
@@ -181,3 +151,24 @@ def _past_the_end(case: Case) -> Iterator[Try]:
                 longer[name] = replace(view, keep=(torch.nn.functional.pad(view.keep[0].reshape(-1), zeros),))
             detail = f"keys after the last, in tiles of {' or '.join(map(str, sizes))}"
             yield Try(detail, s.of_operands(**longer).of_extents(kv_len=np.array(lengths)))
+
+
+MISTAKES = (
+    Mistake("gqa-order", "Query heads are multiplied with the wrong key heads.",
+            "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.", group_order),
+    Mistake("head-offset", "Keys or values are those of a neighbouring key head.",
+            "Look at the stride and the offset of heads where tiles of keys and values are read.", head_offset),
+    Mistake("sequence-offset", "Keys or values are those of another sequence, or begin a token too early or too late.",
+            "Look at the stride of sequences, or at the cumulative lengths, where keys and values are read.",
+            sequence_offset),
+    Mistake("input-layout", "Queries, keys or values are read as in another layout.",
+            "Look at the strides of heads and tokens that the kernel is given.", input_layout),
+    Mistake("kv-confused", "Keys and values are exchanged.", "Look at the order of key and value in the call.",
+            values_confused),
+    Mistake("lengths-cumulative", "Lengths are read as cumulative ends, or the other way round.",
+            "Padded and paged inference takes lengths; TND takes cumulative ends.", lengths_cumulative),
+    Mistake("length-off-by-one", "The number of keys is one too small or too large.",
+            "The new token's key is stored before the call, and counts.", length_by_one),
+    Mistake("padding-seen", "Slots after a sequence's last key are visible.",
+            "Mask the last page, or the padding, by actual_seq_lengths.", lengths_ignored),
+)  # fmt: skip

@@ -28,10 +28,6 @@ def _with_table(
     return s.of_operands(**{n: replace(v, table=change(v)) for n, v in views.items() if isinstance(v, PagedView)})
 
 
-@partial(
-    Mistake, "page-table", "Pages are read through the wrong entries of the block table.",
-    "Token t is in page block_table[b, t // block_size], at row t % block_size.",
-)  # fmt: skip
 def page_table(case: Case) -> Iterator[Try]:
     s = case.setting
     if not isinstance(s.operands.k, PagedView):
@@ -80,10 +76,6 @@ def _of_pages(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Sums]:
     return results
 
 
-@partial(
-    Mistake, "page-wrong", "A page of a sequence is another block of the pool.",
-    "Look at the entry of the block table, and at buffers of entries or pages that are overwritten too early.",
-)  # fmt: skip
 def page_wrong(case: Case) -> Iterator[Try]:
     s, o = case.setting, out_of(case)
     k, p = s.operands.k, s.problem
@@ -198,10 +190,6 @@ def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
         yield "the first channel's scales for all channels", lambda t: t[..., :1].expand_as(t)
 
 
-@partial(
-    Mistake, "dequantisation", "Stored integers are scaled in another way.",
-    "(stored + offset) * scale, scales [2, N2, D], keys first.",
-)  # fmt: skip
 def dequantisation(case: Case) -> Iterator[Try]:
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dequant_k == "none" and p.dequant_v == "none":
@@ -232,3 +220,14 @@ def dequantisation(case: Case) -> Iterator[Try]:
     if p.kv_dtype == "int4":
         yield Try("the even element in the high half of a byte", s.changed(high_first=True))
         yield Try("integers without their sign", s.changed(unsigned=True))
+
+
+MISTAKES = (
+    Mistake("page-table", "Pages are read through the wrong entries of the block table.",
+            "Token t is in page block_table[b, t // block_size], at row t % block_size.", page_table),
+    Mistake("page-wrong", "A page of a sequence is another block of the pool.",
+            "Look at the entry of the block table, and at buffers of entries or pages that are overwritten too early.",
+            page_wrong),
+    Mistake("dequantisation", "Stored integers are scaled in another way.",
+            "(stored + offset) * scale, scales [2, N2, D], keys first.", dequantisation),
+)  # fmt: skip

@@ -62,17 +62,6 @@ def _tries(case: Case, edges: Callable[[Setting, Compressed], Edges]) -> Iterato
         yield from (Try(detail, changed) for changed in _bounded(s, hi))
 
 
-compressed_bound = Mistake(*BOUND, partial(_tries, edges=lambda s, keys: bounds(keys.hi, s.problem.compressed_ratio)))
-compressed_residual = Mistake(*RESIDUAL, partial(
-    _tries,
-    edges=lambda s, keys: residuals(keys.hi, s.extents.q_len, keys.kv_len, s.problem.compressed_ratio),
-))  # fmt: skip
-
-
-@partial(
-    Mistake, "compressed-unmasked", "All compressed keys are visible to every row.",
-    "cmp_mask_mode is 0 by default; pass 3 (and ori_mask_mode 4 with its window).",
-)  # fmt: skip
 def compressed_unmasked(case: Case) -> Iterator[Try]:
     for way in _tries(case, lambda s, keys: [("", np.full_like(keys.hi, INFINITE))]):
         yield way
@@ -81,8 +70,14 @@ def compressed_unmasked(case: Case) -> Iterator[Try]:
         yield Try("and all keys of the window's source", way.setting.of_extents(lo=lo, hi=hi))
 
 
-compressed_missing = Mistake(
-    "compressed-missing", "Rows read no compressed keys.",
-    "Is cmp_kv passed, and do lists count from the sequence's first compressed key?",
-    partial(_tries, edges=lambda s, keys: [("", np.full_like(keys.hi, -INFINITE))]),
+MISTAKES = (
+    Mistake(*BOUND, partial(_tries, edges=lambda s, keys: bounds(keys.hi, s.problem.compressed_ratio))),
+    Mistake(*RESIDUAL, partial(
+        _tries, edges=lambda s, keys: residuals(keys.hi, s.extents.q_len, keys.kv_len, s.problem.compressed_ratio)
+    )),
+    Mistake("compressed-unmasked", "All compressed keys are visible to every row.",
+            "cmp_mask_mode is 0 by default; pass 3 (and ori_mask_mode 4 with its window).", compressed_unmasked),
+    Mistake("compressed-missing", "Rows read no compressed keys.",
+            "Is cmp_kv passed, and do lists count from the sequence's first compressed key?",
+            partial(_tries, edges=lambda s, keys: [("", np.full_like(keys.hi, -INFINITE))])),
 )  # fmt: skip

@@ -22,18 +22,6 @@ def _of_backward(name: str, means: str, fix: str, ways: Callable[[Setting, Probl
     return changing(name, means, fix, lambda s, p: {} if s.grads is None else ways(s, p))
 
 
-delta_missing = _of_backward(
-    "delta-missing", "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
-    "Is attention_in passed, and is it this call's output?",
-    lambda s, p: {"": s.of_blocks(delta_by=0.0)},
-)  # fmt: skip
-
-
-@partial(
-    _of_backward, "delta-wrong",
-    "The row sum in the gradient of scores is wrong: dS is P * (dP - sum(dO * O) + dlse).",
-    "Look at the kernel that computes delta, and at the offset at which rows of delta are read.",
-)  # fmt: skip
 def delta_wrong(s: Setting, p: Problem) -> dict[str, Setting]:
     def of_other(x: Block, by: int) -> Block:
         dout, out = _of_other(s, x, by)[:2]
@@ -60,10 +48,6 @@ def _of_other(s: Setting, x: Block, by: int) -> tuple[Tensor, ...]:
     return tuple(t[heads] for t in s.block(x.b, slice(0, s.problem.heads_q), x.rows, slice(0, 0)).saved)
 
 
-@partial(
-    _of_backward, "gradient-scale", "dq and dk lack the scale, or have it twice.",
-    "After the loop: dq = scale * dS k, dk = scale * dS^T q.",
-)  # fmt: skip
 def gradient_scale(s: Setting, p: Problem) -> dict[str, Setting]:
     def scaled(x: Block, factor: float) -> Block:
         return replace(x, gradient_scale=factor * x.scores_by)
@@ -74,10 +58,6 @@ def gradient_scale(s: Setting, p: Problem) -> dict[str, Setting]:
     return {n: s.changed(partial(scaled, factor=factor)) for n, factor in factors.items() if math.isfinite(factor)}
 
 
-@partial(
-    _of_backward, "probabilities-wrong", "The backward's probabilities are not those of the forward.",
-    "P = exp(score - max) / sum, or exp(score - lse), of this row's statistics.",
-)  # fmt: skip
 def probabilities(s: Setting, p: Problem) -> dict[str, Setting]:
     def saved(x: Block, top: Tensor, total: Tensor) -> Block:
         return replace(x, saved=(*x.saved[:2], top, total))
@@ -101,13 +81,6 @@ def probabilities(s: Setting, p: Problem) -> dict[str, Setting]:
     }
 
 
-softcap_slope = _of_backward(
-    "softcap-slope", "Gradients lack the slope of the cap.", "dS is multiplied by 1 - tanh^2(score / softcap).",
-    lambda s, p: {"": s.of_blocks(sloped=False)} if p.softcap else {},
-)  # fmt: skip
-
-
-@partial(Mistake, "gradients-exchanged", "Gradients are exchanged.", "The order is dq, dk, dv.")
 def exchanged(case: Case) -> Iterator[Try]:
     s = case.setting
     kinds = {o.kind: o for o in case.outputs if o.view is not None and not o.second}
@@ -120,10 +93,6 @@ def exchanged(case: Case) -> Iterator[Try]:
                 yield Try(f"{a.name} and {b.name}", s, outputs)
 
 
-@partial(
-    Mistake, "group-sum", "dk and dv are not summed over the query heads of a group.",
-    "Look at the loop over the query heads of a group: a key head's gradient is the sum over N1 / N2 of them.",
-)  # fmt: skip
 def group_sum(case: Case) -> Iterator[Try]:
     s = case.setting
     if s.grads is None or s.problem.group == 1:
@@ -136,24 +105,33 @@ def _of_tiles(case: Case, word: str) -> Iterator[Try]:
     yield from ways(case, lambda change: change.subset.tiles != "all" and change.word.startswith(word))
 
 
-update_lost = Mistake(
-    "update-lost", "The contributions of a tile to a gradient are missing.",
-    f"Look at the bounds of the loop {_LOOP}, and at sums to which several blocks add at once: they need atomic "
-    "additions.",
-    partial(_of_tiles, word="left out"),
-)  # fmt: skip
-update_twice = Mistake(
-    "update-twice", "The contributions of a tile to a gradient are added twice.",
-    f"Look at the step of the loop {_LOOP}, and at blocks that add the same tile.",
-    partial(_of_tiles, word="twice"),
-)  # fmt: skip
-update_alone = Mistake(
-    "update-alone", "A gradient has the contributions of one tile alone.",
-    f"Look for a store in place of an addition in the loop {_LOOP}.",
-    partial(_of_tiles, word="alone"),
-)  # fmt: skip
-update_stale = Mistake(
-    "update-stale", "A tile's contributions to a gradient are products with the vectors of its neighbour.",
-    f"Look at the loads in the loop {_LOOP}: their offset, and the barrier between a copy and the product.",
-    partial(_of_tiles, word="with"),
+MISTAKES = (
+    _of_backward("delta-missing", "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
+                 "Is attention_in passed, and is it this call's output?",
+                 lambda s, p: {"": s.of_blocks(delta_by=0.0)}),
+    _of_backward("delta-wrong", "The row sum in the gradient of scores is wrong: dS is P * (dP - sum(dO * O) + dlse).",
+                 "Look at the kernel that computes delta, and at the offset at which rows of delta are read.",
+                 delta_wrong),
+    _of_backward("gradient-scale", "dq and dk lack the scale, or have it twice.",
+                 "After the loop: dq = scale * dS k, dk = scale * dS^T q.", gradient_scale),
+    _of_backward("probabilities-wrong", "The backward's probabilities are not those of the forward.",
+                 "P = exp(score - max) / sum, or exp(score - lse), of this row's statistics.", probabilities),
+    _of_backward("softcap-slope", "Gradients lack the slope of the cap.",
+                 "dS is multiplied by 1 - tanh^2(score / softcap).",
+                 lambda s, p: {"": s.of_blocks(sloped=False)} if p.softcap else {}),
+    Mistake("gradients-exchanged", "Gradients are exchanged.", "The order is dq, dk, dv.", exchanged),
+    Mistake("group-sum", "dk and dv are not summed over the query heads of a group.",
+            "Look at the loop over the query heads of a group: a key head's gradient is the sum over N1 / N2 of them.",
+            group_sum),
+    Mistake("update-lost", "The contributions of a tile to a gradient are missing.",
+            f"Look at the bounds of the loop {_LOOP}, and at sums to which several blocks add at once: they need "
+            "atomic additions.", partial(_of_tiles, word="left out")),
+    Mistake("update-twice", "The contributions of a tile to a gradient are added twice.",
+            f"Look at the step of the loop {_LOOP}, and at blocks that add the same tile.",
+            partial(_of_tiles, word="twice")),
+    Mistake("update-alone", "A gradient has the contributions of one tile alone.",
+            f"Look for a store in place of an addition in the loop {_LOOP}.", partial(_of_tiles, word="alone")),
+    Mistake("update-stale", "A tile's contributions to a gradient are products with the vectors of its neighbour.",
+            f"Look at the loads in the loop {_LOOP}: their offset, and the barrier between a copy and the product.",
+            partial(_of_tiles, word="with")),
 )  # fmt: skip

@@ -63,21 +63,13 @@ class Try:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A well-known mistake; @partial(Mistake, name, means, fix) makes it from the function `tries`.
+    """A well-known mistake."""
 
-    Args:
-        name: name in reports.
-        means: a sentence that says what the wrong kernel does.
-        fix: advice.
-        tries: yields the ways to make the mistake in a case; none if it is impossible there.
-        general: True for a mistake that reports list after others that explain the result equally well.
-    """
-
-    name: str
-    means: str
-    fix: str
-    tries: Callable[[Case], Iterable[Try]]
-    general: bool = False
+    name: str  # name in reports
+    means: str  # a sentence that says what the wrong kernel does
+    fix: str  # advice
+    tries: Callable[[Case], Iterable[Try]]  # the ways to make the mistake in a case; none if it is impossible there
+    general: bool = False  # True for a mistake that reports list after others that explain the result equally well
 
 
 def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:

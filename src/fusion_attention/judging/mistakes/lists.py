@@ -27,10 +27,6 @@ def _without(x: Lists, number: int) -> Lists:
     return x._replace(read=x.read & (at != (count - 1 if number < 0 else number)))
 
 
-@partial(
-    Mistake, "list-shortened", "An entry of the lists is not read.",
-    "A list ends at its first -1, or after its last entry.",
-)  # fmt: skip
 def shortened(case: Case) -> Iterator[Try]:
     count = case.setting.problem.select_count
     for detail, number in (("the last before -1", -1), ("the last of full lists", count - 1), ("the first", 0)):
@@ -43,10 +39,6 @@ def _with_ends(x: Lists, key: int) -> Lists:
     return x._replace(entries=x.entries.masked_fill(ends, key % max(x.keys, 1)), read=x.read | ends)
 
 
-@partial(
-    Mistake, "list-end-read", "Entries at or after the end of a list are read.",
-    "-1 ends a list: it is no key, and entries after it are arbitrary.",
-)  # fmt: skip
 def end_read(case: Case) -> Iterator[Try]:
     for key, word in ((-1, "last"), (0, "first")):
         for way in _changed(case, f"-1 as the {word} key", partial(_with_ends, key=key)):
@@ -56,17 +48,6 @@ def end_read(case: Case) -> Iterator[Try]:
     yield from _changed(case, "after -1", lambda x: x._replace(read=x.entries >= 0))
 
 
-duplicates = changing(
-    "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.",
-    lambda s, p: {
-        "": s.changed(lambda x: x if x.times is None else replace(x, times=x.times.clamp(max=1.0)))
-    } if p.select_count else {},
-)  # fmt: skip
-
-
-@partial(
-    Mistake, "list-of-another-row", "Rows read the lists of other rows.", "Look at the offset and strides of lists."
-)
 def other_rows(case: Case) -> Iterator[Try]:
     s, view = case.setting, case.setting.operands.indices
     if s.problem.select_count and isinstance(view, RowView):
@@ -85,16 +66,6 @@ def _moved(s: Setting, view: RowView, by: int) -> RowView:
     return RowView(keep, np.zeros_like(lengths), view.dim, lengths * view.dim, view.dim)
 
 
-ignored = changing(
-    "list-ignored", "Rows read all visible keys, not only those of their lists.", "Are lists passed?",
-    lambda s, p: {"": s.of_problem(select_count=0)} if p.select_count and not p.compressed_ratio else {},
-)  # fmt: skip
-
-
-@partial(
-    Mistake, "list-block", "Entries are read as numbers of blocks of another size.",
-    "Entry n is the block of keys from n * block on.",
-)  # fmt: skip
 def block_size(case: Case) -> Iterator[Try]:
     p = case.setting.problem
     for size in _BLOCKS if p.select_count and not p.compressed_ratio else ():
@@ -107,3 +78,21 @@ def block_size(case: Case) -> Iterator[Try]:
 def _complete(x: Lists) -> Lists:
     """Returns the lists x, read up to their first -1, also beyond the number of keys that the row sees."""
     return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
+
+
+MISTAKES = (
+    Mistake("list-shortened", "An entry of the lists is not read.",
+            "A list ends at its first -1, or after its last entry.", shortened),
+    Mistake("list-end-read", "Entries at or after the end of a list are read.",
+            "-1 ends a list: it is no key, and entries after it are arbitrary.", end_read),
+    changing("list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.",
+             lambda s, p: {
+                 "": s.changed(lambda x: x if x.times is None else replace(x, times=x.times.clamp(max=1.0)))
+             } if p.select_count else {}),
+    Mistake("list-of-another-row", "Rows read the lists of other rows.", "Look at the offset and strides of lists.",
+            other_rows),
+    changing("list-ignored", "Rows read all visible keys, not only those of their lists.", "Are lists passed?",
+             lambda s, p: {"": s.of_problem(select_count=0)} if p.select_count and not p.compressed_ratio else {}),
+    Mistake("list-block", "Entries are read as numbers of blocks of another size.",
+            "Entry n is the block of keys from n * block on.", block_size),
+)  # fmt: skip

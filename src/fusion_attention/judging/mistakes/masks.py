@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -43,11 +42,6 @@ def _distance(s: Setting) -> np.ndarray:
     return result
 
 
-@partial(
-    Mistake, "causal-alignment", "The diagonal of the band starts in the wrong corner of the matrix.",
-    "sparse_mode 2 counts from the upper left corner, 3 and 4 to the lower right one; they differ where the "
-    "numbers of queries and keys do.",
-)  # fmt: skip
 def causal_alignment(case: Case) -> Iterator[Try]:
     s, e, d = case.setting, case.setting.extents, _distance(case.setting)
     if d.any() and _bands(s):
@@ -55,10 +49,6 @@ def causal_alignment(case: Case) -> Iterator[Try]:
             yield from _other(case, f"from the {corner} corner", s.of_extents(lo=moved(e.lo, by), hi=moved(e.hi, by)))
 
 
-@partial(
-    Mistake, "mask-ignored", "Keys that the call's mask removes are visible.",
-    "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
-)  # fmt: skip
 def mask_ignored(case: Case) -> Iterator[Try]:
     s = case.setting
     blocks = s.problem.has_blocked or s.problem.has_blocked_tiles
@@ -70,10 +60,6 @@ def mask_ignored(case: Case) -> Iterator[Try]:
             yield Try("both the mask and the band", unmasked(s))
 
 
-@partial(
-    Mistake, "causal-uncalled", "Keys after the diagonal are removed, but the call is not causal.",
-    "Look for a default of is_causal or sparse_mode.",
-)  # fmt: skip
 def band_uncalled(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if not finite(e.hi).any():
@@ -84,10 +70,6 @@ def band_uncalled(case: Case) -> Iterator[Try]:
                 return
 
 
-@partial(
-    Mistake, "mask-polarity", "The mask is inverted: only the keys that it removes are visible.",
-    "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
-)  # fmt: skip
 def mask_polarity(case: Case) -> Iterator[Try]:
     s = case.setting
     if s.problem.has_blocked and s.operands.blocked is not None:
@@ -106,10 +88,6 @@ def mask_polarity(case: Case) -> Iterator[Try]:
         yield Try("the sparse mode or band", opened(s).changed(complement))
 
 
-@partial(
-    Mistake, "window-off-by-one", "An edge of the band is one key off.",
-    "pre_tokens counts the keys before the diagonal, without the diagonal's key.",
-)  # fmt: skip
 def window_by_one(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if finite(e.hi).any():
@@ -201,10 +179,6 @@ def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterato
                     yield Try(f"{detail}, tiles of {rows} rows and {keys} keys", opened(s).changed(change))
 
 
-@partial(
-    Mistake, "window-ignored", "Only one edge of the window is applied.",
-    "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.",
-)  # fmt: skip
 def window_ignored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if finite(e.lo).any() and finite(e.hi).any():
@@ -212,10 +186,6 @@ def window_ignored(case: Case) -> Iterator[Try]:
         yield from _other(case, "the right edge", s.of_extents(hi=np.full_like(e.hi, INFINITE)))
 
 
-@partial(
-    Mistake, "window-mirrored", "The two sides of the window are exchanged.",
-    "pre_tokens is the number of keys to the left of the diagonal, next_tokens to the right.",
-)  # fmt: skip
 def window_mirrored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if finite(e.lo).any() or finite(e.hi).any():
@@ -227,20 +197,12 @@ def window_mirrored(case: Case) -> Iterator[Try]:
                 yield from _other(case, "pre_tokens and next_tokens", swapped)
 
 
-@partial(
-    Mistake, "prefix-ignored", "The prefix, which all rows see, is masked like other keys.",
-    "Modes 5 and 6 take one prefix per sequence.",
-)  # fmt: skip
 def prefix_ignored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if e.prefix.any():
         yield from _other(case, "causal alone", s.of_extents(prefix=np.zeros_like(e.prefix)))
 
 
-@partial(
-    Mistake, "tile-skipped", "Keys after the edge of a tile are omitted.",
-    "Look at the loop over tiles of keys: its end, and its last, partial tile.",
-)  # fmt: skip
 def tile_skipped(case: Case) -> Iterator[Try]:
     s, lengths = case.setting, case.setting.extents.kv_len
     words: dict[tuple[int, ...], list[str]] = {}  # by each sequence's first omitted key
@@ -259,10 +221,6 @@ def tile_skipped(case: Case) -> Iterator[Try]:
         yield Try(" ".join(named).replace(" the last", ", the last"), s.changed(before))
 
 
-@partial(
-    Mistake, "mask-ends-early", "After the edge of a tile the mask is not read: all keys are visible.",
-    "Look at the addresses of the mask's tiles, above all for masks with one row for all rows.",
-)  # fmt: skip
 def mask_ends(case: Case) -> Iterator[Try]:
     s = case.setting
     if not (s.problem.has_blocked or _bands(s)):
@@ -279,10 +237,6 @@ def mask_ends(case: Case) -> Iterator[Try]:
             yield Try(f"from key {tile} on", everything.changed(from_tile))
 
 
-@partial(
-    Mistake, "sequences-mixed", "Rows of a packed batch see the keys of other sequences.",
-    "actual_seq_qlen and actual_seq_kvlen are cumulative ends, one per sequence.",
-)  # fmt: skip
 def sequences_mixed(case: Case) -> Iterator[Try]:
     s, e, o = case.setting, case.setting.extents, case.setting.operands
     if case.layout not in ("TND", "NTD") or len(e) < 2 or isinstance(o.k, PagedView) or s.problem.select_count:
@@ -303,10 +257,6 @@ def sequences_mixed(case: Case) -> Iterator[Try]:
         yield Try("all keys of the batch", opened(joined.of_extents(kv_len=total)))
 
 
-@partial(
-    Mistake, "empty-rows", "Rows that see no key return the result of another mode.",
-    "inner_precise 2 returns zeros; a mask that removes all keys returns the mean of V.",
-)  # fmt: skip
 def empty_rows(case: Case) -> Iterator[Try]:
     s = case.setting
     forms = {"zero": ("mean", "the mean of V, not zero"), "mean": ("zero", "zero, not the mean of V")}
@@ -315,13 +265,41 @@ def empty_rows(case: Case) -> Iterator[Try]:
         yield Try(detail, s.of_problem(empty_rows=form))
 
 
-@partial(
-    Mistake, "edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
-    "A tile's first and last row and key tell whether it is skipped or needs no mask; other tiles need a comparison "
-    "per key.",
-)  # fmt: skip
 def edge_tiles(case: Case) -> Iterator[Try]:
     e = case.setting.extents
     right, left = bool(finite(e.hi).any()), bool(finite(e.lo).any())
     edges = [("the right edge", 0, None)] * right + [("the left edge", None, 0)] * left
     yield from _in_tiles(case, *edges, *([("both edges", None, None)] if right and left else []))
+
+
+MISTAKES = (
+    Mistake("causal-alignment", "The diagonal of the band starts in the wrong corner of the matrix.",
+            "sparse_mode 2 counts from the upper left corner, 3 and 4 to the lower right one; they differ where the "
+            "numbers of queries and keys do.", causal_alignment),
+    Mistake("mask-ignored", "Keys that the call's mask removes are visible.",
+            "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
+            mask_ignored),
+    Mistake("causal-uncalled", "Keys after the diagonal are removed, but the call is not causal.",
+            "Look for a default of is_causal or sparse_mode.", band_uncalled),
+    Mistake("mask-polarity", "The mask is inverted: only the keys that it removes are visible.",
+            "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.", mask_polarity),
+    Mistake("window-off-by-one", "An edge of the band is one key off.",
+            "pre_tokens counts the keys before the diagonal, without the diagonal's key.", window_by_one),
+    Mistake("window-ignored", "Only one edge of the window is applied.",
+            "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.", window_ignored),
+    Mistake("window-mirrored", "The two sides of the window are exchanged.",
+            "pre_tokens is the number of keys to the left of the diagonal, next_tokens to the right.", window_mirrored),
+    Mistake("prefix-ignored", "The prefix, which all rows see, is masked like other keys.",
+            "Modes 5 and 6 take one prefix per sequence.", prefix_ignored),
+    Mistake("tile-skipped", "Keys after the edge of a tile are omitted.",
+            "Look at the loop over tiles of keys: its end, and its last, partial tile.", tile_skipped),
+    Mistake("mask-ends-early", "After the edge of a tile the mask is not read: all keys are visible.",
+            "Look at the addresses of the mask's tiles, above all for masks with one row for all rows.", mask_ends),
+    Mistake("sequences-mixed", "Rows of a packed batch see the keys of other sequences.",
+            "actual_seq_qlen and actual_seq_kvlen are cumulative ends, one per sequence.", sequences_mixed),
+    Mistake("empty-rows", "Rows that see no key return the result of another mode.",
+            "inner_precise 2 returns zeros; a mask that removes all keys returns the mean of V.", empty_rows),
+    Mistake("edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
+            "A tile's first and last row and key tell whether it is skipped or needs no mask; other tiles need a "
+            "comparison per key.", edge_tiles),
+)  # fmt: skip

@@ -197,10 +197,6 @@ def _online_weights(loop: Loop, **how: Any) -> Tensor:
     return values / total
 
 
-@partial(
-    Mistake, "rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
-    "In the loop over tiles of keys, multiply accumulator and sum by exp(old maximum - new maximum).",
-)  # fmt: skip
 def rescale_missing(case: Case) -> Iterator[Try]:
     sums = {"accumulator": (False, True), "sum of weights": (True, False),
             "accumulator and sum of weights": (False, False)}  # fmt: skip
@@ -222,10 +218,6 @@ def padded(loop: Loop, size: int) -> Sums:
     return Sums(one.values * fade, top, one.total * fade + count * (-top).exp())
 
 
-@partial(
-    Mistake, "padding-weighed", "Missing keys of the last tile count as scores of zero.",
-    "In the loop's last pass, set scores after the last key to -inf before the maximum and the exponentials.",
-)  # fmt: skip
 def padding_weighed(case: Case) -> Iterator[Try]:
     sizes: dict[tuple[int, ...], list[int]] = {}  # tile sizes, by the numbers of missing keys of the sequences
     for size in (8, *SIZES):
@@ -241,13 +233,22 @@ def _powered(loop: Loop, factor: float, *, right_maximum: bool) -> Sums:
     return replace(result, top=loop.scores.amax(-1, keepdim=True)) if right_maximum else result
 
 
-@partial(
-    Mistake, "exponent-base", "The base of the exponentials does not fit the factor of the scores.",
-    "Inside the loop over tiles of keys: exp2 needs scores times log2(e), exp needs them without.",
-)  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:
     factors = ("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))
     return explaining(case, (
         Way(f"{detail}{', the maximum right' * right}", partial(_powered, factor=factor, right_maximum=right))
         for right in (False, True) for detail, factor in factors
     ))  # fmt: skip
+
+
+MISTAKES = (
+    Mistake("rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
+            "In the loop over tiles of keys, multiply accumulator and sum by exp(old maximum - new maximum).",
+            rescale_missing),
+    Mistake("padding-weighed", "Missing keys of the last tile count as scores of zero.",
+            "In the loop's last pass, set scores after the last key to -inf before the maximum and the exponentials.",
+            padding_weighed),
+    Mistake("exponent-base", "The base of the exponentials does not fit the factor of the scores.",
+            "Inside the loop over tiles of keys: exp2 needs scores times log2(e), exp needs them without.",
+            exponent_base),
+)  # fmt: skip

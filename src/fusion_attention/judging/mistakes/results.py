@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -34,10 +33,6 @@ def _kinds(case: Case) -> set[str]:
     return {o.kind for o in case.outputs}
 
 
-@partial(
-    Mistake, "lse-base", "Statistics are logarithms to base 2.",
-    "exp2 kernels: multiply by ln 2 before returning.",
-)  # fmt: skip
 def base_two(case: Case) -> Iterator[Try]:
     if _kinds(case) & {"lse", "max"}:
         change = dict.fromkeys(("lse", "max"), lambda value, raw, x: value * (1 / math.log(2)))
@@ -57,10 +52,6 @@ def _statistics_of(change: Callable[[Block], Block]) -> Callable[..., Tensor]:
     return changed
 
 
-@partial(
-    Mistake, "lse-unscaled", "Statistics are those of scores before the scale.",
-    "Maximum and log-sum-exp are of scale * q . k + bias.",
-)  # fmt: skip
 def unscaled(case: Case) -> Iterator[Try]:
     s = case.setting
     if s.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
@@ -95,20 +86,12 @@ _CONFUSED: tuple[tuple[set[str], str, dict[str, Callable[..., Tensor]]], ...] = 
 )  # fmt: skip
 
 
-@partial(
-    Mistake, "lse-parts", "Maximum, sum and log-sum-exp are mistaken for one another.",
-    "lse = max + log(sum); the sum is of exp(score - max).",
-)  # fmt: skip
 def lse_parts(case: Case) -> Iterator[Try]:
     for needed, detail, changes in _CONFUSED:
         if needed <= _kinds(case) and changes.keys() & _kinds(case):
             yield Try(detail, of_results(case.setting, changes))
 
 
-@partial(
-    Mistake, "lse-sink", "Statistics lack the sink.",
-    "The sink is one more logit of the row: it counts in maximum, sum and log-sum-exp.",
-)  # fmt: skip
 def without_sink(case: Case) -> Iterator[Try]:
     def only_sum(value: Tensor, raw: Raw, x: Block) -> Tensor:
         return value if x.sink is None else value - (x.sink[:, None, None] - raw["max"]).exp()
@@ -119,7 +102,6 @@ def without_sink(case: Case) -> Iterator[Try]:
             yield Try("the sum alone", of_results(case.setting, {"sum": only_sum}))
 
 
-@partial(Mistake, "statistics-swapped", "Maximum and sum are exchanged.", "softmax_max comes first.")
 def swapped(case: Case) -> Iterator[Try]:
     if {*_PAIR} <= _kinds(case) and case.setting.grads is None:
         other = {"max": "sum", "sum": "max"}
@@ -163,10 +145,6 @@ _ORDERS = {
 }
 
 
-@partial(
-    Mistake, "statistics-order", "Statistics of heads and rows are in another order.",
-    'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
-)  # fmt: skip
 def statistics_order(case: Case) -> Iterator[Try]:
     heads = case.setting.problem.heads_q
     stats = [o for o in case.outputs if o.kind in (*_PAIR, "lse")]
@@ -178,9 +156,6 @@ def statistics_order(case: Case) -> Iterator[Try]:
             yield Try(detail, case.setting, tuple(again.get(o.name) or o for o in case.outputs))
 
 
-@partial(
-    Mistake, "output-layout", "The output's rows are in the order of another layout.", "Look at the output's strides."
-)
 def output_layout(case: Case) -> Iterator[Try]:
     s = case.setting
     for o in case.outputs if s.grads is None else ():
@@ -190,18 +165,32 @@ def output_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"as {layout} has them", s, outputs)
 
 
-unnormalised = changing(
-    "unnormalised", "The output is not divided by the sum of its weights.", "Look at the last step of the row.",
-    lambda s, p: {
-        "": of_results(s, {"out": lambda value, raw, x: value.to(raw["sum"].dtype) * raw["sum"]}, grown)
-    } if not s.grads and p.out_quant == "none" else {},
-)  # fmt: skip
-
-
-@partial(
-    Mistake, "output-unwritten", "All elements of the output are zero.",
-    "Nothing was written: look at the launch, and check that the kernel had ended when the output was read.",
-)  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
     if case.setting.grads is None and any(o.kind == "out" and not o.tensor.any() for o in case.outputs):
         yield Try("", of_results(case.setting, {"out": lambda value, raw, x: torch.zeros_like(value)}))
+
+
+MISTAKES = (
+    Mistake("lse-base", "Statistics are logarithms to base 2.", "exp2 kernels: multiply by ln 2 before returning.",
+            base_two),
+    Mistake("lse-unscaled", "Statistics are those of scores before the scale.",
+            "Maximum and log-sum-exp are of scale * q . k + bias.", unscaled),
+    Mistake("lse-parts", "Maximum, sum and log-sum-exp are mistaken for one another.",
+            "lse = max + log(sum); the sum is of exp(score - max).", lse_parts),
+    Mistake("lse-sink", "Statistics lack the sink.",
+            "The sink is one more logit of the row: it counts in maximum, sum and log-sum-exp.", without_sink),
+    Mistake("statistics-swapped", "Maximum and sum are exchanged.", "softmax_max comes first.", swapped),
+    Mistake("statistics-order", "Statistics of heads and rows are in another order.",
+            'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
+            statistics_order),
+    Mistake("output-layout", "The output's rows are in the order of another layout.", "Look at the output's strides.",
+            output_layout),
+    changing("unnormalised", "The output is not divided by the sum of its weights.",
+             "Look at the last step of the row.",
+             lambda s, p: {
+                 "": of_results(s, {"out": lambda value, raw, x: value.to(raw["sum"].dtype) * raw["sum"]}, grown)
+             } if not s.grads and p.out_quant == "none" else {}),
+    Mistake("output-unwritten", "All elements of the output are zero.",
+            "Nothing was written: look at the launch, and check that the kernel had ended when the output was read.",
+            unwritten),
+)  # fmt: skip

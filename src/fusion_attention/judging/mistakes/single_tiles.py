@@ -206,22 +206,15 @@ def _mistake(
     return Mistake(name, means, fix, tries)
 
 
-left_out = _mistake(
-    "tile-left-out", "A tile of keys, or one key, is omitted.",
-    "Look at the bounds of the loop over tiles of keys.",
+MISTAKES = (
+    _mistake("tile-left-out", "A tile of keys, or one key, is omitted.",
+             "Look at the bounds of the loop over tiles of keys."),
+    _mistake("tile-twice", "A tile of keys, or one key, is counted twice.",
+             "Look at the step and the first tile of the loop over tiles of keys."),
+    _mistake("tile-stale", "A tile of keys is computed with keys or values of its neighbour.",
+             "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
+             _every_stale),
+    Mistake("tile-transposed", "Square tiles of keys or values are read with rows and columns exchanged.",
+            "Look at the loads in the loop over tiles of keys: strides, and the flag that transposes an operand.",
+            _transposed),
 )  # fmt: skip
-twice = _mistake(
-    "tile-twice", "A tile of keys, or one key, is counted twice.",
-    "Look at the step and the first tile of the loop over tiles of keys.",
-)  # fmt: skip
-stale = _mistake(
-    "tile-stale", "A tile of keys is computed with keys or values of its neighbour.",
-    "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
-    _every_stale,
-)  # fmt: skip
-transposed = Mistake(
-    "tile-transposed",
-    "Square tiles of keys or values are read with rows and columns exchanged.",
-    "Look at the loads in the loop over tiles of keys: strides, and the flag that transposes an operand.",
-    _transposed,
-)

@@ -90,11 +90,6 @@ def _merged_weights(loop: Loop, **how: Any) -> Tensor:
     return torch.cat(each, -1)
 
 
-@partial(
-    Mistake, "tile-softmax",
-    "Each tile or split of keys has a separate softmax, and the results are merged with wrong weights.",
-    "After the loop, merge partial results with the weights exp(partial lse - total lse).",
-)  # fmt: skip
 def tile_softmax(case: Case) -> Iterator[Try]:
     def candidates() -> Iterator[Way]:
         for split in _splits(case):
@@ -113,13 +108,19 @@ def without(loop: Loop, split: Split, number: int) -> Sums:
     return summed(loop.scores.masked_fill(missing, -math.inf), loop.values)
 
 
-@partial(
-    Mistake, "split-left-out", "The result of a split of the keys is omitted.",
-    "Look at the number of splits that are merged, and at the address to which each stores its result.",
-)  # fmt: skip
 def split_left_out(case: Case) -> Iterator[Try]:
     splits = [split for split in _splits(case) if split.count]
     return explaining(case, (
         Way(f"split {n} of {split}", partial(without, split=split, number=n))
         for split in splits for n in range(split.count)
     ))  # fmt: skip
+
+
+MISTAKES = (
+    Mistake("tile-softmax",
+            "Each tile or split of keys has a separate softmax, and the results are merged with wrong weights.",
+            "After the loop, merge partial results with the weights exp(partial lse - total lse).", tile_softmax),
+    Mistake("split-left-out", "The result of a split of the keys is omitted.",
+            "Look at the number of splits that are merged, and at the address to which each stores its result.",
+            split_left_out),
+)  # fmt: skip

@@ -76,10 +76,6 @@ def _changed(
     return Try(detail, returning(case.setting, result, of_errors))
 
 
-@partial(
-    _mistake, "output-factor", "Output rows are a multiple of the correct rows.",
-    "Look at the last step of the row, and at factors that only some heads or tiles take.",
-)  # fmt: skip
 def multiplied(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         pairs = [(a, b) for a, b in case.once(_samples, o) if a.isfinite().all() and b.any()]
@@ -94,10 +90,6 @@ def _multiplied(case: Case, o: Output, pairs: list[tuple[Tensor, Tensor]]) -> It
         yield _changed(case, o, f"{factor:.4g} times", lambda value, x: factor * value)
 
 
-@partial(
-    _mistake, "rows-unwritten", "Some output rows, or columns of them, are zeros.",
-    "Look at the bounds of the last store: rows or columns after a tile's edge are not written.",
-)  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         if o.kind == "out" and not o.tensor.any():
@@ -129,10 +121,6 @@ def _orders(dim: int) -> dict[str, Tensor]:
     return results | {"columns reversed": columns.flip(0)}
 
 
-@partial(
-    _mistake, "columns-order", "Columns of output rows are in another order.",
-    "Look at the mapping of a tile's registers to columns when they are stored.",
-)  # fmt: skip
 def columns_moved(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         mine, right = (torch.stack(rows) for rows in zip(*case.once(_samples, o), strict=True))
@@ -218,10 +206,6 @@ def _other_places(case: Case, o: Output) -> list[Place]:
     return [p for p in simple[:4] if votes[p] >= max(0.7 * len(wrong), min(2, len(wrong)))]
 
 
-@partial(
-    _mistake, "rows-moved", "Output rows are those of other rows, heads or sequences.",
-    "Look at the offset of a tile of rows, and at the strides of heads and sequences, where rows are read or stored.",
-)  # fmt: skip
 def rows_moved(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         for place in _other_places(case, o) if case.marks.get(o.name) else []:
@@ -233,3 +217,16 @@ def _moved(case: Case, o: Output, place: Place) -> Try:
         return place.of(case.setting, o, x, grade).variance
 
     return _changed(case, o, f"those of {place}", lambda value, x: place.of(case.setting, o, x).value, errors)
+
+
+MISTAKES = (
+    _mistake("output-factor", "Output rows are a multiple of the correct rows.",
+             "Look at the last step of the row, and at factors that only some heads or tiles take.", multiplied),
+    _mistake("rows-unwritten", "Some output rows, or columns of them, are zeros.",
+             "Look at the bounds of the last store: rows or columns after a tile's edge are not written.", unwritten),
+    _mistake("columns-order", "Columns of output rows are in another order.",
+             "Look at the mapping of a tile's registers to columns when they are stored.", columns_moved),
+    _mistake("rows-moved", "Output rows are those of other rows, heads or sequences.",
+             "Look at the offset of a tile of rows, and at the strides of heads and sequences, where rows are read or "
+             "stored.", rows_moved),
+)  # fmt: skip
