@@ -165,7 +165,8 @@ def right_and_wrong(length: int) -> dict[str, Any]:
     tiles: dict[str, list[float]] = {}
     wrong, largest = {}, 0.0
     for who, _, errors in (*measured(call, outs, KERNEL), *measured(gradients, grads, KERNEL)):
-        tiles.setdefault(who, []).extend(_tiles(errors))
+        of_tiles = (rows.unflatten(-1, (-1, 32)).mean(-1).sqrt() for rows in errors.of_rows)
+        tiles.setdefault(who, []).extend(float(z) for of_sequence in of_tiles for z in of_sequence.flatten())
         if who in FAULTS:
             most = next(look.limit for _, look in errors.worst() if look.kind == "tile")
             wrong[who] = {"z": errors.z, "tile": errors.z_tile, "limit": most}
@@ -178,11 +179,6 @@ def right_and_wrong(length: int) -> dict[str, Any]:
 def blind(length: int) -> Edit:
     """Returns an edit that hides the last 64 keys, except from rows that would then have no key."""
     return lambda x: replace(x, visible=x.visible & ((x.positions < length - 64) | (x.positions == 0)))
-
-
-def _tiles(errors: Errors) -> list[float]:
-    """Returns the z of every tile of 32 rows."""
-    return [float(z) for result in errors.of_rows for z in result.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
 
 
 def _counts(tiles: list[float]) -> list[int]:

@@ -267,19 +267,14 @@ def of_gradients(
         result, by_y, by_p = slopes[0], *(_clean(t.to(error_dtype)) for t in slopes[1:])
         pairs = result.of_pairs(by_y, by_p)
         dweights = dweights + result.of_sums(by_y * activations, by_p * activations)
-        if _little(pairs, squares, w):
+        # Rounding dI to 16 bits may dominate its error, in every row and for every key.
+        if w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1)):
             each = (weights.square() * pairs).masked_fill_(~live, 0)
             dq, dk = dq + each @ k.square(), dk + (each.mT @ q.square()).sum(0)
         else:
             dq = dq + weights.square() * _of_rows(result, by_y, by_p, live.to(error_dtype), k)
             dk = dk + _of_keys(pairs, live * weights, q)
     return {"dq": dq.double(), "dk": dk.double()[None], "dweights": dweights.double().T[None]}
-
-
-def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
-    """True if rounding dI to 16 bits dominates its error, in every row and for every key. pairs: the other variances of
-    dI; squares: dI^2, both [rows, keys]; w: the variance of rounding a value of 1."""
-    return w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1))
 
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class Indexed(Subject):
     ) -> Result:  # fmt: skip
         x, captured = self.x, self.captured if names is None else {n: self.captured[n] for n in names}
         kinds = {KINDS[n]: n for n in captured}
-        dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
+        # Outputs were rounded to their own dtype; float64 and integer ones, to the dtype that the call returns.
+        floating = {k: t.dtype for k, n in kinds.items() if (t := captured[n]).is_floating_point()}
+        dtypes = {k: x.stored(k) if floating.get(k, torch.float64) == torch.float64 else floating[k] for k in kinds}
         results: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
         tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in results.items()}
         views = {who: views_of(self.lowered, t) for who, t in results.items()}
@@ -193,12 +195,6 @@ def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]
         baseline = gradients(x.scored(b, rows, narrow), dscores, times > 0)
     rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in baseline.items()}
     return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in expected.items()}
-
-
-def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
-    """Returns the dtype to which an output of a kind is rounded: the tensor's own, or, for float64 and integer tensors,
-    the dtype in which the call x returns it."""
-    return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
 
 
 def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:

@@ -347,7 +347,9 @@ def _explained(
         verdict += _compared_with_log(log, violated)
         extra = [] if violated else list(_likely(op, log))
     reads: dict[str, Any] = {} if args is None else _reading(op, args, in_memory)
-    unread = () if in_memory or args is None else tuple(_unread(op, args))
+    of_content = dict.fromkeys(rule.param for rule in op.asked if rule.reads or rule.level == "content")
+    given = {} if in_memory or args is None else args
+    unread = tuple(op.by_name[name].shown for name in of_content if given.get(name) is not None)
     return Explanation(op.name, op.summary, verdict, (*findings, *extra), log=log, unread=unread, **reads)
 
 
@@ -386,9 +388,3 @@ def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict
         reasons = reasons_of(name, call.problem, torch.device("cuda" if name == "triton" else "cpu"))
         computes[name] = " ".join(reasons) or "yes"
     return {"sizes": {**axes, **lengths}, "results": results, "computes": computes}
-
-
-def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
-    """Returns the names of those arguments whose content a rule reads."""
-    content_params = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
-    return [op.by_name[name].shown for name in dict.fromkeys(content_params) if args.get(name) is not None]
