@@ -64,7 +64,7 @@ class Indexed(Subject):
         x, captured = self.x, self.captured if names is None else {n: self.captured[n] for n in names}
         kinds = {KINDS[n]: n for n in captured}
         # Outputs were rounded to their own dtype; float64 and integer ones, to the dtype that the call returns.
-        floating = {k: t.dtype for k, n in kinds.items() if (t := captured[n]).is_floating_point()}
+        floating = {k: captured[n].dtype for k, n in kinds.items() if captured[n].is_floating_point()}
         dtypes = {k: x.stored(k) if floating.get(k, torch.float64) == torch.float64 else floating[k] for k in kinds}
         results: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
         tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in results.items()}

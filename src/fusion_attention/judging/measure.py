@@ -63,27 +63,24 @@ def measured(
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
         return {o.name: _tally(setting, o, complete=complete) for o in results if complete or o.view is not None}
 
-    tallies, others = fresh(outputs), {who: fresh(results) for who, results in beside.items()}
+    programs = {who: (fresh(results), results) for who, results in {"": outputs, **beside}.items()}
     for unit in pieces:
         wanted = computed(setting, unit, list(outputs), grade, with_baseline=with_baseline, exact=complete)
         heads = of_heads(setting, unit)
-        for tallies_of, results in ((tallies, outputs), *((others[who], results) for who, results in beside.items())):
+        for tallies, results in programs.values():
             for o in results:
                 if o.name in wanted and o.of_unit(unit):
-                    before = o.before(setting.extents, unit.b)
-                    rows = slice(unit.rows.start - before, unit.rows.stop - before)
-                    place = (unit.b, heads, rows) if complete else None
-                    tallies_of[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
-    if complete:
-        for o in outputs:
-            if o.view is None:
-                total = totals(setting, o, grade)
-                for tallies_of, these in ((tallies, outputs), *((others[who], them) for who, them in beside.items())):
-                    for other in these:
-                        if other.name == o.name:
-                            tallies_of[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
+                    place = (unit.b, heads, o.unit_of(setting, unit).rows) if complete else None
+                    tallies[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
+    for o in (o for o in outputs if complete and o.view is None):
+        total = totals(setting, o, grade)
+        for tallies, results in programs.values():
+            for other in results:
+                if other.name == o.name:
+                    tallies[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
+    tallies, _ = programs.pop("")
     maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if complete and o.view}
-    return Result(tallies, maps, others)
+    return Result(tallies, maps, {who: of_program for who, (of_program, _) in programs.items()})
 
 
 class Subject(ABC):

@@ -417,11 +417,8 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
     """Returns the expected gradient of sinks [heads] or of a bias (in its shape): output o, summed over sequences."""
     p, e, grads = setting.problem, setting.extents, setting.grads
     assert grads is not None
-    if o.kind == "dsink":
-        value = variance = torch.zeros(p.heads_q, dtype=torch.float64)
-    else:
-        assert grads.dbias is not None
-        value, variance = (torch.zeros(grads.dbias.keep.shape, dtype=torch.float64) for _ in range(2))
+    shape = (p.heads_q,) if grads.dbias is None or o.kind == "dsink" else grads.dbias.keep.shape
+    value, variance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
     terms = 0
     for unit in units(setting, [o]):
         block = setting.block(unit.b, unit.heads, unit.rows)
@@ -429,10 +426,8 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         of_delta = _Expectation(setting, unit, grade).delta(unit.rows)
         if o.kind == "dsink":
             terms = max(terms, int(e.q_len.sum()))
-            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"])
-            variance = _placed(
-                variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade, (o.kind,))["dsink"]
-            )
+            value[unit.heads] += formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"]
+            variance[unit.heads] += expected_error.gradients(block, scored, of_delta, grade, (o.kind,))["dsink"]
             continue
         by = p.scale if p.bias_scaled else 1.0
         results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
@@ -442,12 +437,6 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         terms = max(terms, value.numel() and int(e.q_len @ e.kv_len) * p.heads_q // value.numel())
     variance = variance + expected_error.summed(value, terms, p.torch_dtype, grade)
     return Wanted(value, grade.stored(value, variance, _dtype(o, p)))
-
-
-def _placed(total: Tensor, heads: slice, addend: Tensor) -> Tensor:
-    total = total.clone()
-    total[heads] += addend
-    return total
 
 
 def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:

@@ -29,7 +29,8 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
     without_zero = "without the leading 0 of cu_seqlens", lambda n: n[1:] if n[0] == 0 else n
     cumulative = "cumulative ends in place of lengths", lambda n: list(accumulate(n))
     of_lengths = (partial(_of_lengths, title, change) for title, change in (without_zero, cumulative))
-    for kind in (*of_lengths, _mask, _layout, _heads, _dtype, _absent):
+    kinds: tuple[Callable[[Op, Args], Iterator[Fix]], ...] = (*of_lengths, _mask, _layout, _heads, _dtype, _absent)
+    for kind in kinds:
         legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
         if result := list(islice(legal, 3)):
             return result  # kinds are ordered by frequency: rarer kinds are not tried if a common one fits

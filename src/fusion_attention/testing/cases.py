@@ -39,8 +39,33 @@ class Named:
         return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{self.fresh or ''}".encode()))
 
 
+class Sequences(Named):
+    """The base class of cases whose query rows and keys are sequences of tokens."""
+
+    layout: str
+    q_len: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    q_rest: int
+    kv_rest: int
+
+    @property
+    def packed(self) -> bool:
+        """True if query rows are concatenated: the layout is TND."""
+        return self.layout == "TND"
+
+    def lengths(self, side: str) -> tuple[int, ...]:
+        """Returns q_len or kv_len for side "q" or "kv"."""
+        return self.q_len if side == "q" else self.kv_len
+
+    def tokens(self, side: str) -> int:
+        """Returns the size of a tensor's axis of tokens, for queries (side "q") or keys ("kv"): T if packed, S if
+        padded (3 for an empty batch), q_rest or kv_rest included."""
+        rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
+        return rest + (sum(lengths) if self.packed else max(lengths, default=3))
+
+
 @dataclass(frozen=True)
-class Case(Named):
+class Case(Sequences):
     """A call of training attention, forward and backward, in CANN's terms.
 
     Args:
@@ -97,27 +122,12 @@ class Case(Named):
     softcap: float = 0.0
 
     @property
-    def packed(self) -> bool:
-        """True if the layout is packed (TND)."""
-        return self.layout == "TND"
-
-    @property
     def npu(self) -> bool:
         """True if torch_npu's functions can make this call: they lack masks of tiles, a softcap, and padded sequences
         of unequal lengths or followed by further rows."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
         ours_only = self.mask == "tiles" or self.softcap != 0
         return not ours_only and (self.packed or not ragged)
-
-    def lengths(self, side: str) -> tuple[int, ...]:
-        """Returns q_len or kv_len for side "q" or "kv"."""
-        return self.q_len if side == "q" else self.kv_len
-
-    def tokens(self, side: str) -> int:
-        """Returns the size of a tensor's axis of tokens, for queries (side "q") or keys ("kv"): T if packed, S if
-        padded (3 for an empty batch), q_rest or kv_rest included."""
-        rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
-        return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def longest(self, side: str) -> int:
         """Returns the size of a mask's or bias's axis of query rows (side "q": S1) or of keys ("kv": S2)."""

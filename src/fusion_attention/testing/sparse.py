@@ -19,7 +19,7 @@ from fusion_attention.ops.sparse import api_definition as sparse_own
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.ops.sparse.lowered_call import Sparse, SparseBackward
-from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
+from fusion_attention.testing.cases import Results, Sequences, Tensor, hostile, poisoned
 from fusion_attention.testing.expected import expected_of
 from fusion_attention.torch_ops.eager import run
 
@@ -28,7 +28,7 @@ WILD = 1 << 30  # an invalid page number
 
 
 @dataclass(frozen=True)
-class Rows(Named):
+class Rows(Sequences):
     """Layout, lengths and causality of any sparse case.
 
     Args:
@@ -52,20 +52,6 @@ class Rows(Named):
     mode: int = 3
     ratio: int = 1
     residual: tuple[int, ...] = ()
-
-    @property
-    def packed(self) -> bool:
-        """True if query rows are concatenated."""
-        return self.layout == "TND"
-
-    def lengths(self, side: str) -> tuple[int, ...]:
-        """Returns q_len or kv_len for side "q" or "kv"."""
-        return self.q_len if side == "q" else self.kv_len
-
-    def tokens(self, side: str) -> int:
-        """Returns the size of the axis of tokens of queries (side "q") or keys ("kv"): T if packed, S if padded."""
-        rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
-        return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def seen(self, b: int, row: int) -> int:
         """Returns the number of keys that a row of sequence b sees; causal: their last tokens are not after the row."""

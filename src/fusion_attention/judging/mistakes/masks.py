@@ -104,15 +104,12 @@ def window_by_one(case: Case) -> Iterator[Try]:
 @dataclass(frozen=True)
 class _Tiled:
     """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and applies a band with
-    moved edges in the other tiles.
-
-    Attributes:
-        left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.
-    """
+    moved edges in the other tiles."""
 
     extents: Extents
     rows: int = 1
     keys: int = 1
+    # left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.
     left: int | None = 0
     right: int | None = 0
 

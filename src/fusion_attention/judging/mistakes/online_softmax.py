@@ -101,18 +101,21 @@ class Way:
     weights: Callable[[Loop], Tensor] | None = None
 
 
-def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
-    """Yields a variant of a call for each of the candidates that explains its first _SCREENED wrong output rows."""
+def sampled(case: Case, count: int) -> Iterator[tuple[Loop, Tensor, float]]:
+    """Yields (keys, output as recorded [1, 1, elements], norm of its error) of up to `count` wrong rows of a call."""
     s, o = case.setting, out_of(case)
-    if not suits(case) or o is None:
-        return
-    samples: list[tuple[Loop, Tensor, float]] = []
-    for b, head, row in case.wrong_rows_of(o, _SCREENED):
+    for b, head, row in [] if o is None else case.wrong_rows_of(o, count):
+        assert o is not None
         at = b, slice(head, head + 1), slice(row, row + 1)
         loop, mine = loop_of(s, s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
         error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
         if 0 < error < math.inf:  # NaN for a row without visible keys
-            samples.append((loop, mine, error))
+            yield loop, mine, error
+
+
+def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
+    """Yields a variant of a call for each of the candidates that explains its first _SCREENED wrong output rows."""
+    samples = [*sampled(case, _SCREENED)] if suits(case) else []
     for way in candidates if samples else ():
         left = (float((way.program(loop).result("out") - mine).norm()) / error for loop, mine, error in samples)
         if all(not fraction > LEFT for fraction in left):

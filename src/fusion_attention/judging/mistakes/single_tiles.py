@@ -7,9 +7,8 @@ from functools import partial
 
 import torch
 
-from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import LEFT
-from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, out_of
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try
 from fusion_attention.judging.mistakes.online_softmax import (
     Loop,
     Sums,
@@ -17,10 +16,9 @@ from fusion_attention.judging.mistakes.online_softmax import (
     by_program,
     explaining,
     exponentials,
-    loop_of,
+    sampled,
     sizes_of,
     suits,
-    summed,
 )
 from fusion_attention.judging.setting import Block
 
@@ -108,16 +106,9 @@ def _candidates(case: Case, mistake: str) -> list[_Key]:
     """Returns the ways of making a mistake in a call, (kind of treatment, keys of a tile, number of the tile), that
     explain sampled wrong rows, the one with the smallest remaining error first; mistake: its name.
     """
-    o = out_of(case)
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
-    for b, head, row in [] if o is None else case.wrong_rows_of(o, 8):
-        assert o is not None
-        at = b, slice(head, head + 1), slice(row, row + 1)
-        loop, mine = loop_of(case.setting, case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
-        error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
-        if not 0 < error < math.inf:  # NaN of a row without a key that counts
-            continue
+    for loop, mine, error in sampled(case, 8):
         results = {key: value / error for key, value in _without(loop, mine, mistake, possible)}
         possible = {key for key, value in results.items() if not value >= LEFT}
         left = {key: left.get(key, 0.0) + (0.0 if math.isnan(results[key]) else results[key]) for key in possible}
