@@ -88,7 +88,7 @@ CLAUSES = merged(
         "Probabilities are of the entries of lists, or of all keys; mode 0 shows all keys (ruling 42).": [
             *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
             *(computes(dtype=d) for d in (H, BF)),
-            computes(sparseIndices=torch.zeros_like),
+            *(computes(sparseIndices=fill) for fill in (torch.zeros_like, torch.ones_like)),
             computes(topkLength=lambda old: torch.arange(12)[:, None].int() % 3),
             computes(N=1),
         ],
