@@ -34,9 +34,10 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 def _first(
     op: contract.Op, values: tuple[Any, ...], strict: bool, check_content: bool
 ) -> tuple[int, int, acl.Executor | None]:
-    """Runs phase 1 of an operator on `values`, its arguments in order; returns (ret, workspace_size, executor).
+    """Runs phase 1 of a CANN operator (check and plan) on `values`, its arguments in order; returns (error code, bytes
+    of workspace that phase 2 needs, the planned call or None).
 
-    strict: True: the chip's limits are errors; check_content: True: phase 2 checks tensor content too.
+    strict: True: the chip's limits are errors; check_content: True: phase 2 checks the values in tensors too.
     """
     try:
         if STATE.device is None:
@@ -48,10 +49,10 @@ def _first(
 
 
 def planned(op: contract.Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
-    """Checks and plans a two-phase call, and returns its executor.
+    """Checks and plans an operator call (phase 1 of CANN's interface), and returns the planned call for phase 2.
 
     Args:
-        values: the arguments in the definition's order.
+        values: the arguments in the order of the operator definition.
 
     Raises:
         Exception: any error; failure() converts it to a code and a text.
@@ -70,7 +71,7 @@ def _code(op: contract.Op, error: Exception) -> int:
 
 
 def failure(op: contract.Op, error: Exception) -> tuple[int, str]:
-    """Returns (code, text) of any error in a call of `op`, internal ones too: C programs cannot catch exceptions."""
+    """Returns (CANN's error code, text) of any exception in a call of `op`, as C programs cannot catch exceptions."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
     if isinstance(error, (contract.ContractError, Refusal)):
         code, text = error.code, str(error)
@@ -82,7 +83,8 @@ def failure(op: contract.Op, error: Exception) -> tuple[int, str]:
 
 
 def _prepare(op: contract.Op, values: tuple[Any, ...], options: Options) -> Job:
-    """Checks a two-phase call, and returns the job that computes it on the memory of its tensors."""
+    """Checks and plans an operator call, and returns the Job that computes it on the memory of its tensors; values: the
+    arguments in the order of the operator definition."""
     args = _arguments(op, values)
     # Tensor content is read in phase 2, because it may be written after phase 1.
     bound = contract.bind(op, args, strict=options.strict, reads=False)
@@ -97,7 +99,8 @@ def _prepare(op: contract.Op, values: tuple[Any, ...], options: Options) -> Job:
 
 
 def _arguments(op: contract.Op, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the arguments (`values`, in order) by canonical name for bind(), with torch tensors and int64 arrays."""
+    """Returns the arguments by the operator definition's parameter names, with acl handles converted to torch tensors
+    and int64 arrays; values: the arguments in order."""
     args = op.named(values)
     for i in op.positions[contract.Tensor]:
         value = values[i]
@@ -129,7 +132,8 @@ def _arguments(op: contract.Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _view(op: contract.Op, position: int, value: Any) -> torch.Tensor:
-    """Returns the torch tensor of a handle, the argument at `position`; Refusal: destroyed, or not row-major."""
+    """Returns an acl.Tensor's torch tensor; raises Refusal if it was destroyed or is not row-major. position: of the
+    argument `value`."""
     if (
         type(value) is acl.Tensor
         and value.view is not None
@@ -142,7 +146,8 @@ def _view(op: contract.Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: contract.Op, position: int, view: torch.Tensor) -> Any:
-    """Returns integers of a tensor argument (`view`, at `position`); None if it is empty, so it counts as absent."""
+    """Returns the integers in a tensor argument as an int64 array; None if it is empty, which counts as absent. view:
+    the argument's tensor; position: its position."""
     return contract.array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
@@ -168,7 +173,8 @@ def _lost(op: contract.Op, param: str, value: acl.Tensor, code: int = contract.I
 
 
 def _second(op: contract.Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
-    """Runs phase 2 of an operator: checks everything, then runs the executor's call; returns its code."""
+    """Runs phase 2 of a CANN operator: checks arguments, and runs the planned call (executor); returns an error
+    code."""
     try:
         ready = _check_executor(op, executor)
         _check_stream(op, stream)
@@ -184,10 +190,10 @@ def _second(op: contract.Op, workspace: Any, workspace_size: Any, executor: Any,
 
 
 def due(executor: acl.Executor) -> Job:
-    """Returns the job that an executor runs next, on the current memory of its tensors, whose content is checked.
+    """Returns the Job that computes a planned call on its tensors' current memory; checks the values in tensors.
 
     Raises:
-        Exception: any error, as in planned(); nothing was written.
+        Exception: any error, which failure() converts to CANN's error code; no output was written.
     """
     op, job, options = executor.op, executor.job, executor.options
     if _moved(op, job, executor.values):
@@ -203,7 +209,7 @@ def due(executor: acl.Executor) -> Job:
 
 
 def _moved(op: contract.Op, job: Job, values: tuple[Any, ...]) -> bool:
-    """True if an argument in `values` has other memory, or an array other numbers, than when the job was made.
+    """True if the memory of an argument, or an array of lengths, changed since `job` was made; values: the arguments.
 
     Raises:
         Refusal: a tensor or list was destroyed.
@@ -224,7 +230,7 @@ def _moved(op: contract.Op, job: Job, values: tuple[Any, ...]) -> bool:
 
 
 def _check_there(op: contract.Op, position: int, tensor: acl.Tensor) -> None:
-    """Raises Refusal if the tensor, the argument at `position`, was destroyed, or its memory freed, after phase 1."""
+    """Raises Refusal if an acl.Tensor, the argument at `position`, was destroyed, or its memory was freed."""
     param = op.params[position].shown
     if not tensor.alive:
         text = "destroyed, or its memory freed, since phase 1"
@@ -234,7 +240,7 @@ def _check_there(op: contract.Op, position: int, tensor: acl.Tensor) -> None:
 
 
 def _changed(op: contract.Op, position: int, value: Any, read: np.ndarray | None) -> bool:
-    """True if a tensor of lengths (`value`, at `position`) has other numbers than `read`, those of phase 1."""
+    """True if `value`, the argument at `position`, is a tensor of lengths that differ from `read`, those of phase 1."""
     if type(value) is not acl.Tensor:
         return False
     _check_there(op, position, value)
@@ -304,7 +310,8 @@ def _annotation(p: Any) -> Any:
 
 
 def _phase_1(op: contract.Op) -> Callable[..., Any]:
-    """Makes the function aclnnXxxGetWorkspaceSize of `op`, whose signature has the definition's parameters."""
+    """Returns the function aclnnXxxGetWorkspaceSize (phase 1) of an operator: it checks and plans a call; its
+    parameters are those of the definition."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
     space: dict[str, Any] = {"_first": _first, "_op": op}
@@ -334,7 +341,7 @@ Source: {op.page}.
 
 
 def _phase_2(op: contract.Op) -> Callable[..., Any]:
-    """Makes the function aclnnXxx (phase 2), which runs a planned call."""
+    """Returns the function aclnnXxx (phase 2) of an operator, which computes the call that phase 1 has planned."""
 
     def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:
         return _second(op, workspace, workspace_size, executor, stream)

@@ -35,7 +35,7 @@ class Layer:
 
     Attributes:
         value: the new value.
-        on: False after removal. Code may still refer to a wrapper of a removed layer, which then only calls `below`.
+        on: False after removal. Code may still refer to a removed patch's wrapper, which then only calls `below`.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def below(self) -> Any:
-        """The value that the attribute would have now without this layer; layers below may have been removed since."""
+        """The value that the attribute would have now without this patch; patches below may have been removed since."""
         under = self._under()
         return self._read_value if under is _ABSENT else under
 
@@ -66,7 +66,7 @@ class Layer:
         return layer._replaced
 
     def _all(self) -> list[Layer]:
-        """Returns the layers of the same attribute that are not removed, the lowest first."""
+        """Returns the patches (layers) of the same attribute that are not removed, the lowest first."""
         return _layers.get((id(self.owner), self.name), [])
 
     def _put(self, value: Any) -> None:
@@ -75,7 +75,7 @@ class Layer:
         _write(self.owner, self.name, value)
 
     def _settle(self) -> None:
-        """Restores the value below, if the attribute still has this layer's value."""
+        """Restores the value below this patch, if the attribute still has this patch's value."""
         above = list(self._all())
         while above and above.pop(0) is not self:
             pass
@@ -126,7 +126,7 @@ def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -
 
 
 def _take(layer: Layer) -> None:
-    """Removes a layer; does nothing if it is removed already."""
+    """Removes a patch; does nothing if it is removed already."""
     with _LOCK:
         if layer.on:
             layer.on = False
@@ -211,7 +211,7 @@ class Changes:
 
 
 def together(make: Callable[[Changes], None]) -> Changes:
-    """Applies all patches of make(changes), or none if it raises."""
+    """Applies all patches of make(changes), or none if it raises; returns their group."""
     changes = Changes()
     try:
         make(changes)
@@ -223,16 +223,14 @@ def together(make: Callable[[Changes], None]) -> Changes:
 
 class Counted(ContextDecorator):
     """A context manager that applies patches at its first entry, in any thread, and removes them at its last exit.
-
-    Subclasses define begin(), which applies the patches. Exits without an entry do nothing.
-    """
+    Subclasses define begin(), which applies the patches. Exits without an entry do nothing."""
 
     def __init__(self) -> None:
         self._entered = 0
         self._changes = Changes()
 
     def begin(self, changes: Changes) -> None:
-        """Makes the patches by calling methods of `changes`."""
+        """Applies the patches by calling methods of `changes`."""
         raise NotImplementedError
 
     def __enter__(self: _Entered) -> _Entered:

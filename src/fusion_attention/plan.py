@@ -27,10 +27,10 @@ _PLANS_LOCK = threading.Lock()  # without it, a thread could remove a plan that 
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """One problem on given lengths, ready to run any number of times.
+    """A computation (such as attention) on given lengths, ready to run any number of times.
 
     Attributes:
-        problem: the computation.
+        problem: the parameters of the computation: heads, sizes, dtypes, ...
         extents: lengths and bands of the sequences that run() computes.
         backend: the name of the selected back end.
         op_kind: the operation, which is the name of a function of the back end.
@@ -81,7 +81,7 @@ class Plan:
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
-        """Runs the operation.
+        """Runs the planned operation, which writes its results to tensors among the operands.
 
         Args:
             operands: its tensors, results included: ir.call.Operands for "attention_forward", Operands and Grads for
@@ -144,10 +144,10 @@ def plan(
     *,
     updatable: bool = False,
 ) -> Plan:
-    """Returns a plan for a problem on given lengths; the most recently used ones are cached.
+    """Returns a plan for a computation on given lengths; the most recently used ones are cached.
 
     Args:
-        problem: the computation.
+        problem: the parameters of the computation: heads, sizes, dtypes, ...
         extents: lengths and bands of the sequences.
         device: device of the operands.
         backend: "auto", or a name in BACKENDS.
@@ -175,7 +175,7 @@ def plan(
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
-    """Plans and runs a lowered call on a back end, without autograd; outputs: tensors for its results, by name."""
+    """Plans and runs a call on a back end, without autograd; outputs: {name: tensor} for its results."""
     backend = chosen(backend)
     filled = call.fill(outputs)
     if filled.first is not None:

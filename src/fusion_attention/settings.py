@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Settings:
-    """Defaults for calls.
+    """Defaults for calls of the library's operators.
 
     Attributes:
         strict: calls beyond the chip's limits are errors, and so are doubts (warnings about probable mistakes).
@@ -42,7 +42,7 @@ def chosen(backend: str) -> str:
 
 @contextmanager
 def override(**changes: Any) -> Iterator[None]:
-    """Changes settings within a block, for this thread or asyncio task."""
+    """Changes settings (strict mode, content checks, back end) within a block, for this thread or asyncio task."""
     before = current()
     _SET.set(replace(before, **changes))
     try:

@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 def init(config_path: str | None = None, *, device: str | torch.device = "cpu", backend: str = "auto") -> int:
-    """Initializes the runtime, before any other call.
+    """Initializes the emulated CANN runtime of this process; every other function of `acl` requires it.
 
     Args:
         config_path: accepted without effect.
@@ -110,8 +110,8 @@ def init(config_path: str | None = None, *, device: str | torch.device = "cpu", 
 
 
 def finalize() -> int:
-    """Ends the runtime: closes contexts and streams, and frees memory; returns 0, or an error code if it was
-    already ended (100037) or never begun."""
+    """Ends the emulated CANN runtime of this process: closes contexts and streams, and frees memory. Returns 0, or an
+    error code: 100037 if it was already ended, 100001 if it was never initialized."""
     if STATE.device is None:
         state.note("acl: finalize: called twice, or before acl.init()")
         return state.REPEAT_FINALIZE if STATE.finalized else state.UNINITIALIZED

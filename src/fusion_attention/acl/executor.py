@@ -10,14 +10,14 @@ INNER_NULL = 561103
 
 
 class Executor:
-    """The planned call that phase 1 of an operator returns and phase 2 runs.
+    """A checked and planned operator call: aclnnXxxGetWorkspaceSize (phase 1) returns it, aclnnXxx (phase 2) runs it.
 
     Attributes:
         op: the operator's definition.
         values: the arguments in the operator's order; options: the other arguments of phase 1.
-        workspace_size: bytes that phase 2 needs.
-        job: the Job that phase 2 runs, on the current addresses of the tensors.
-        repeatable, used, destroyed: True if it may run more than once; was run or made repeatable; was destroyed.
+        workspace_size: bytes of temporary memory that phase 2 needs.
+        job: the computation on the current addresses of the tensors, which phase 2 runs.
+        repeatable: True if phase 2 may run more than once. used: True after the first run. destroyed: True after end().
     """
 
     __slots__ = ("destroyed", "job", "op", "options", "repeatable", "used", "values", "workspace_size")
@@ -27,7 +27,7 @@ class Executor:
         self.repeatable = self.used = self.destroyed = False
 
     def end(self) -> None:
-        """Destroys the executor and releases its references."""
+        """Marks the executor as destroyed and releases its references to tensors."""
         self.destroyed = True
         self.job, self.values = None, ()
 
@@ -48,7 +48,8 @@ def _live(executor: Any) -> Executor:
 
 @coded
 def set_acl_op_executor_repeatable(executor: Executor) -> None:
-    """aclSetAclOpExecutorRepeatable: allows any number of runs, if called before the first; returns an error code."""
+    """aclSetAclOpExecutorRepeatable: allows phase 2 to run any number of times with a planned call (executor), if it
+    has not run yet; returns an error code."""
     live = _live(executor)
     if live.used:
         raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")
@@ -57,13 +58,13 @@ def set_acl_op_executor_repeatable(executor: Executor) -> None:
 
 @coded
 def destroy_acl_op_executor(executor: Executor) -> None:
-    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns an error code."""
+    """aclDestroyAclOpExecutor: destroys a planned call (executor), as a repeatable one needs; returns an error code."""
     _live(executor).end()
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Changes the memory of one tensor of an executor to `data`; sides: False for its inputs, True for its outputs, of
-    which `index` counts the tensors in this order."""
+    """Makes a tensor of a planned call (executor) use the memory `data`, an address, torch tensor or storage; index:
+    its number among the operator's inputs (sides contains False) and outputs (sides contains True)."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")
@@ -85,10 +86,10 @@ def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, 
 
 @coded
 def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetInputTensorAddr: sets another address for an input of a repeatable executor.
+    """aclSetInputTensorAddr: sets another address for an input of a repeatable planned call.
 
     Args:
-        executor: a repeatable executor.
+        executor: the planned call, made repeatable by set_acl_op_executor_repeatable().
         index: index among the operator's input tensors, absent ones included.
         tensor: the tensor at this index in phase 1.
         addr: an address from acl.rt.malloc, a torch tensor or a torch storage, large enough for the same view.
@@ -101,11 +102,13 @@ def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: 
 
 @coded
 def set_output_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetOutputTensorAddr: as set_input_tensor_addr(), but `index` counts output tensors."""
+    """aclSetOutputTensorAddr: sets another address for an output of a repeatable planned call; `index` counts output
+    tensors. Other parameters and the result: as in set_input_tensor_addr()."""
     _move(executor, index, tensor, addr, (True,))
 
 
 @coded
 def set_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetTensorAddr: as set_input_tensor_addr(), but `index` counts inputs, then outputs."""
+    """aclSetTensorAddr: sets another address for an input or output of a repeatable planned call; `index` counts
+    inputs, then outputs. Other parameters and the result: as in set_input_tensor_addr()."""
     _move(executor, index, tensor, addr, (False, True))

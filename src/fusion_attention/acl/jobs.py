@@ -16,8 +16,8 @@ from fusion_attention.plan import Plan, plan
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
-    """Returns the Refusal for an invalid argument `param` of a call of `op`; expected, got, advice: parts of the error
-    text; code: CANN's error code."""
+    """Returns the exception Refusal for an invalid argument `param` of a call of `op`; expected, got, advice: parts of
+    the error text; code: CANN's error code."""
     return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
@@ -57,7 +57,7 @@ class Job:
     filled: Filled | None  # the lowered call's views, if they stay valid between runs (Layout.keeps)
 
     def run(self) -> None:
-        """Runs the call, which writes the outputs."""
+        """Computes the call, which writes its output tensors."""
         if self.layout.idle:
             return
         filled = self.filled or self.call.fill(self.outputs())
@@ -74,7 +74,8 @@ class Job:
 
 @functools.cache
 def may_lack(op: Op) -> tuple[int, ...]:
-    """Positions of outputs that some calls lack: parameters reserved by CANN, and gradients of optional inputs."""
+    """Returns the positions, among the operator's parameters, of outputs that some calls lack: parameters reserved by
+    CANN, and gradients of optional inputs."""
     required = {word for p in op.tensors() if not p.optional for name in op.layouts for word in p.words(name)}
     shown = {axis for word in required for axis in word.split("*")}
     results = []
@@ -88,13 +89,14 @@ def may_lack(op: Op) -> tuple[int, ...]:
 
 
 def _source(op: Op, p: Tensor) -> str:
-    """The name of the optional input whose gradient an output is, such as pse for dpse; else ""."""
+    """Returns the name of the optional input whose gradient output p is ("bias" for an output "dbias"); else ""."""
     source = op.by_name.get(p.name[1:]) if p.name[:1] == "d" else None
     return source.name if source is not None and source.optional else ""
 
 
 def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
-    """The job of a checked, lowered call on the memory of `args`, with views if these stay valid between runs."""
+    """Returns the Job that computes a checked call on the memory of its tensors; call: the call in the form that back
+    ends compute; args: its arguments by parameter name."""
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
@@ -104,8 +106,8 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of a call (`bound`) and plans it; returns the Layout, which is the same for all calls with
-    these shapes, dtypes and lengths."""
+    """Checks the outputs of a validated call (bound) and plans it; returns the Layout of all calls with these shapes,
+    dtypes and lengths. call: its form that back ends compute; args: its arguments by parameter name."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown
@@ -134,12 +136,13 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
 
 
 def handles(value: Any) -> tuple[Any, ...]:
-    """Returns the tensors in an acl.TensorList, or a tuple of one tensor."""
+    """Returns the tensors in an acl.TensorList as a tuple; a value of another type in a tuple of one element."""
     return value.tensors or () if type(value) is TensorList else (value,)
 
 
 def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...]:
-    """Names of the outputs of a call; raises Refusal if one is missing or (when strict) superfluous."""
+    """Returns the names of the outputs that a validated call (bound) writes; raises Refusal if one is missing or (when
+    strict) superfluous. args: its arguments by parameter name."""
     op, layout = bound.op, bound.names.get(bound.op.layout_attr, "")
     written = []
     for p in op.tensors(output=True):
@@ -162,7 +165,7 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
 
 
 def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
-    """Raises Refusal if an output shares memory with another tensor of a call; values: its arguments in order."""
+    """Raises Refusal if an output shares memory with another tensor of a call; values: its arguments, in order."""
     written = layout.written
     handles_of = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
     spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(handles_of)])

@@ -26,7 +26,7 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class _Addressed:
-    """A tensor's address and strides as numpy's array interface, for numpy's overlap test, which reads no memory."""
+    """A tensor's address and strides as numpy's array interface, for numpy.shares_memory(), which reads no elements."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.view is not None
@@ -41,7 +41,7 @@ class _Addressed:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two strided views, a and b, have a common element; interleaved views may have none."""
+    """True if the strided views `a` and `b` have an element in common; interleaved views may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
         return bool(np.shares_memory(first, second, max_work=_WORK))

@@ -45,7 +45,7 @@ class MemcpyKind(enum.IntEnum):
 
 
 class RunMode(enum.IntEnum):
-    """aclrtRunMode: the program runs on the host or on the device."""
+    """The place where the program runs (aclrtRunMode): the host or the device."""
 
     ACL_DEVICE = 0
     ACL_HOST = 1
@@ -76,7 +76,7 @@ def set_device(device_id: int) -> None:
 
 @coded
 def reset_device(device_id: int) -> None:
-    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns an error code."""
+    """Destroys all contexts and streams of a device id; memory stays until it is freed. Returns an error code."""
     number = _device_id(device_id)
     if number not in STATE.contexts:
         raise Refusal(state.RT_CONTEXT_NULL, f"device_id: {number} is not in use (acl.rt.set_device was not called)")
@@ -98,13 +98,13 @@ def get_device_count() -> int:
 
 @valued(-1)
 def get_run_mode() -> RunMode:
-    """Returns (ACL_HOST, error code): host and device memory count as different, even if the device is the CPU."""
+    """Returns (RunMode.ACL_HOST, error code): the program runs on the host, even if the emulated device is the CPU."""
     return RunMode.ACL_HOST
 
 
 @coded
 def synchronize_device() -> None:
-    """Waits for the device's work; returns an error code."""
+    """Waits until all work on the current device is complete; returns an error code."""
     _current()
     _wait()
 
@@ -118,7 +118,8 @@ def _wait() -> None:
 
 
 def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
-    """Returns a context or stream; raises Refusal for a value of another kind than `kind`, or a closed one."""
+    """Returns `value`, a context or stream; raises Refusal if it is not of class `kind`, or was destroyed. name: the
+    argument's name in the error text."""
     if not isinstance(value, kind):
         raise Refusal(state.INVALID_PARAM, f"{name}: expected an acl {kind.__name__}, got {type(value).__name__}")
     if not value.usable:
@@ -128,7 +129,7 @@ def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
 
 @valued()
 def create_context(device_id: int) -> Context:
-    """Makes a context on a device id current; returns (the new context, error code)."""
+    """Makes a context on a device id, and makes it current; returns (the new context, error code)."""
     number = _device_id(device_id)
     STATE.context = Context(number)
     STATE.contexts.setdefault(number, [Context(number)]).append(STATE.context)
@@ -245,14 +246,14 @@ def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
 
 
 class Pointer(int):
-    """An address of host data, from acl.util, with a reference that keeps the data alive."""
+    """The address of host data (an integer), from acl.util, with a reference that keeps the data alive."""
 
     owner: Any
 
 
 def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
-    """The first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; written: True if the
-    caller writes to them, so that read-only data is refused."""
+    """Returns the first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; written: True if
+    the caller writes to them: read-only data raises Refusal."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
@@ -279,7 +280,7 @@ def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tenso
     """Returns (uint8 view of the first `count` bytes, True if they are host memory) of `place`, an address or host
     data.
 
-    written: True if the caller writes them, so read-only data is refused.
+    written: True if the caller writes to the bytes: read-only data raises Refusal.
     """
     if isinstance(place, Pointer):
         return _host_bytes(place.owner, count, written), True

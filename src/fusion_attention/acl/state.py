@@ -29,7 +29,7 @@ DEVICE_COUNT = 8
 
 
 class Refusal(Exception):
-    """An error with code and text, inside the two-phase interface; callers receive the code."""
+    """The exception for an invalid call of the emulated CANN runtime, with error code and text."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -52,20 +52,20 @@ class Memory:
 
 @dataclass(eq=False)
 class Context:
-    """A context on a device id; closing it closes its streams."""
+    """A context of the emulated runtime on a device id; closing it closes its streams."""
 
     device_id: int
     open: bool = True
 
     @property
     def usable(self) -> bool:
-        """True if it was not destroyed and its device was not reset."""
+        """True if this context was not destroyed and its device was not reset."""
         return self.open
 
 
 @dataclass(eq=False)
 class Stream:
-    """A synchronous stream: work is complete when the call that submits it returns."""
+    """A stream of the emulated runtime; work is complete when the call that submits it returns."""
 
     context: Context
     open: bool = True
@@ -78,7 +78,7 @@ class Stream:
 
 @dataclass(eq=False)
 class State:
-    """The state of CANN's runtime in this process; device None: not initialized."""
+    """The state of the emulated CANN runtime: device, contexts, allocations; device None: not initialized."""
 
     device: torch.device | None = None
     backend: str = "auto"
@@ -90,7 +90,7 @@ class State:
     local: threading.local = field(default_factory=threading.local)
 
     def add(self, memory: Memory) -> int:
-        """Registers an allocation (`memory`), and returns its address."""
+        """Registers an allocation, and returns its address."""
         self.memories[memory.address] = memory
         insort(self.starts, memory.address)
         return memory.address
@@ -102,8 +102,8 @@ class State:
         memory.alive = False
 
     def find(self, address: int) -> tuple[Memory, int]:
-        """Returns (the allocation that contains an address, offset of the address in it in bytes); raises Refusal if
-        there is none."""
+        """Returns (the allocation that contains an address, offset of the address in it in bytes); raises Refusal if no
+        allocation contains it."""
         at = bisect_right(self.starts, address) - 1
         memory = self.memories[self.starts[at]] if at >= 0 else None
         if memory is None or address >= memory.address + memory.bytes.numel():
@@ -115,7 +115,7 @@ STATE = State()
 
 
 def note(text: str) -> None:
-    """Stores the text that get_recent_err_msg() returns in this thread."""
+    """Stores an error text for this thread, which get_recent_err_msg() returns."""
     STATE.local.text = text
 
 
@@ -140,8 +140,8 @@ def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
 
 
 def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[T, int]]]:
-    """Decorates a function so that it returns (its value, 0); if it raises Refusal, or acl.init() was not called, it
-    returns (`nothing`, error code)."""
+    """Returns a decorator; the decorated function returns (its value, 0), or (`nothing`, error code) if it raises
+    Refusal or acl.init() was not called."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, tuple[T, int]]:
         @functools.wraps(function)
@@ -161,13 +161,12 @@ def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[
 
 
 def coded(function: Callable[P, None]) -> Callable[P, int]:
-    """Decorates a function so that it returns 0, or the error code if it raises Refusal or acl.init() was not
-    called."""
+    """Decorates a function to return 0, or the error code if it raises Refusal or acl.init() was not called."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[1])
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorates a function so that it returns its value, or None if it raises Refusal or acl.init() was not called."""
+    """Decorates a function to return its value, or None if it raises Refusal or acl.init() was not called."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[0])

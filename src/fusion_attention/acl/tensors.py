@@ -93,15 +93,15 @@ ACL_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Tensor:
-    """aclTensor: a strided view of device memory.
+    """aclTensor: a handle on a strided view of device memory.
 
     Attributes:
         view: a torch tensor on the memory; None after destruction.
-        dtype, format: those of its creation; is_strided: True if the format is row-major.
-        offset: elements from its address to its first one.
-        memory: the allocation that contains it.
-        start, stop: address of its first byte, and the address behind its last byte.
-        needs: least size of its storage in bytes.
+        dtype, format: dtype and memory format given at its creation; is_strided: True if the format is row-major.
+        offset: elements from the given address to the view's first element.
+        memory: the allocation that contains the view.
+        start, stop: address of the view's first byte, and the address behind its last byte.
+        needs: least size of the storage in bytes.
     """
 
     __slots__ = ("__weakref__", "dtype", "format", "is_strided", "memory", "needs", "offset", "start", "stop", "view")
@@ -120,11 +120,11 @@ class Tensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, format: Format = Format.ACL_FORMAT_ND) -> Tensor:
-        """Makes a handle on a torch tensor, with its strides, and keeps its memory alive.
+        """Makes an aclTensor handle on a torch tensor, with its strides, and keeps the tensor's memory alive.
 
         Args:
             tensor: a tensor with a dtype of CANN.
-            format: its format.
+            format: the memory format that the handle reports.
 
         Returns:
             the handle; it exists until destroy_tensor() or its last reference.
@@ -146,16 +146,16 @@ class Tensor:
 
     @property
     def lost(self) -> bool:
-        """True if the storage of its torch tensor was resized and no longer holds all elements."""
+        """True if the storage of the handle's torch tensor was resized and is now too small for its elements."""
         return self.view is not None and self.view.untyped_storage().nbytes() < self.needs
 
     def destroy(self) -> None:
-        """Destroys the handle, not the memory."""
+        """Destroys the handle; the tensor's memory stays allocated."""
         self.view = None
 
     def move(self, data: Any) -> None:
-        """Makes the view point to the memory `data` (see create_tensor()); raises Refusal, and changes nothing, if the
-        memory is too small."""
+        """Makes the handle's view use the memory `data` (an address, torch tensor or storage); raises Refusal, and
+        changes nothing, if the memory is too small."""
         assert self.view is not None
         memory, first = _storage(data, self.view.element_size())
         self._attach(_window(memory, self.view.dtype, self.view.shape, self.view.stride(), first + self.offset), memory)
@@ -179,7 +179,7 @@ class IntArray:
 
 
 class TensorList:
-    """aclTensorList: tensors that the list owns; None after destruction."""
+    """aclTensorList: a tuple of tensors that are destroyed together with the list; None after destruction."""
 
     __slots__ = ("tensors",)
 
@@ -191,12 +191,12 @@ class TensorList:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
-    """Returns the Memory of a torch storage, without a copy; aclTensor handles keep it, and so the storage, alive."""
+    """Returns the Memory record of a torch storage, without a copy; it keeps the storage alive."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
 
 
 def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
-    """(allocation, index of the first element in it) of an address, a torch tensor or a torch storage (`data`)."""
+    """Returns (allocation, index in it) of `data`, an address, tensor or storage; itemsize: bytes of an element."""
     if isinstance(data, torch.Tensor):
         memory, start = _memory_of(data.untyped_storage()), data.storage_offset() * data.element_size()
     elif isinstance(data, torch.UntypedStorage):
@@ -216,7 +216,7 @@ def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
 def _window(
     memory: Memory, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], first: int
 ) -> torch.Tensor:
-    """A strided view of an allocation whose first element has the index `first`; Refusal: it exceeds the allocation."""
+    """Returns a strided view of an allocation from element `first` on; raises Refusal if it exceeds the allocation."""
     size, count = dtype.itemsize, memory.bytes.numel()
     stop = (first + reach(shape, strides)) * size
     if stop > count:
@@ -244,7 +244,7 @@ def _number(kind: type[enum.IntEnum], value: Any, name: str) -> Any:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor."""
+    """Returns the strides, in elements, of a contiguous tensor of a shape."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = shape[axis + 1] * strides[axis + 1]
@@ -340,8 +340,8 @@ def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
 
 
 def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
-    """Returns the handle `value`; raises Refusal if it is not of class `kind`, or if it was destroyed, so that its
-    attribute `owned` is None. name: the argument's name in the error."""
+    """Returns the handle `value`; raises Refusal if it is not of class `kind` or was destroyed, which sets its
+    attribute `owned` to None. name: the argument's name in the error text."""
     if value is None:
         raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
     if not isinstance(value, kind):

@@ -14,7 +14,7 @@ def _pointer(owner: object, address: int) -> Pointer:
 
 @checked
 def numpy_to_ptr(array: np.ndarray) -> Pointer:
-    """The address of a contiguous array's data; None for other objects.
+    """Returns the address of a contiguous array's data; None for other objects.
 
     Example:
         >>> from fusion_attention import acl
@@ -32,7 +32,7 @@ def numpy_to_ptr(array: np.ndarray) -> Pointer:
 
 @checked
 def bytes_to_ptr(data: bytes) -> Pointer:
-    """The address of a bytes object's data; None for other objects."""
+    """Returns the address of the data of a bytes object; None for other objects."""
     if not isinstance(data, bytes):
         raise Refusal(100000, f"data: expected bytes, got {type(data).__name__}")
     return _pointer(data, np.frombuffer(data, np.uint8).ctypes.data if data else 1)
@@ -40,7 +40,7 @@ def bytes_to_ptr(data: bytes) -> Pointer:
 
 @checked
 def ptr_to_bytes(pointer: int, size: int) -> bytes:
-    """`size` bytes of host memory at the address `pointer`; None if the allocation is smaller."""
+    """Returns a copy of `size` bytes of host memory at the address `pointer`; None if the allocation is smaller."""
     memory, on_host = bytes_at(pointer, size)
     if not on_host:
         raise Refusal(107000, "pointer: device memory; acl.rt.memcpy brings it to the host")

@@ -9,10 +9,10 @@ from fusion_attention.plan import Plan
 
 
 def workspace(filled: Filled, tensors: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
-    """Returns (bytes of the plan and of converted tensors, True if an input is copied), the workspace of a two-phase
-    call.
+    """Returns (workspace size: bytes of the plan's scratch and of converted tensors, True if an input is copied).
 
-    filled: the call with its operands as views. tensors: the caller's tensors, whose memory is not counted.
+    filled: the call with views of its tensors. tensors: the caller's tensors, whose memory is not counted. plan: the
+    back end's plan; None: nothing is computed.
     """
     theirs = {t.untyped_storage()._cdata for t in tensors}
     buffers = {t.untyped_storage()._cdata: t for t in filled.buffers}

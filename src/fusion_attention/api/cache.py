@@ -215,7 +215,6 @@ class PagedKVCache:
         return self._table(sequences).clone()
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
-        """Returns block_table(sequences); the tensor is cached until a sequence takes or releases a page."""
         selected = tuple(self._sequences) if sequences is None else self._named(sequences)
         if selected not in self._tables:
             rows = self._local_pages(selected)
@@ -231,7 +230,7 @@ class PagedKVCache:
         return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in selected]
 
     def _local_pages(self, sequences: Sequence[int]) -> list[list[int]]:
-        """Returns for each sequence the numbers of its pages in this process's pool."""
+        """Returns for each sequence the indices of its pages in this process's pool."""
         if self._ranks == 1:
             return [self._of(s)[0] for s in sequences]
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
@@ -303,7 +302,7 @@ class PagedKVCache:
             _store(pool, rows, runs, slots)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        """Returns the page list and the number of tokens of a sequence; ValueError: no such sequence."""
+        """Returns (page numbers, number of tokens) of a sequence; raises ValueError if it does not exist."""
         is_number = type(sequence) is int or isinstance(sequence, np.integer)
         result = self._sequences.get(sequence) if is_number else None
         if result is None:
@@ -312,7 +311,6 @@ class PagedKVCache:
         return result
 
     def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
-        """Returns the argument `sequences` as a tuple; ValueError: it is not iterable."""
         try:
             return tuple(sequences)
         except TypeError:
@@ -320,14 +318,13 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: sequences: expected a list of sequence numbers, got {got}") from None
 
     def _count(self, count: int) -> int:
-        """Returns a number of tokens or pages, `count`, as an int; ValueError: it is not an integer >= 0."""
         is_integer = type(count) is int or isinstance(count, np.integer)
         if not is_integer or count < 0:
             raise ValueError(f"PagedKVCache: count: expected an integer >= 0, got {show(count)}")
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
-        """Reduces a sequence to `retained`, a slice of its pages with `tokens` tokens; releases the other pages."""
+        """Keeps only `retained`, a slice of a sequence's pages with `tokens` tokens; releases the other pages."""
         pages, _ = self._sequences[sequence]
         remaining = pages[retained]
         if len(remaining) < len(pages):
@@ -337,20 +334,21 @@ class PagedKVCache:
         self._sequences[sequence] = (remaining, tokens)
 
     def _release(self, page: int) -> None:
-        """Removes one sequence from the users of a page, which becomes free without users."""
+        """Decrements the number of sequences that use a page; a page without users becomes free."""
         self._shared[page] -= 1
         if self._shared[page] == 0:
             self._free[page % self._ranks].append(page)
 
     def _next_rank(self, sequence: int, pages: list[int]) -> int:
-        """Returns the rank of a sequence's next page, after `pages`; sequences start on different ranks."""
+        """Returns the rank that stores a sequence's next page; pages: numbers of the sequence's pages so far. Pages go
+        to the ranks in turn, and sequences start on different ranks."""
         return (pages[-1] + 1 if pages else sequence) % self._ranks
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
-        """Extends sequences by `count` tokens; returns (page, first slot, number of slots) of each group of adjacent
-        slots for the new tokens.
+        """Extends each sequence by `count` tokens: takes new pages, and copies shared pages before they are written.
 
-        Takes new pages, and copies shared pages before they are written.
+        Returns (page, first slot, number of slots) of each run of adjacent slots for the new tokens, one slot per
+        token.
         """
         size, needed, copies = self.page_size, [0] * self._ranks, []
         left: dict[int, int] = {}  # page -> sequences that use it, without those that take a copy
@@ -388,14 +386,14 @@ class PagedKVCache:
         return runs
 
     def _take(self, rank: int) -> int:
-        """Takes a free page of a rank's pool, and returns its number."""
         page = self._free[rank].pop()
         self._tables.clear()
         self._shared[page] = 1
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns the arguments of a decode_attention() call over `sequences`; with a group, in this rank's pool."""
+        """Returns k, v, lengths, page table and scales of `sequences` as arguments of decode_attention(), by name; with
+        a group, those of this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
@@ -410,10 +408,10 @@ class PagedKVCache:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Stores rows [tokens, heads, ..] in a pool [pages, heads, page size, ..]; runs: (page, first slot, count) of
-    adjacent slots, in the order of rows.
+    """Stores rows [tokens, heads, dim] in a pool [pages, heads, page size, dim]; scales have no axis dim.
 
-    slots: two index tensors, each token's page and slot, for one copy; None: one copy per element of `runs`.
+    runs: (page, first slot, count) of adjacent slots, in the order of rows. slots: int64 [2, tokens], each token's page
+    and slot, for one indexed copy; None: one copy per run.
     """
     if slots is not None:
         pool[slots[0], :, slots[1]] = rows
@@ -425,7 +423,7 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
-    """Quantizes rows [tokens, heads, dim] to `stored`, "int8" or "int4"; returns (integers, scale [tokens, heads])."""
+    """Quantizes rows [tokens, heads, dim] to `stored`, "int8" or "int4"; returns (integers, scales [tokens, heads])."""
     largest = _LARGEST[stored]
     rows32 = rows.float()
     scale = rows32.abs().amax(-1) / largest

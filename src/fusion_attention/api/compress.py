@@ -36,10 +36,10 @@ class CompressionState:
         self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
     def continued(self, args: dict[str, Any], backend: str) -> Tensor:
-        """Returns the results of the windows that the rows of a call complete, and stores the rows of the unfinished
-        window and, with overlap, of the window before it.
+        """Pools the windows that the rows of a compress() call complete, and returns the pooled rows; stores the rows
+        of the unfinished window and, with overlap, of the window before it.
 
-        args: compress()'s arguments by canonical name. backend: the back end's name.
+        args: compress()'s arguments by name. backend: the back end's name.
         """
         self._check(args)
         kv, gate, ratio, overlap = (args[name] for name in ("kv", "gate", "ratio", "overlap"))
@@ -55,7 +55,7 @@ class CompressionState:
         return result
 
     def _check(self, args: dict[str, Any]) -> None:
-        """Raises ContractError if former calls had rows of another shape, or other windows, than a call with `args`."""
+        """Raises ContractError if earlier compress() calls had other windows, or rows of other shapes, than `args`."""
         windows = args["ratio"], args["overlap"]
         if args["layout"] != "BSND" or args["kv_len"] is not None:
             expected = "None for packed rows or with kv_len"
@@ -138,7 +138,8 @@ def compress(
 
 
 def _windows(kv_len: Any, ratio: Any) -> int:
-    """Returns the number of windows of packed sequences; 0 if kv_len or ratio is invalid, which bind() then reports."""
+    """Returns the number of complete windows of all packed sequences, sum(kv_len // ratio); 0 if kv_len or ratio is
+    invalid, which a later check reports."""
     try:
         return min(int(sum(max(int(n), 0) // ratio for n in kv_len)), torch.iinfo(torch.int64).max)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: a tensor on device meta

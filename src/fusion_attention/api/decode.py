@@ -162,7 +162,8 @@ def decode_attention(
 
 @aliased
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns out, or (out, lse) if return_lse, of a call on a back end with arguments `args` by canonical name.
+    """Computes decode_attention() on a back end; args: its arguments by the operator definition's parameter names.
+    Returns out, or (out, lse) if return_lse.
 
     reads: True checks page numbers (not needed for those of a PagedKVCache).
     """
@@ -173,7 +174,8 @@ def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = 
 def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns out, or (out, lse) if return_lse, of a call over sequences of a PagedKVCache; args: other arguments."""
+    """Computes decode_attention() over `sequences` of a PagedKVCache; args: the arguments that the cache does not
+    provide, by name. Returns out, or (out, lse) if return_lse."""
     if cache.group is not None and cache.group.world > 1:
         from fusion_attention.distributed import decode
 

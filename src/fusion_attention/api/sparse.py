@@ -358,6 +358,7 @@ def indexer_target_loss(
 
 
 def lse_of(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """Returns lse [B, N1, S1] or "TND" [T1, N1] from max and sum in CANN's order, [B, N2, S1, G] or [N2, T1, G]."""
+    """Returns lse = max + log(sum) as [B, N1, S1] (layout "TND": [T1, N1]) from a softmax's max and sum in CANN's order
+    of axes, [B, N2, S1, G] ("TND": [N2, T1, G]), N1 = N2 * G."""
     lse = max_ + sum_.detach().log()  # max and sum of a row without keys are 0, so its lse is -inf
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

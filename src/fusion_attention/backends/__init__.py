@@ -36,12 +36,12 @@ Accepted = Any  # a problem that the back end computes
 
 
 class Backend(Protocol):
-    """A back end: a module with these functions; for problems that it cannot compute only reasons_against() is called.
+    """The interface of a back end, a module that computes the problems to which reasons_against() has no reason.
 
-    The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients. In all
-    of them, `problem` has the properties that select a kernel (heads, dims, dtypes, modifiers), `extents` the lengths
-    and bands of the sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of
-    schedule() for these three, and `operands` and gradients are views of memory.
+    The properties are functions that compute one operation each, from problem, extents, schedule, operands and
+    gradients. `problem` has the properties that select a kernel (heads, dims, dtypes, masks, bias), `extents` the
+    lengths and bands of the sequences, `op_kind` is an operation's name ("attention_forward"), `schedule` a result of
+    schedule() for these three; `operands` and gradients are strided views of memory.
     """
 
     NAME: str
@@ -52,42 +52,43 @@ class Backend(Protocol):
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
-        """Returns the schedule (work lists) of an operation for given lengths, which each run of the operation
-        receives; None if the back end needs none."""
+        """Returns the division of an operation's work into tiles for the lengths in `extents`, which every run of the
+        operation receives; None if the back end needs none."""
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """Returns the schedule, updated or new, for `extents` with other key lengths of the same sequences."""
+        """Returns a schedule for other key lengths (`extents`) of these sequences: `schedule`, updated, or a new
+        one."""
         ...
 
     def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
-        """Returns the bytes that an operation allocates in addition to operands and results."""
+        """Returns the bytes of scratch memory that an operation allocates, besides operands and results."""
         ...
 
     def prepare(
         self, problem: Accepted, schedule: Any, operands: Any, names: tuple[str, ...], /
     ) -> Callable[..., bool] | None:
-        """Returns a function for repeated forward calls on other tensors of equal layouts; None if it is not faster.
+        """Returns a function that repeats a forward on tensors of equal shapes and strides; None if it is not faster.
 
-        The function takes tensors in the order of `names` (of ir.places); max and sum may be None if they are not read.
-        It returns False if its results are incomplete; the caller then runs the operation.
+        The function takes tensors in the order of `names` (names of operands); max and sum may be None if they are not
+        read. It returns False if its results are incomplete; the caller then runs the operation.
         """
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Returns an object that stands for `operands` in many runs, and caches the values that the back end derives
-        from them; None if it has no such object."""
+        """Returns an object that replaces `operands` in later runs and caches the values that the back end derives from
+        them; None if the back end caches nothing."""
         ...
 
     @property
     def attention_forward(self) -> Callable[[Problem, Extents, Any, Operands], None]:
-        """The operation that writes operands.out and operands.stats (max, sum) for every row of every sequence."""
+        """The operation that writes operands.out and operands.stats (the softmax's max and sum) for every query row."""
         ...
 
     @property
     def attention_backward(self) -> Callable[[Problem, Extents, Any, Operands, Grads], None]:
-        """The operation that writes all gradients from the saved out and statistics; dbias is written if
-        grads.owns_dbias, else the sums are added to it."""
+        """The operation that writes all gradients from the saved out, and max and sum of the softmax; dbias is written
+        if grads.owns_dbias, else the sums are added to it."""
         ...
 
     @property
@@ -98,12 +99,12 @@ class Backend(Protocol):
 
     @property
     def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
-        """The operation that writes dq, dk and dweights of an indexer from its lists and dvalues."""
+        """The operation that writes an indexer's dq, dk and dweights from dvalues, gradients of selected scores."""
         ...
 
     @property
     def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """The operation that writes the statistics (max, sum) of the scores of each row's visible keys."""
+        """The operation that writes max and sum of a softmax of the indexer's scores over each row's visible keys."""
         ...
 
     @property
@@ -113,17 +114,17 @@ class Backend(Protocol):
 
     @property
     def pooling(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands], None]:
-        """The operation that writes out, the pooled row, for every window of every sequence."""
+        """The operation that writes operands.out: for every window of rows, their sum weighted by a softmax."""
         ...
 
     @property
     def pooling_backward(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands, PoolingGrads], None]:
-        """The operation that writes the gradients of all rows and gates, and of the bias if it is wanted."""
+        """The operation that writes the gradients of all rows and gates (softmax logits), and of the bias if wanted."""
         ...
 
 
 def load(name: str) -> Backend:
-    """Imports and returns the back end of a name, and no other one, whose requirements this machine may lack."""
+    """Imports and returns the module of a back end; others are not imported, as their requirements may be missing."""
     result: Backend
     if name == "triton":
         from fusion_attention.backends import triton
@@ -145,12 +146,12 @@ def load(name: str) -> Backend:
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
-    """Returns the back end's name for an operation ("": for all): the requested one, or the first suitable of AUTO.
+    """Returns the back end's name for an operation ("": for all): the requested one, or "auto"'s.
 
     Args:
         problem: the computation.
         device: device of the tensors.
-        backend: a name of BACKENDS, or "auto".
+        backend: "cpu", "triton" or "golden"; "auto": the first of triton (on CUDA) and cpu that computes it.
         op_kind: name of the operation, or "".
 
     Raises:
@@ -173,7 +174,6 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
 
 
 def _check_name(backend: str) -> None:
-    """Raises ValueError if no back end has the name `backend`, which may be "auto"."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 

@@ -49,10 +49,11 @@ class Row(NamedTuple):
 
 
 def compared(before: Path, after: Path) -> tuple[list[Change], list[str], list[str]]:
-    """Compares two files; returns (rows of both, rows of the first only, rows of the second only).
+    """Compares the benchmark figures of two files; returns (changes of the benchmarks in both, names of those in the
+    first file only, names of those in the second only).
 
     Raises:
-        FiguresError: a file has no figures, or the files have no row in common.
+        FiguresError: a file has no figures, or the files have no benchmark in common.
     """
     one, other = figures(before), figures(after)
     changes = [_change(key, one[key], other[key]) for key in one if key in other]
@@ -63,7 +64,7 @@ def compared(before: Path, after: Path) -> tuple[list[Change], list[str], list[s
 
 
 def figures(path: Path) -> dict[tuple[str, str, str], Row]:
-    """Reads the rows of a file by group, name and peer.
+    """Reads a file of benchmark figures; returns {(group, name, compared library): figures}.
 
     Raises:
         FiguresError: the file cannot be read, or bench did not write it.

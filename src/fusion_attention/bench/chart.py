@@ -6,7 +6,7 @@ from fusion_attention.bench.pair import Timing
 
 
 def draw(timings: list[Timing], path: Path) -> None:
-    """Writes a chart of the timings to a PNG file."""
+    """Writes a bar chart of benchmark timings to a PNG file."""
     from matplotlib.figure import Figure  # an optional dependency (extra "bench")
 
     figure = Figure(figsize=(9, 1 + 0.24 * len(timings)), layout="constrained")

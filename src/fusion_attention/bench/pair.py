@@ -57,14 +57,14 @@ class Timing:
 
     @property
     def reached(self) -> bool | None:
-        """True if every goal is reached; None without a goal."""
+        """True if this timing reaches every goal of its pair (ratio, fraction of the peak); None without a goal."""
         wanted = [(self.ratio, self.goal), (self.share_of_peak, self.share_goal)]
         results = [value >= REACHED * goal for value, goal in wanted if goal]
         return all(results) if results else None
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:
-    """Returns the mean wall time of a call in seconds, over a number of repetitions."""
+    """Returns the mean wall time of one run of a function, in seconds; times: number of runs."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -72,11 +72,11 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 class Probe:
-    """Measures the machine's peak rate by a loop of multiply-adds in registers.
+    """Measures the peak arithmetic rate of one instruction set by a loop of multiply-adds in registers.
 
     Args:
         dtype, variant: dtype and instruction set of the loop.
-        like: the time in seconds that one measurement takes, about that of the timed call.
+        like: the time in seconds that one measurement takes, about that of the benchmark.
     """
 
     def __init__(self, dtype: str, variant: str | None, like: float) -> None:
@@ -92,7 +92,7 @@ class Probe:
         return self._multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
 
     def rate(self) -> float:
-        """Measures and returns the number of operations per second."""
+        """Measures and returns the number of floating-point operations per second."""
         start = time.perf_counter()
         return self._work() / (time.perf_counter() - start)
 

@@ -18,7 +18,7 @@ class Report:
         self._line(list(columns), "bold")
 
     def add(self, *cells: str, section: str = "") -> None:
-        """Prints a row; before the first row of a section, a line with the section's name."""
+        """Prints a row of the table; cells: texts of its columns. A new section's name is printed before."""
         if section != self._section:
             self._section = section
             self._print(section, "bold")

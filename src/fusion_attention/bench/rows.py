@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def peers(device: torch.device) -> dict[str, str]:
-    """Returns the version of each library that can be compared on a device, or the reason why it is not timed."""
+    """Returns for each library that is compared its version, or the reason why it is not timed on this device."""
     results = {"torch SDPA": str(torch.__version__)}
     results["FlashAttention (flash_attn)"] = _flash_attn(device) or (
         "not installed" if device.type == "cuda" else "computes only on GPUs"
@@ -35,7 +35,7 @@ def peers(device: torch.device) -> dict[str, str]:
 
 
 def _flash_attn(device: torch.device) -> str:
-    """Returns the release of flash_attn; "" if it cannot run."""
+    """Returns the release of the package flash_attn; "" if it cannot run on the device."""
     if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
         return ""
     try:
@@ -45,7 +45,7 @@ def _flash_attn(device: torch.device) -> str:
 
 
 def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields forwards of dense attention, full and causal."""
+    """Yields benchmarks of a dense attention forward, all keys and causal, against another library (the peer)."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = _rows(dtype, device, (HEADS, HEADS), size)
@@ -59,7 +59,7 @@ def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def training(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields causal attention, forward and backward together, as in a training step."""
+    """Yields benchmarks of a causal attention forward and backward, as in training, against another library."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
@@ -71,7 +71,7 @@ def training(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields a forward with a sliding window, which the peer computes with a mask."""
+    """Yields benchmarks of a forward with a sliding window, which the other library computes with a mask."""
     size, left = (512, 63) if quick else (2048, 255)
     q, k, v = _rows(torch.bfloat16, device, (HEADS, HEADS), size)
     row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
@@ -85,7 +85,7 @@ def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields forwards of sequences of many lengths, packed for this library and padded for the peer."""
+    """Yields benchmarks of a forward over sequences of many lengths, packed, and padded for another library."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12] * (1 if quick else 4)
     total, longest, count = sum(lengths), max(lengths), len(lengths)
     flops = sum(4 * HEADS * n * n * DIM for n in lengths)
@@ -104,7 +104,7 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields decoding of one token per sequence over its cache, with eight query heads per key head."""
+    """Yields benchmarks of decoding one token per sequence over its KV cache, with eight query heads per key head."""
     items, tokens, heads = (4, 512, 2) if quick else (16, 2048, 4)
     for label in ("bf16", "fp32"):
         generator = torch.Generator().manual_seed(0)
@@ -155,7 +155,8 @@ def _dense_peers(
 def _pair(
     group: str, name: str, peer: str, ours: Call, peer_call: Call, flops: int, device: torch.device, label: str
 ) -> Pair:
-    """Returns a pair; on a GPU its functions wait for the result, and there is no peak rate."""
+    """Returns the benchmark of `ours` against `peer_call`; on a GPU both wait for the result, and no peak rate is
+    compared. flops: operations of `ours`; label: dtype."""
     if device.type == "cuda":
         ours, peer_call = _finished(ours), _finished(peer_call)
         return Pair(group, name, peer, ours, peer_call, flops)

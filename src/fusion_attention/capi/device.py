@@ -15,7 +15,7 @@ _FROM_DEVICE, _TO_DEVICE = (2, 3), (1, 3)
 
 
 class DeviceMemory:
-    """The memory of one torch device, "cpu" or "cuda" with an optional index."""
+    """Memory of one torch device ("cpu" or "cuda" with an optional index) for the C library: allocation, copies."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -32,12 +32,13 @@ class DeviceMemory:
         return self._state.add(Memory(torch.empty(size, dtype=torch.uint8, device=self._device), host=False))
 
     def release(self, address: int) -> int:
-        """Frees an allocation; returns 0, the code of success."""
+        """Frees the memory at an address that allocate() returned; returns 0, the code of success."""
         self._state.remove(address)
         return 0
 
     def copy(self, target: int, source: int, count: int, kind: int) -> int:
-        """Copies `count` bytes in the direction of `kind`, an aclrtMemcpyKind; returns 0, the code of success."""
+        """Copies `count` bytes between addresses; kind: the direction (host or device to host or device) as CANN's
+        aclrtMemcpyKind; returns 0, the code of success."""
         if count:
             to, what = self._bytes(target, count, kind in _TO_DEVICE), self._bytes(source, count, kind in _FROM_DEVICE)
             # torch does not define a copy between overlapping ranges.

@@ -27,8 +27,8 @@ _MEMORY = Memory(torch.zeros(0, dtype=torch.uint8), host=False)
 
 
 def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple[int, int | str, acl.Executor | None]:
-    """Plans a call; returns (0, workspace size, executor for run()) or (code, text, None). name: the operator's second
-    phase."""
+    """Plans an operator call (phase 1 of CANN's interface), for the C library; returns (0, workspace size in bytes,
+    planned call for run()) or (error code, text, None). name: the operator, such as "aclnnFlashAttentionScore"."""
     op = aclnn.OPERATORS[name]
     try:
         executor = aclnn.planned(op, tuple([_READ.get(type(v), _tensor)(v) for v in values]), _options(device, backend))
@@ -38,8 +38,8 @@ def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple
 
 
 def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tuple[int, str, None] | None:
-    """Runs a planned call; returns None, or (code, text, None) if nothing was written. moves: (position, index in its
-    list, tensor) of tensors whose address changed since the last phase."""
+    """Computes a planned call (phase 2 of CANN's interface), for the C library; returns None, or (error code, text,
+    None) if nothing was written. moves: (position of the argument, index in its list, tensor) of moved tensors."""
     try:
         for position, member, tensor in moves:
             moved = _READ.get(type(tensor), _tensor)(tensor)
@@ -51,7 +51,7 @@ def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tupl
 
 
 def _refused(op: Any, error: Exception) -> tuple[int, str, None]:
-    """Returns a failure's code and text without the function's name, which the C library adds."""
+    """Returns (error code, text, None) of an exception; text: without the function's name, which the C library adds."""
     code, text = aclnn.failure(op, error)
     return code, "\n".join(line.removeprefix(f"{op.name}: ") for line in text.splitlines()), None
 
@@ -71,7 +71,7 @@ def _tensor(capsule: Any) -> acl.Tensor:
 
 
 def _unusual(value: tuple[Any, int, int]) -> acl.Tensor:
-    """Makes a tensor of a dtype that DLPack lacks, or of a format other than ND."""
+    """Returns an acl.Tensor of a dtype that DLPack lacks, or not row-major; value: (DLPack capsule, dtype, format)."""
     capsule, number, layout = value
     try:
         dtype, form = acl.DataType(number), acl.Format(layout)

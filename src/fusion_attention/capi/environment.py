@@ -12,16 +12,16 @@ LIBRARIES = ("opapi", "nnopbase", "ascendcl")  # in link order: each depends on 
 
 
 def cflags() -> str:
-    """Returns the compiler flags."""
+    """Returns the compiler flags for C programs that use this library's CANN headers."""
     return shlex.join([f"-I{INCLUDE}"])
 
 
 def libs() -> str:
-    """Returns the linker flags, with a run path to the installed libraries."""
+    """Returns the linker flags for C programs that use this library, with a run path to the installed libraries."""
     return shlex.join([f"-L{LIBRARY}", f"-Wl,-rpath,{LIBRARY}", *(f"-l{name}" for name in LIBRARIES)])
 
 
 def missing() -> list[Path]:
-    """Returns the libraries that were not built with this package."""
+    """Returns the paths of the C libraries that were not built with this package."""
     paths = [LIBRARY / f"lib{name}.so" for name in LIBRARIES]
     return [path for path in paths if not path.is_file()]

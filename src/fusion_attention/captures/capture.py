@@ -74,7 +74,8 @@ class capture(Counted):
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Replaces the functions to capture, by `changes`; called when the first block of this capture is entered."""
+        """Replaces the functions whose calls are saved, through `changes`, when this capture's first block is
+        entered."""
         self.path.mkdir(parents=True, exist_ok=True)
         same_folder = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
         # Numbers have at most twelve digits.
@@ -87,13 +88,12 @@ class capture(Counted):
             changes.wrap(owner, name, wrapper)
 
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Writes one call, unless it is traced, on device meta, or this capture has ended.
-
-        (A capture that ends before a later one cannot remove its wrapper, which then writes nothing.)
+        """Writes one operator call to a file, unless it is traced, on device meta, or this capture has ended (then a
+        later capture still calls this one's wrapper).
 
         Args:
             op: the operator's definition.
-            args: arguments by canonical name. outputs: results by name.
+            args: arguments by the definition's parameter names. outputs: results by name.
             seed: the seed of drawn dropout, or None.
             backend: the back end of the call.
         """
@@ -151,7 +151,7 @@ class capture(Counted):
         self._save(f"{op.name}-backward" if forward_tensors else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-        """Writes tensors (values) and metadata (text) to a file with the next number, which a .part file reserves."""
+        """Writes tensors and string metadata to a safetensors file of the next number, reserved by a .part file."""
         from safetensors.torch import save_file  # only writing needs this package
 
         while True:
@@ -191,7 +191,8 @@ def _forget(recorder: capture) -> None:
 
 
 def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
-    """Returns (module, attribute, wrapper) for every function that the active capture `recorder` replaces."""
+    """Returns (module, attribute, wrapper) for every function that the capture `recorder` replaces to save calls;
+    wrapper: a function from the replaced function to its replacement."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
         def wrap(layer: Layer) -> Any:
@@ -239,9 +240,8 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
 
 def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
-    """Returns the wrapper by which a capture (recorder) saves calls of function `name` of a real torch_npu; `ours`:
-    this library's function, whose signature gives the names of the arguments.
-    """
+    """Returns the wrapper that saves calls of function `name` of a real torch_npu in the capture `recorder`; ours: this
+    library's function of this name, whose signature gives the argument names."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
     returns = returned(op)

@@ -21,7 +21,7 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 
 def gradient_name(op: Op, name: str) -> str:
-    """Returns the name of the gradient of an input `name` of `op`, an output of the backward."""
+    """Returns the name of the backward's output that is the gradient of the input `name` of an operator."""
     is_dense = "keep_prob" in op.by_name or "block_mask" in op.by_name
     return _NAMES.get(name, f"d{name}") if is_dense else f"d{name}"
 
@@ -56,7 +56,7 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
 
 
 def complete_call(op: Op, bound: Any, seed: int, offset: Any) -> Any:
-    """Returns the lowered call with all results of a checked call (bound) of `op`; seed, offset: of drawn dropout."""
+    """Returns a checked call (bound) as back ends compute it, with all optional results; seed, offset: of dropout."""
     assert op.lower is not None
     call = op.lower(bound, **({"seed": seed, "offset": int(offset or 0)} if "keep_prob" in op.by_name else {}))
     return call.complete() if op.trains else call

@@ -40,7 +40,7 @@ class Recording:
 
 
 def read(path: Path, device: torch.device) -> Recording:
-    """Returns the call in a file that capture() wrote, with its tensors on a device.
+    """Returns the operator call in a file that capture() wrote, with its tensors on a device.
 
     Raises:
         CaptureError: capture() did not write the file, or its fields contradict each other.
@@ -74,7 +74,7 @@ def read(path: Path, device: torch.device) -> Recording:
 
 
 class _Fault(Exception):
-    """The error of a metadata field or of a tensor's name."""
+    """The error of an invalid metadata field or tensor name in a captured file: field, expected and actual value."""
 
     def __init__(self, field: str, expected: str, got: Any) -> None:
         super().__init__(f"{field}: expected {expected}, got {reprlib.repr(got)}")
@@ -86,7 +86,7 @@ def packed_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces packed masks in `tensors` by bool tensors; text: the file's metadata."""
+    """Replaces masks stored as bits in `tensors` (by name) by bool tensors; text: the file's metadata."""
     for name, shape in (_json(text, "bits", dict) if "bits" in text else {}).items():
         count = math.prod(shape) if _are_integers(shape, 0, 1 << 40) else -1
         bits = tensors.get(name)
@@ -104,7 +104,8 @@ def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) 
 def _parts(
     op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
-    """Returns (arguments, outputs, seed) of a call of `op` from a file's metadata `text` and its tensors."""
+    """Returns (arguments by name, outputs by name, dropout seed) of the call of `op` that a file contains; text: its
+    metadata; tensors: its tensors by name."""
     recorded = {}
     _unpacked(text, tensors)
     for name in _json(text, "outputs", list):
@@ -148,7 +149,6 @@ def _json(text: dict[str, str], field: str, wanted: type) -> Any:
 
 
 def _are_integers(values: Any, low: int, high: int) -> bool:
-    """True if `values` is a list of integers from `low` to `high` - 1."""
     return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
 
 
@@ -168,7 +168,7 @@ def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[s
 
 
 def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Returns lists of the tensors that are named name[0], name[1], ..., by name."""
+    """Returns {name: list} of the tensors named name[0], name[1], ...; raises _Fault if a number is missing."""
     lists: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=lambda name: (len(name), name)):
         result = lists.setdefault(name.split("[")[0], [])
@@ -179,7 +179,8 @@ def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
 
 
 def _attribute(name: str, p: Param, value: Any) -> Any:
-    """Returns a validated number or string, or the Band whose fields the value lists, for the parameter p."""
+    """Returns `value`, read from JSON, as the parameter p's value: a number or string, or a Band from its fields;
+    raises _Fault for others. name: for the error."""
     assert isinstance(p, Attr)
     if p.type is not Band:
         if type(value) not in (bool, int, float, str):

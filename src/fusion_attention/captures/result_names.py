@@ -14,6 +14,6 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 
 
 def returned(op: Op) -> tuple[str, ...]:
-    """Returns the names of the results of torch_npu's function for an operator definition, in order."""
+    """Returns the names of the results, in order, of the torch_npu function that an operator definition describes."""
     kind = op.name.removeprefix("npu_fusion_attention")
     return _RETURNS.get(kind, FORWARD) if kind != op.name else op.results

@@ -33,8 +33,8 @@ app = typer.Typer(
 
 
 def _add(function: Callable[..., None]) -> None:
-    """Adds a subcommand with the name and docstring of its function; a paragraph that starts with \\b keeps its line
-    breaks."""
+    """Registers a function as a subcommand with its name, and its docstring as help; paragraphs that start with \\b
+    keep their line breaks."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
     app.command(function.__name__, help=text)(function)
@@ -48,7 +48,6 @@ for _command in (
 
 
 def _print_version(wanted: bool) -> None:
-    """Prints the version and ends the command, if the option is given."""
     if wanted:
         typer.echo(f"fusion-attention {__version__}")
         raise typer.Exit
@@ -62,7 +61,7 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command with the arguments of this process."""
+    """Runs the command `fusion-attention` with the arguments of this process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Characters that a terminal cannot encode are printed as "?".

@@ -118,7 +118,7 @@ def _timings(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the versions, the number of threads, the processor and its peak rates, for the figures' file."""
+    """Returns versions, number of threads, processor and its peak rates, by name, for the file of figures."""
     import torch
 
     from fusion_attention import __version__

@@ -41,7 +41,7 @@ SHORTEST = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command that the comparison depends on, as `fusion-attention demo --help` describes them."""
+    """The demo's options: seed of the drawn sentences, number of timed runs, most tokens of a batch."""
 
     seed: int
     runs: int
@@ -85,10 +85,10 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
 
 
 def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draws `count` texts with different tokens of an encoder; the shortest and the longest are always included.
+    """Draws `count` texts, no two with the same tokens of an encoder; the shortest and the longest are always included.
 
     Raises:
-        DemoUnavailable: texts has fewer different sentences.
+        DemoUnavailable: `texts` has fewer such texts.
     """
     different = {tuple(ids): text for text, ids in zip(texts, encoder.tokenize(texts), strict=True)}
     pool = sorted((len(ids), text) for ids, text in different.items() if len(ids) >= SHORTEST)
@@ -106,9 +106,9 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately, settings.runs times.
+    """Embeds the sentences by both encoders, padded and packed, then times both in turn, settings.runs times.
 
-    tokens: ids of each sentence. attention: computes the packed encoder's attention. progress: receives the steps done.
+    tokens: ids of each sentence. attention: computes packed attention. progress: called with the steps done.
     """
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     done = partial(progress.advance, progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens)))
@@ -128,7 +128,7 @@ def compare(
 
 
 def cosines(embeddings: Tensor) -> Tensor:
-    """Returns similarities of embeddings [sentences, dim], float64 [sentences, sentences]; on its diagonal -inf."""
+    """Returns the cosines of embeddings [sentences, dim], float64 [sentences, sentences]; -inf on the diagonal."""
     embeddings64 = embeddings.double()
     return (embeddings64 @ embeddings64.T).fill_diagonal_(-math.inf)
 
@@ -140,7 +140,8 @@ def neighbours(similarity: Tensor) -> Tensor:
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """Returns bool [sentences]: true if both encoders' cosines() have the same nearest sentences in the same order."""
+    """Returns bool [sentences]: true if the nearest sentences are the same, in the same order, by both similarity
+    matrices, results of cosines() for the padded and the packed encoder."""
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
@@ -150,7 +151,8 @@ def summary_table(
     encoder: Encoder, sentences: list[str], lengths: list[int], comparison: Comparison, settings: Settings,
     agreeing: int, backend: str,
 ) -> Table:  # fmt: skip
-    """Returns a table of input, agreement and times; lengths: tokens of each sentence; agreeing: equal rankings."""
+    """Returns a table of the demo's input, agreement of both encoders, and times; lengths: tokens of each sentence;
+    agreeing: number of sentences with equal rankings."""
     budget = settings.tokens_per_batch
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
@@ -247,5 +249,4 @@ def chosen_backend(encoder: Encoder) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Returns a text in a style on one line, truncated at the end of the screen."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")

@@ -34,7 +34,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
 
 
 def filled(head: str, arguments: list[str], end: str = ")") -> list[str]:
-    """Returns the lines of a call or signature, `head` + arguments + `end`, broken at WIDTH characters."""
+    """Returns the lines, at most WIDTH long, of a call or signature: `head`, comma-separated arguments, `end`."""
     if len(head) + len(", ".join(arguments)) + len(end) <= WIDTH:
         return [f"{head}{', '.join(arguments)}{end}"]
     lines = [head]
@@ -51,7 +51,7 @@ def _name(annotation: Any) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Returns the sections of a docstring by heading; "" is the text before the first heading."""
+    """Splits a docstring; returns {heading ("Args", ...): text}; text before the first heading is under ""."""
     result, current = {"": ""}, ""
     for line in inspect.cleandoc(text).splitlines():
         heading = _SECTION.match(line)
@@ -126,7 +126,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def body(function: Any, root: str) -> list[str]:
-    """Converts the complete docstring of a function to lines of Markdown; root: relative path of the documentation."""
+    """Converts a function's docstring to lines of Markdown; root: relative path from the page to docs/."""
     text, names = inspect.getdoc(function) or "", parameters(function)
     result = sections(text)
     lines = [prose(result[""], root), ""] if result[""] else []

@@ -73,7 +73,7 @@ def doctor(
 
 
 def facts() -> dict[str, Any]:
-    """Returns all facts about the machine that need no measurement, with notes and problems."""
+    """Returns facts about hardware, packages and back ends that need no measurement, notes and problems, by name."""
     import torch
 
     from fusion_attention import __version__
@@ -118,7 +118,7 @@ def facts() -> dict[str, Any]:
 
 
 def _measured(report: dict[str, Any], seconds: float) -> None:
-    """Adds measured peak rates and the results of the self test, of at most `seconds`, to a report."""
+    """Measures peak rates, runs the self test for at most `seconds`, and adds both to a report of facts()."""
     from fusion_attention.cli import machine, selftest
 
     if report["native"]["chosen"]:

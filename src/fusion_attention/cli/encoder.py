@@ -30,7 +30,7 @@ class DemoUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A loaded BERT, its tokenizer, and its maximum number of tokens."""
+    """A loaded BERT sentence encoder: model, tokenizer, and maximum number of tokens."""
 
     model: Any
     tokenizer: Any
@@ -131,9 +131,8 @@ def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
 def encode_padded(
     encoder: Encoder, tokens: Tokens, batches: Sequence[Sequence[int]], progress: Progress | None = None
 ) -> Tensor:
-    """Returns embeddings, float32 [sentences, width], by transformers' BertModel over padded batches: masked mean,
-    then unit length. batches: sentence numbers of each batch.
-    """
+    """Returns sentence embeddings, float32 [sentences, width], by transformers' BertModel over padded batches: mean
+    over tokens, scaled to unit length. batches: sentence numbers of each batch."""
     result = torch.empty(len(tokens), encoder.width)
     pad = encoder.tokenizer.pad_token_id
     for batch in batches:
@@ -152,9 +151,8 @@ def encode_padded(
 def encode_packed(
     encoder: Encoder, tokens: Tokens, budget: int, attention: Attention, progress: Progress | None = None
 ) -> Tensor:
-    """Returns embeddings, float32 [sentences, width], over packed TND batches of at most `budget` tokens (a longer
-    sentence is a batch alone). The model's modules compute everything except attention.
-    """
+    """Returns sentence embeddings, float32 [sentences, width], over packed batches [T, H] of at most `budget` tokens (a
+    longer sentence is a batch alone). The model's modules compute everything except attention."""
     result = torch.empty(len(tokens), encoder.width)
     for batch in packed_batches([len(ids) for ids in tokens], budget):
         lengths = [len(tokens[i]) for i in batch]

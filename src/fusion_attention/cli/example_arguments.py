@@ -22,15 +22,15 @@ class Call:
     returns: str = "out"  # variable names of the function's results
 
     def plus(self, *setup: str, **values: str) -> Call:
-        """Returns a call with more setup lines and values."""
+        """Returns a copy of these example arguments with more setup lines and values."""
         return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
 
 
 def named(*names: str) -> dict[str, str]:
-    """Returns values for a Call in which the variables have the names of the parameters."""
+    """Returns {name: name}, values for a Call whose variables have the names of the parameters."""
     return {name: name for name in names}
 
 
 def empty(**sizes: str) -> dict[str, str]:
-    """Returns outputs for a Call: torch.empty() of the sizes that are given by canonical name."""
+    """Returns {parameter name: text of a torch.empty() call} for Call.outputs; sizes: text of each output's sizes."""
     return {name: f"torch.empty({size})" for name, size in sizes.items()}

@@ -87,7 +87,7 @@ def _file(text: str) -> Path | None:
 
 
 def _words(text: str) -> str:
-    """Returns a text, or the content of the file that it names, or of standard input for "-"."""
+    """Returns the text itself, the content of the file that it names, or of standard input for "-"."""
     if text == "-":
         return sys.stdin.read(LONGEST + 1)
     path = _file(text)

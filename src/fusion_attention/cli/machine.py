@@ -47,7 +47,7 @@ def processor() -> str:
 
 
 def cores() -> dict[str, Any]:
-    """Returns the cores of the system, those that this process may use, and the container's quota (None: no limit)."""
+    """Returns by name: the system's cores, those that this process may use, the container's quota (None: no limit)."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = None
     fields = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
@@ -73,7 +73,7 @@ def releases() -> list[Release]:
 
 
 def release(name: str, installed: str) -> Release:
-    """Returns the comparison of an installed release ("" if there is none) with the tested ones."""
+    """Returns a comparison of package `name`'s installed release ("": none) with the range of tested ones."""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     if not installed:
@@ -87,7 +87,7 @@ def release(name: str, installed: str) -> Release:
 
 
 def gpus() -> dict[str, Any]:
-    """Returns the GPUs, True if this library can compute on them, and otherwise the reason."""
+    """Returns by name: the GPUs, True if this library can compute on them, and otherwise the reason."""
     import torch
 
     results: list[dict[str, Any]] = []
@@ -138,7 +138,7 @@ def back_ends() -> dict[str, str]:
 
 
 def peaks(threads: int) -> dict[str, float]:
-    """Measures the peak rates of `threads` threads: multiply-adds by dtype in GFLOP/s, and reading memory in GB/s."""
+    """Measures peak rates with a number of threads: multiply-adds by dtype in GFLOP/s, reading memory in GB/s."""
     from fusion_attention import _native
 
     return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}
@@ -156,7 +156,7 @@ def _installed(name: str) -> str:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """Returns a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
+    """Returns the numbers of a version text: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(digits) for digits in re.findall(r"\d+", text.split("+")[0])[:3])
 
 

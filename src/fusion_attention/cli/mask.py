@@ -110,7 +110,8 @@ def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
 
 
 def _setting(given: dict[str, Any]) -> Setting:
-    """Returns the Setting of the command's options (`given`); typer.BadParameter: they contradict each other."""
+    """Returns the Setting (lengths, mask mode, edges) that the command's options `given` (by name) describe; raises
+    typer.BadParameter if they contradict each other."""
     from fusion_attention.explorer.visible import FULL_MODES, MODES, PREFIX_MODES, Setting
 
     q_len = _numbers(given["q"], "--q")
@@ -143,7 +144,8 @@ def _setting(given: dict[str, Any]) -> Setting:
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
-    """Returns a setting with the Band of the options: a constructor's call as text, parsed and not executed."""
+    """Returns a copy of `s` with the edges of the Band in the options `given`: text of a constructor call such as
+    window(3, 0), parsed and not executed."""
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 
@@ -171,7 +173,7 @@ def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
 
 
 def _read_mask(path: Path) -> list[list[int]]:
-    """Returns the rows of a mask in a file, without executing code in it."""
+    """Returns the rows, lists of 0 and 1, of a mask in a .npy or text file."""
     import numpy as np
 
     try:
@@ -249,7 +251,8 @@ def _title(s: Setting) -> str:
 
 
 def _report(s: Setting, interface: str) -> dict[str, Any]:
-    """Returns all facts about a setting for JSON, for one interface or ("") all; infinite edges are null."""
+    """Returns the facts about a mask setting (intervals of keys, remarks, calls) as JSON values, for one interface or
+    ("") all; infinite edges are null."""
     from fusion_attention.explorer.calls import call
     from fusion_attention.explorer.draw import is_seen
     from fusion_attention.explorer.violations import remarks_on, verdict
@@ -332,7 +335,7 @@ def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) 
 
 
 def _show_gallery(console: Console) -> None:
-    """Prints a small picture of every sparse mode, with its rule and its use."""
+    """Prints a small picture of every one of CANN's mask modes (sparse_mode), with its rule and its use."""
     from rich.table import Table
     from rich.text import Text
 

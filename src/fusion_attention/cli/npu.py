@@ -69,7 +69,8 @@ def _modules() -> dict[str, Any]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Returns the names that sources use, with the numbers of their uses, and whether they exist here."""
+    """Returns, for the Python sources in a path, the names of torch_npu that they use, the number of uses, and whether
+    this library has each, as JSON values."""
     from fusion_attention.npu.coverage import present, read
     from fusion_attention.npu.surface.replacements import instead
 

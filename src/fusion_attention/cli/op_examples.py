@@ -253,7 +253,7 @@ FAMILIES = {  # by prefix of operators' names, of which the longest counts
 
 
 def program(op: Op) -> str:
-    """Returns the text of a program that calls an operator; "" if there are no values of its arguments here."""
+    """Returns the text of an example program that calls an operator; "" if the tables here have no arguments for it."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     prefix = max(filter(op.name.startswith, FAMILIES), key=len, default="")
@@ -264,7 +264,7 @@ def program(op: Op) -> str:
 
 
 def _function(op: Op, call: Call) -> str:
-    """Returns a program that calls an operator's function: required arguments by position, others by name."""
+    """Returns an example program that calls an operator's function: required arguments by position, others by name."""
     from fusion_attention.contract import REQUIRED, Attr
 
     arguments, by_place = [], True
@@ -281,13 +281,14 @@ def _function(op: Op, call: Call) -> str:
 
 
 def installed(op: Op) -> str:
-    """Returns the import statements of an example that calls an operator of CANN's package."""
+    """Returns the import statements of an example that calls an operator of CANN's package cann_ops_transformer."""
     package = op.name.removesuffix(f".{op.called}")
     return f"import torch\nfrom fusion_attention import npu\n\nnpu.install()\nfrom {package} import {op.called}"
 
 
 def _two_phase(op: Op, call: Call) -> str:
-    """Returns a program that runs both phases of an operator."""
+    """Returns the text of an example program that calls an operator by CANN's two-phase interface:
+    aclnnXxxGetWorkspaceSize plans, aclnnXxx computes."""
     from fusion_attention.captures.gradients import gradient_name
     from fusion_attention.contract import Attr, Tensor
 
@@ -320,14 +321,13 @@ def _two_phase(op: Op, call: Call) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a default value as Python text."""
     if value in (2**31 - 1, 2**63 - 1):
         return "2**31 - 1" if value == 2**31 - 1 else "2**63 - 1"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
-    """Returns a program of imports, setup and lines; imports of functions that it uses (`called`) are added."""
+    """Returns a program's text: imports, call.setup, `lines`; it imports the functions `called`, and others it uses."""
     body = "\n".join([*call.setup, *lines])
     words = ["npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention"]
     words += ["npu_dense_lightning_indexer_softmax_lse", "npu_block_sparse_attention"]

@@ -41,7 +41,7 @@ GROUPS = {
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns operators' names by title of their group, in the order of the index page; others come last."""
+    """Returns {group title: operator names} in the order of the documentation's index; those without one are last."""
     results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
         results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
@@ -49,7 +49,7 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def index(records: Mapping[str, Op]) -> str:
-    """Returns the index page, which lists the pages of all operators in `records`."""
+    """Returns the documentation's index of operators as Markdown; records: operator definitions by name."""
     lines = [
         "# Operators",
         "",
@@ -68,21 +68,21 @@ def index(records: Mapping[str, Op]) -> str:
 
 @cache
 def page(op: Op) -> str:
-    """Returns an operator's page as Markdown."""
+    """Returns an operator's documentation page as Markdown."""
     from fusion_attention.contract.doc_pages import render
 
     return render(op, shown(op), tex=True)
 
 
 def terminal_page(op: Op) -> str:
-    """Returns an operator's page with formulas as plain text, for a terminal."""
+    """Returns an operator's documentation page with formulas as plain text, for a terminal."""
     from fusion_attention.contract.doc_pages import render
 
     return render(op, shown(op))
 
 
 def shown(op: Op) -> Shown:
-    """Returns the sections of a page that do not come from the operator definition."""
+    """Returns the sections of an operator's page besides its definition: signature, docstring, example, back ends."""
     from fusion_attention.contract.doc_pages import Shown
 
     if op.name.startswith("aclnn"):
@@ -102,12 +102,12 @@ def shown(op: Op) -> Shown:
 
 
 def another(name: str) -> str:
-    """Returns the function that computes an auxiliary operator; "" if torch computes it."""
+    """Returns the name of the function that computes the auxiliary operator `name`; "" if torch computes it."""
     return next((result for form, result in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 
 def function(op: Op) -> Any:
-    """Returns the public function of an operator: of torch_npu, of CANN's package, or of this library."""
+    """Returns the public Python function of an operator: of torch_npu, of CANN's package, or of this library."""
     import fusion_attention
     from fusion_attention import npu
     from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
@@ -118,7 +118,7 @@ def function(op: Op) -> Any:
 
 
 def _text(called: Any) -> str:
-    """Returns a function's docstring as Markdown, with folded arguments, because the page has a table of parameters."""
+    """Returns a function's docstring as Markdown without summary and formulas; the list of arguments is folded."""
     result = docstrings.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
@@ -135,7 +135,7 @@ def _text(called: Any) -> str:
 
 
 def example(op: Op) -> str:
-    """Returns the program of a page: made from the definition, or from the docstring of an auxiliary operator."""
+    """Returns an operator's example program for its page, made from its definition or from its docstring."""
     if op.lower:
         return op_examples.program(op)
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
@@ -146,7 +146,7 @@ def example(op: Op) -> str:
 
 
 def _support(op: Op) -> str:
-    """Returns the table of back ends of an operator, and the legal calls that a back end does not compute."""
+    """Returns Markdown: a table of an operator's back ends by dtype, and legal calls that one does not compute."""
     if not op.tensors():
         return "The operator has no tensors, so no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]

@@ -14,7 +14,7 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Returns reasons why the back end `name` does not compute a problem, without those that concern this machine."""
+    """Returns the sentences why the back end `name` does not compute a problem, without those about this machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -46,12 +46,12 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: s
 
 
 def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
-    """Returns the lowered sample call of `op` with these settings on the CPU, or for the back end "triton" on meta."""
+    """Returns lowered(), the sample call with these settings, on torch's device meta for "triton", else on the CPU."""
     return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """Returns rows of an operator's table: (dtype of its first tensor, {column: supported layouts}) for each dtype."""
+    """Returns (dtype, {back end or "chip": layouts that it computes}) for each dtype of an operator's first tensor."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
@@ -74,7 +74,7 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
 
 
 def gaps(op: Op) -> dict[str, list[str]]:
-    """Returns for each back end its reasons against sample calls of `op`, which cover the features of the rules."""
+    """Returns {back end: sentences why it does not compute some sample calls of `op`}; the calls cover all rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
         for name in ("cpu", "triton"):
@@ -89,7 +89,7 @@ def gaps(op: Op) -> dict[str, list[str]]:
 
 
 def _settings(op: Op) -> Iterator[dict[str, Any]]:
-    """Yields the settings of an operator's default sample call, and of calls to which one of its rules applies."""
+    """Yields settings (arguments by name) of an operator's default sample call, then of one affected by each rule."""
     yield {op.layout_attr: op.layouts[0]}
     settings_listed = set()
     for rule in op.asked:

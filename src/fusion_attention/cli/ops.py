@@ -65,7 +65,7 @@ def _entry(record: Op) -> dict[str, Any]:
 
 
 def _described(record: Op) -> dict[str, Any]:
-    """Returns an operator definition as values for JSON."""
+    """Returns an operator's definition (parameters, rules, formula) as JSON values."""
     from fusion_attention.contract import Attr
 
     parameters = [

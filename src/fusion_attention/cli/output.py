@@ -18,7 +18,7 @@ BAD_INPUT = 2
 
 
 def refuse(command: str, sentence: object) -> NoReturn:
-    """Prints an error about invalid input, a sentence, on stderr, and ends the command with exit code 2."""
+    """Prints an error about invalid input, one sentence, on stderr, and ends the process with exit code 2."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(str(sentence).split()))
     line = line if len(line) <= 1000 else line[:996] + " ..."
     typer.echo(f"fusion-attention {command}: {line}", err=True)
@@ -31,7 +31,7 @@ def show_json(value: Any) -> None:
 
 
 def device_of(text: str) -> torch.device:
-    """Returns the device that --device names, `text`; ValueError: this machine cannot compute on it."""
+    """Returns the torch device that the option --device names; ValueError: this machine cannot compute on it."""
     import torch
 
     device = torch.device(text)

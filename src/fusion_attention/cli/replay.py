@@ -90,7 +90,7 @@ def replay(
 
 
 def session(paths: list[Path]) -> list[Path]:
-    """Returns the files that paths name; those of a folder in the order of their numbers.
+    """Returns the files of saved calls in `paths` (files or folders); those of a folder in the order of their numbers.
 
     Raises:
         ValueError: a path does not exist, or a folder has no saved calls.
@@ -114,9 +114,8 @@ def session(paths: list[Path]) -> list[Path]:
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Yields the result of replaying each file, timed `runs` times; advance: receives the number of files done and a
-    name. One call is in memory at a time.
-    """
+    """Computes the saved call in each file again, times it `runs` times, and yields the result; advance: called with
+    the number of files done and a name. One call is in memory at a time."""
     from fusion_attention.contract import BackendError
     from fusion_attention.judging.replay import CaptureError
 
@@ -148,7 +147,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
-    """Returns the median time of `runs` runs of a saved call (checks, lowering, computation), without file access."""
+    """Returns the median milliseconds of `runs` computations of a saved call, with checks, without file access."""
     import statistics
 
     import torch
@@ -170,7 +169,7 @@ def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
 
 
 def _verdict(replayed: Replay) -> tuple[str, str]:
-    """Returns the verdict of the error bound on a saved call's results, and its reason."""
+    """Returns (verdict on saved results: "right" if within rounding errors of float64, "wrong", "unjudged"; reason)."""
     from fusion_attention.judging.calls import JudgeError
 
     try:

@@ -57,7 +57,7 @@ def outcomes(
 
 
 def _drawn(backends: list[str]) -> Iterator[Step]:
-    """Yields endless steps of dense calls with random shapes, each computed by one of the back ends in turn."""
+    """Yields, without end, comparisons of dense attention calls with random shapes, by each of the back ends."""
     draw = Random(0)
     while backends:
         layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
@@ -102,7 +102,7 @@ def _of(backend: str) -> Iterator[Step]:
 
 
 def _dense(dtype: str) -> dict[str, Case]:
-    """Returns cases of a dtype by name: every layout, most sparse modes, biases, masks, and long sequences."""
+    """Returns {name: test case} of dense attention in a dtype: layouts, mask modes, biases, long sequences."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
     long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
@@ -122,8 +122,8 @@ def _dense(dtype: str) -> dict[str, Case]:
 
 
 def _judge_variant(name: str) -> None:
-    """Asserts that the core compiled for the instruction set `name` computes the same checksums as the core compiled
-    for "base"."""
+    """Raises AssertionError if the native core compiled for instruction set `name` computes other checksums than the
+    one for "base"."""
     from fusion_attention import _native
 
     probe, base = _native.variant_probe(name), _native.variant_probe("base")
@@ -170,7 +170,7 @@ def _judge_sparse(backend: str) -> None:
 
 
 def _judge_indexer(backend: str) -> None:
-    """Asserts that a back end's indexer selects the same keys as golden; of equal scores the smaller index."""
+    """Raises AssertionError if a back end's indexer selects other keys than the float64 model (golden)."""
     from fusion_attention.testing import sparse
 
     call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))

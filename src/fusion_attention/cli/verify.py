@@ -135,7 +135,7 @@ def _names(given: list[str]) -> dict[str, str]:
 
 
 def _values(given: list[str]) -> dict[str, Any]:
-    """Returns {PARAMETER: VALUE} of the options --set; a VALUE that is no JSON is a text."""
+    """Returns {parameter: value} of the options --set, "PARAMETER=VALUE"; a VALUE that is no JSON is a text."""
     from fusion_attention.judging.calls import JudgeError
 
     results: dict[str, Any] = {}

@@ -18,7 +18,6 @@ TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "T
 
 
 def members(value: Any) -> Any:
-    """Returns a tuple of tensors for a list of tensors or one tensor, and other values unchanged."""
     if isinstance(value, torch.Tensor):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -30,7 +29,7 @@ def is_memory(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for a tensor that torch accepts as a number: without dimensions, and not requiring a gradient."""
+    """True for a tensor that torch accepts as a number: no dimensions, not on device meta, no gradient required."""
     return isinstance(value, torch.Tensor) and not (value.dim() or value.is_meta or value.requires_grad)
 
 
@@ -54,14 +53,14 @@ def to_array(value: Any) -> Any:
 
 
 def array_of(op: Op, position: int, value: Any) -> Any:
-    """Returns the argument at a position in op.params as an int64 array; None if it is optional and an empty tensor."""
+    """Returns the argument `value`, at `position` in op.params, as int64 array; None for an optional empty tensor."""
     if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
         return None
     return to_array(value)
 
 
 def is_type(value: Any, p: Attr) -> bool:
-    """True if an attribute has the type that parameter p declares: an int is a float too, but a bool is no number."""
+    """True if `value` has the type that parameter p declares: an int is a float too, but a bool is no number."""
     wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
@@ -73,9 +72,9 @@ def is_type(value: Any, p: Attr) -> bool:
 
 
 def no_tensor(value: Any, output: bool) -> Fault | None:
-    """Returns the reason why a value is not a dense strided tensor with its values in memory; None if it is one.
+    """Returns (expected, actual, advice), texts of an error, for a value that is no dense tensor in memory; else None.
 
-    output: True if the operator writes the tensor, so that its elements must not share memory.
+    output: True if the operator writes the tensor: its elements must then have separate memory.
     """
     if not isinstance(value, torch.Tensor):
         return "a tensor", show(value), ""
@@ -96,7 +95,8 @@ def no_tensor(value: Any, output: bool) -> Fault | None:
 
 
 def no_tensors(values: Any) -> Fault | None:
-    """Returns the reason why a value is not a non-empty tuple of dense tensors; None if it is one."""
+    """Returns (expected, actual, advice), an error's texts, for a value that is no tuple of tensors, or empty; else
+    None."""
     if not isinstance(values, tuple) or not values:
         return "a tensor or a list of tensors", show(values), ""
     return next((fault for fault in (no_tensor(value, False) for value in values) if fault), None)
@@ -130,7 +130,7 @@ def lost(tensor: torch.Tensor) -> bool:
 
 
 def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
-    """Returns the failure of a tensor whose storage is too small; op, param: names of operator and parameter."""
+    """Returns the Failure (error record) about a tensor with too small a storage; op, param: names for the error."""
     need = span(tensor) + tensor.storage_offset() * tensor.itemsize
     advice = "was it emptied, as FSDP does between forward and backward?"
     got = f"one of {tensor.untyped_storage().nbytes()}"
@@ -149,7 +149,8 @@ def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
 
 
 def losses(op: Op, tensors: Mapping[str, Any]) -> list[Failure]:
-    """Returns a failure per tensor whose storage is too small; tensors: by canonical name, also in tuples."""
+    """Returns an error record (Failure) for each tensor whose storage is too small for its elements; tensors: tensors
+    and tuples of tensors by parameter name."""
     shown = {op.by_name[name].shown: value for name, value in tensors.items()}
     named = [
         (f"{name}[{i}]" if type(value) is tuple and len(value) > 1 else name, t)

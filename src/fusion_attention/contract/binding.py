@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """Cached results for all calls with one signature and the same lengths; it contains no tensors of a call.
+    """Cached results for an operator's calls with equal shapes, strides, dtypes, attributes, lengths; without tensors.
 
     Attributes:
-        lowered: the result of Bound.once(): the lowered call without tensors.
+        lowered: the call in the form that back ends compute, without tensors; result of Bound.once().
         templates: shapes and dtypes of a decoding call's results.
-        prepared: the prepared call by back end; None before the second call.
-        preparable: False if these calls cannot be prepared.
-        two_phase: the memory layouts of a two-phase call's tensors.
+        prepared: by back end, an object that repeats the call on other tensors; None before the second call.
+        preparable: False if these calls cannot be repeated so.
+        two_phase: the memory layouts of the tensors in CANN's two-phase interface.
     """
 
     lowered: Any = None
@@ -57,14 +57,14 @@ class CallCache:
 
 
 class Bound:
-    """A valid call.
+    """An operator call that was found valid.
 
     bound["N1"] is the value of a name: an axis size, attribute, array, tensor or derived value.
 
     Attributes:
-        args: the arguments by canonical name.
+        args: the arguments by the definition's parameter names.
         tensors: names of the arguments that are tensors or lists of tensors.
-        settled, call_cache: results of validation and caches, shared by all calls with the same signature and arrays.
+        settled, call_cache: validation and caches of all calls with equal shapes, strides, dtypes, attributes, arrays.
     """
 
     __slots__ = ("_names", "args", "call_cache", "op", "settled", "tensors")
@@ -78,20 +78,20 @@ class Bound:
     def names(self) -> dict[str, Any]:
         """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and derived names, by name.
 
-        Computed on first use, because prepared calls do not need it.
+        Computed on first use, because repeated calls may not need it.
         """
         if self._names is None:
             self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self.tensors)}
         return self._names
 
     def over(self, tensors: Mapping[str, Any]) -> Bound:
-        """Returns the same call with other tensors, by parameter; shapes, strides and dtypes must be the same."""
+        """Returns the same call with other tensors, by parameter name; shapes, strides and dtypes must be the same."""
         return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
     def once(self, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """Returns make(names), computed once for all calls with the same signature and arrays.
+        """Returns make(names), computed once for all calls with equal shapes, strides, dtypes, attributes and arrays.
 
-        make: a function whose result does not depend on tensors.
+        make: a function of the values of all names, whose result does not depend on tensors.
         """
         result: Result | None = self.call_cache.lowered
         if result is None:
@@ -104,13 +104,13 @@ class Bound:
 
 @dataclass(eq=False, slots=True)
 class _Signature:
-    """Cached validation of all calls with the same shapes, strides, dtypes, attributes and set of given arrays.
+    """Cached validation of an operator's calls with equal shapes, strides, dtypes, attributes and set of given arrays.
 
     Attributes:
-        names: values that are the same in all of these calls, by name.
+        names: axis sizes and other values that are the same in all of these calls, by name.
         tensors: names of the given tensors.
-        rules: rules to check if the values of arrays change.
-        reads: rules to check at every call, because they read tensor content.
+        rules: rules to check if the values of arrays (lengths) change.
+        reads: rules to check at every call, because they depend on the values in tensors.
         notes: warnings of every call.
         settled: validation for the arrays of the last call, which are the same in all layers of a model.
     """
@@ -125,13 +125,13 @@ class _Signature:
 
 @dataclass(eq=False, slots=True)
 class _Settled:
-    """Cached validation for one signature and one value of its arrays.
+    """Cached validation for one signature (shapes, strides, dtypes, attributes) and one value of its arrays (lengths).
 
     Attributes:
         arrays: the bytes of the arrays.
         names: all values except tensors, by name.
         notes: warnings.
-        within: the scope() of names; None until rules are checked again.
+        within: names and functions for evaluating rules; None until rules are checked again.
     """
 
     arrays: tuple[bytes, ...]
@@ -157,8 +157,8 @@ def bind(
 
     Args:
         op: the operator definition.
-        args: arguments by canonical name; a missing name is None. The caller must not change the mapping later.
-        strict: True: limits and doubts are errors; None: by the settings.
+        args: arguments by the definition's parameter names; a missing one is None. The mapping must not change later.
+        strict: True: the chip's limits and doubtful calls are errors; None: as npu.strict() sets it.
         check_content: True: also check rules of level "content", which read tensor data; None: by the settings.
         reads: True: check the other rules that read tensor data; False if the data may not be written yet.
         memory: True: check that storages hold their tensors; False in a trace, whose tensors have no memory.
@@ -189,17 +189,16 @@ def bind(
 
 
 def _tell(notes: Iterable[Failure | str]) -> None:
-    """Issues the notes as warnings, at the line of the caller's code that called this package."""
+    """Issues each note as a ContractWarning, at the line of the caller's code that called this package."""
     level = outside()
     for note in notes:
         warnings.warn(str(note), ContractWarning, stacklevel=level)
 
 
 def _with_reader(op: Op) -> Reader:
-    """Makes, stores and returns the native function that reads the dtypes and shapes of an operator's arguments.
-
-    bind() calls it at the operator's first call, since it loads the native core.
-    """
+    """Returns a native function, and stores it in `op`, that computes the signature (shapes, strides, dtypes,
+    attributes) of the operator's calls. bind() calls this at the operator's first call, since it loads the native
+    core."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result
@@ -208,9 +207,10 @@ def _with_reader(op: Op) -> Reader:
 def _anew(
     op: Op, args: Mapping[str, Any], key: Any, signature: _Signature | None, strict: bool, reads: bool, memory: bool
 ) -> tuple[Bound, _Settled]:
-    """Checks a call whose signature is not cached, or whose arrays differ from those of the last call.
+    """Validates a call whose signature (shapes, strides, dtypes, attributes) is not cached, or whose arrays of lengths
+    differ from those of the last call; returns (the valid call, the cached validation).
 
-    key: the key of its signature; signature: the cached signature, or None; strict, reads, memory: as in bind().
+    key: the signature's key; signature: its cached validation, or None; strict, reads, memory: as in bind().
     """
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
@@ -246,9 +246,8 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules of operator `op` that read tensor content, in a call (`bound`) whose signature is cached, so
-    other rules hold already; raises ContractError.
-    """
+    """Checks the rules that depend on the values in tensors, in a call (bound) whose signature was validated before;
+    raises ContractError if one is violated."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -261,27 +260,23 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """Checks a call again after arguments were replaced (0-dim tensors by numbers, empty tensors by None), and so its
-    signature has changed; parameters and result: as for _anew()."""
+    """Validates a call again after 0-dim tensors were replaced by numbers or empty tensors by None, which changes its
+    signature; parameters and result: as for _anew()."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
 
 def _tensors_of(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the named tensors of a call by name; a list of tensors becomes a tuple."""
     return {name: members(args[name]) if type(op.by_name[name]) is Tensors else args[name] for name in names}
 
 
 def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Failure]:
-    """Returns a failure for each named tensor whose storage is too small for its elements."""
     return losses(op, _tensors_of(op, args, names))
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """Checks the rules of the stages before "lengths" for `given`, the values of op.params, and returns the signature.
-
-    It can be cached, since these rules read no values of lengths; _settle() checks the others. strict: as in bind().
-    """
+    """Checks the rules that do not depend on lengths, and returns a signature's cached validation; _settle() checks the
+    others. given: the arguments in the order of op.params. strict: as in bind()."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.asked if r.level in levels]
     if strict:
@@ -298,7 +293,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """Runs the stages from "lengths" on for new values of arrays, and stores the result in the signature.
+    """Checks the rules that depend on lengths (values of arrays); stores the result in the signature, and returns it.
 
     given: the arguments in the order of op.params; content: the bytes of the arrays; reads: as in bind().
     """
@@ -322,10 +317,8 @@ def _settle(
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
-    """Returns the rules whose outcome can change between calls with the same signature.
-
-    They depend on tensor content, or on a name in `changing`: names of arrays and of values derived from them.
-    """
+    """Returns the rules whose outcome can change between calls with the same shapes, strides, dtypes and attributes:
+    they depend on values in tensors, or on a name in `changing` (arrays, and values derived from them)."""
     within = scope(names, op.functions)
 
     def touched(text: str) -> bool:
@@ -338,7 +331,6 @@ def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, An
 
 
 def _keep(op: Op, key: Any, signature: _Signature) -> None:
-    """Caches a signature of operator `op` under its key; a full cache is emptied first."""
     if key is not None and key not in op.signatures:
         if len(op.signatures) >= SIGNATURES_KEPT:
             op.signatures.clear()

@@ -72,7 +72,7 @@ _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 @dataclass(frozen=True)
 class Shown:
-    """The sections of a page that do not come from the operator definition, as Markdown texts.
+    """The sections of an operator's documentation page that are not made from its definition, as Markdown texts.
 
     Args:
         call: the function's signature. text: its docstring. example: a program. support: a table of back ends.
@@ -84,7 +84,7 @@ class Shown:
     support: str = ""
 
     def lines(self) -> list[str]:
-        """Returns the lines of all non-empty sections, with headings."""
+        """Returns the Markdown lines of all non-empty sections, with headings."""
         code = {"Call": "pyi", "Example": "python"}
         results = []
         for title, text in (("Call", self.call), ("", self.text), ("Example", self.example), ("Support", self.support)):
@@ -95,7 +95,7 @@ class Shown:
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
-    """Returns the page of an operator as Markdown, with the sections `shown`; tex: True writes the formula in TeX."""
+    """Returns an operator's documentation page as Markdown, with the sections `shown`; tex: formula in TeX."""
     lines = [f"# {op.name}", "", op.summary, ""]
     if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
@@ -117,7 +117,8 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
 
 
 def versions(records: Iterable[Op]) -> str:
-    """Returns the page that compares the versions of each operator (`records`): tables of parameters and layouts."""
+    """Returns the documentation page, in Markdown, that compares the parameters and layouts of each operator's
+    versions; records: all operator definitions."""
     named: dict[str, list[Op]] = {}
     for op in records:
         named.setdefault(_VERSION.sub("", op.name), []).append(op)
@@ -129,7 +130,8 @@ def versions(records: Iterable[Op]) -> str:
 
 
 def _versions(ops: list[Op]) -> list[str]:
-    """Returns a table of an operator's versions `ops`, a line per parameter and layout, those of the newest first."""
+    """Returns lines of a Markdown table: a row per parameter and layout, a column for each of an operator's
+    versions."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]
@@ -144,7 +146,7 @@ def _versions(ops: list[Op]) -> list[str]:
 
 
 def _rules(op: Op) -> list[str]:
-    """Returns the tables of rules, one for each level that has rules."""
+    """Returns Markdown lines of the tables of an operator's rules, one table per level ("meaning", "limit", ...)."""
     lines = []
     for level in LEVELS:
         rules = [r for r in op.asked if r.level == level]
@@ -156,14 +158,13 @@ def _rules(op: Op) -> list[str]:
 
 
 def _axes(text: str) -> list[str]:
-    """Returns a line that explains the axis words in the text of a page; none if it has no axis words."""
+    """Returns Markdown lines that explain the axis words ("B", "S1", ...) in a page's text; [] if it has none."""
     words = {word for symbols in _SYMBOLS.findall(text) for word in re.findall(r"\w+", symbols)}
     axes = [f"{axis} {text}" for axis, text in AXES.items() if axis in words]
     return ["", f"Axes: {', '.join(axes)}."] if axes else []
 
 
 def _line(*cells: str) -> str:
-    """Returns a line of a Markdown table; bars inside cells are escaped."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -199,7 +200,7 @@ def _by_layout(op: Op, p: Tensor) -> list[str]:
 
 
 def _shapes(op: Op) -> list[str]:
-    """Returns the table of shapes that depend on the layout; parameters with the same shapes share a line."""
+    """Returns Markdown lines of a table of the tensors' shapes by layout; parameters with equal shapes share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for p in op.params:
         if isinstance(p, Tensor) and any(shapes := _by_layout(op, p)):

@@ -12,7 +12,7 @@ _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """Returns the docstring of a definition's function: summary, formula, Args, Returns, Raises, source, example."""
+    """Returns the docstring of an operator's function, made from its definition: summary, formula, Args, ..."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
@@ -36,7 +36,7 @@ def docstring(op: Op) -> str:
 
 
 def _description(op: Op, p: Param) -> str:
-    """Returns the description of a parameter: its text, and its shape and dtypes or its domain."""
+    """Returns the text that describes a parameter in a docstring: its description, shape and dtypes, or its domain."""
     sentences = [p.text]
     if isinstance(p, Attr) and p.axis:
         sentences[0] = f"{p.axis}: {sentences[0]}"
@@ -56,7 +56,7 @@ def _description(op: Op, p: Param) -> str:
 
 
 def _shapes(op: Op, p: Tensor) -> str:
-    """Returns the shapes of a tensor as text, each with the first layout that has it."""
+    """Returns a tensor parameter's shapes as text, "[B, S1, H] (BSH), ...", each with the first layout that has it."""
     if isinstance(p.shape, str):
         return shape_text(p.shape) if p.shape else ""
     shapes: dict[str, str] = {}

@@ -19,12 +19,12 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed condition.
+    """A rule's condition, a parsed Python expression.
 
     Attributes:
         code: the compiled expression.
         names: the names that it reads, without functions.
-        axes: the axis words in arguments of fits().
+        axes: the axis words ("B", "S1") in arguments of fits().
         parts: the operands of a top-level `and`; without one, the expression itself.
     """
 
@@ -36,7 +36,7 @@ class Expression:
 
 @functools.cache
 def parse(text: str) -> Expression:
-    """Parses a condition; results are cached."""
+    """Parses the text of a rule's condition; results are cached."""
     tree = ast.parse(text, mode="eval")
     nodes = list(ast.walk(tree))
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
@@ -48,18 +48,18 @@ def parse(text: str) -> Expression:
 
 
 def functions_in(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns the public functions that a module defines, for use in expressions; names: the module's globals()."""
+    """Returns a module's public functions by name, for use in rules' conditions; names: the module's globals()."""
     defined = {name: f for name, f in names.items() if isinstance(f, FunctionType) and not name.startswith("_")}
     return {name: f for name, f in defined.items() if f.__module__ == names["__name__"]}
 
 
 def scope(names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Returns the namespace in which expressions are evaluated: names, functions, and fits() of these names."""
+    """Returns the namespace in which rules' conditions are evaluated: names, functions, sum(), and fits(), which
+    compares a tensor's shape with axis words."""
     return {**functions, **names, "sum": _sum, "fits": lambda t, words: fits(t, words, names)}
 
 
 def _sum(values: Any) -> Any:
-    """Returns the sum of values; fast for numpy arrays."""
     return int(values.sum()) if isinstance(values, np.ndarray) else sum(values)
 
 
@@ -69,7 +69,7 @@ def evaluate(text: str, within: dict[str, Any]) -> Any:
 
 
 def size_of(word: str, names: Mapping[str, Any]) -> int | None:
-    """Returns the size of an axis word ("N1*D", "8"); None if names lacks one of its factors."""
+    """Returns the size of an axis word: "N1*D" is names["N1"] * names["D"], "8" is 8; None if names lacks a factor."""
     size = 1
     for factor in word.split("*"):
         factor_size = int(factor) if factor.isdigit() else names.get(factor)
@@ -80,7 +80,7 @@ def size_of(word: str, names: Mapping[str, Any]) -> int | None:
 
 
 def fits(tensor: torch.Tensor, alternatives: str, names: Mapping[str, Any]) -> bool:
-    """True if a tensor has one of the alternative shapes in axis words, such as 'B N1 S1 S2 | S1 S2'."""
+    """True if a tensor has one of the shapes in axis words, such as "B N1 S1 S2 | S1 S2"; names: sizes by axis."""
     shape: list[int | None] = list(tensor.shape)
     return any(shape == [size_of(word, names) for word in words.split()] for words in alternatives.split("|"))
 

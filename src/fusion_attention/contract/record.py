@@ -39,7 +39,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """One violated rule; str() is the error text.
+    """A violated rule in an operator call; str() is the error text.
 
     Attributes:
         op, param: names of the operator and of the parameter; cann: CANN's name of the parameter, or "".
@@ -65,13 +65,13 @@ class Failure:
 
 
 class ContractError(ValueError, RuntimeError):
-    """The error of an invalid call.
+    """The error of an operator call that violates rules of the operator's definition.
 
     The message has a line for each failure (one line for all lengths with the same fault). The class derives from
     ValueError, as usual in Python, and from RuntimeError, which torch_npu raises.
 
     Attributes:
-        failures: all failures of the first stage that fails.
+        failures: all failures of the first check that fails (presence, dtypes, ranks, axes, domains, lengths, rules).
         op, param, code: those of the first failure.
     """
 
@@ -99,10 +99,10 @@ class ContractWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Param:
-    """Base class of the parameters of an operator definition.
+    """A parameter of an operator definition; base class of Tensor, Array and Attr.
 
     Args:
-        name: the canonical name, which rules and lowering use.
+        name: the name by which rules and other code of this library refer to the parameter (canonical name).
         text: the description, one sentence.
         optional: True if the argument may be None.
         spelled: the parameter's name in the interface, if it is not the canonical name.
@@ -117,7 +117,7 @@ class Param:
 
     @property
     def shown(self) -> str:
-        """The parameter's name in the interface."""
+        """The parameter's name in the operator's interface, which error texts use."""
         return self.spelled or self.name
 
 
@@ -127,12 +127,12 @@ class Tensor(Param):
 
     Args:
         dtypes: names of the allowed dtypes, "=other" for the dtype of another tensor, or "" if a rule checks the dtype.
-        shape: axis words ("B S1 N1*D"), one string or one per layout; "" if a rule checks the shape.
+        shape: axis words such as "B S1 N1*D", one string or one per layout string; "" if a rule checks the shape.
         output: True if the operator writes the tensor; interfaces may allocate it.
         on_host: True if it may be in host memory when the other tensors are on a device.
         cast: advice in the error about a wrong dtype.
-        form: a function from a call's values to this tensor's layout; None: the layout of the call.
-        make: a function from a shape to the content in sample calls; None: random numbers.
+        form: a function from a call's values by name to this tensor's layout string; None: the layout of the call.
+        make: a function from a shape to the content in generated test calls; None: random numbers.
     """
 
     dtypes: str = ""
@@ -144,17 +144,15 @@ class Tensor(Param):
     make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
 
     def words(self, layout: str) -> list[str]:
-        """Returns the axis words of the shape in a layout; empty if a rule checks the shape."""
+        """Returns the axis words of the shape in a layout, ["B", "S1", "N1*D"]; [] if a rule checks the shape."""
         shape = self.shape if isinstance(self.shape, str) else self.shape.get(layout, "")
         return shape.split()
 
 
 @dataclass(frozen=True)
 class Tensors(Tensor):
-    """A parameter that is a list of tensors, or one tensor; rules get a tuple.
-
-    bind() does not check the shape; pages and sample calls use it.
-    """
+    """A parameter that is a list of tensors, or one tensor; rules get a tuple. The declared shape is only for
+    documentation and generated test calls."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class Attr(Param):
         domain: an expression that must be true, for instance "scale > 0"; "": every value of the type.
         axis: the axis word whose size this attribute is; "": none.
         unsigned: True if an int must be below 2**64, False if below 2**63.
-        code: the code that the two-phase interface returns for a value outside the domain.
+        code: the error code that CANN's two-phase (aclnn) interface returns for a value outside the domain.
     """
 
     type: type = int
@@ -197,9 +195,10 @@ class Rule:
         when: an expression; the rule applies only if it is true. "" in a rule about an optional parameter: if the
             parameter is given, unless the check mentions None.
         only: the layouts in which the rule applies; empty: all.
-        needs: parameters that an operator definition must have for the rule to apply.
-        level: "meaning", "limit" (of the chip), "content", "doubt" or "note" (see LEVELS).
-        code: the code that the two-phase interface returns.
+        needs: parameters that a definition must have for the rule to apply; else it is ignored.
+        level: "meaning" (always an error), "limit" (of the chip) and "doubt" (errors if strict), "note" (a warning), or
+            "content" (depends on values in tensors).
+        code: the error code that CANN's two-phase (aclnn) interface returns.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: True if the rule reads tensor data. It is then checked at every call, or, if it only warns, at the first
             call of a signature.
@@ -224,12 +223,12 @@ class Rule:
 
     @property
     def id(self) -> str:
-        """The rule's name in tests."""
+        """The rule's name in the identifiers of tests."""
         return f"{self.param}-{self.level}-{re.sub(r'[^a-zA-Z0-9]+', '_', self.text or self.check)[:48]}"
 
     @property
     def expected(self) -> str:
-        """The text after "expected" in the error."""
+        """The error text's part about the expected value, after "expected"."""
         if self.text:
             return self.text
         result = re.fullmatch(r"fits\(\w+, '([^']*)'\)", self.check)
@@ -238,7 +237,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator.
+    """The parameter names of an operator's C declaration in CANN.
 
     Args:
         names: CANN's names of the parameters, in the declaration's order.
@@ -255,11 +254,11 @@ class Prototype:
 
 @dataclass(frozen=True)
 class Declared:
-    """The spelling of parameters in CANN's C declarations of an operator and its versions: headNum for head_num.
+    """The spelling of parameters in CANN's C declarations of an operator's versions: "headNum" for head_num.
 
     Args:
         optional: suffix of the names of optional tensors and arrays. output: suffix of the names of outputs.
-        names: exceptions by canonical name; after a name that ends with "!" no suffix is added.
+        names: exceptions by the definition's parameter name; after a name that ends with "!" no suffix is added.
         source: the document that has the names.
         on_device: regular expression for CANN's names of lengths that are tensors on the device.
     """
@@ -271,7 +270,7 @@ class Declared:
     on_device: str = "PaddingSize"
 
     def but(self, **names: str) -> Declared:
-        """Returns a copy with further exceptions to the spelling, given as canonical_name="CANN's name"."""
+        """Returns a copy with more exceptions to the spelling, given as parameter_name="CANN's name"."""
         return replace(self, names={**self.names, **names})
 
     def of_page(self, **names: str) -> Declared:
@@ -279,7 +278,7 @@ class Declared:
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:
-        """Returns the declaration of an operator `op`: its parameters' names as CANN spells them, and its header."""
+        """Returns the parameter names and header of an operator's C declaration, as CANN spells them."""
         names = tuple(map(self._spelled, op.params))
         header = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", op.name).lower() + ".h"
         if op.name.startswith("aclnnFlashAttention"):  # the training operators share two headers
@@ -394,7 +393,7 @@ class Op:
         return applies and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
     def _of_given(self, rule: Rule) -> Rule:
-        """Returns the rule with the condition that its parameter is given, if the parameter is optional."""
+        """Returns the rule, restricted to calls that pass its parameter if that is optional."""
         p = self.by_name[rule.param]
         optional = p.optional or (isinstance(p, Attr) and p.default is None)
         if rule.when or not optional or rule.stage == "presence" or re.search(r"None|trained\(", rule.check):
@@ -429,16 +428,17 @@ class Op:
     def failure(
         self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
     ) -> Failure:
-        """Returns a Failure of this operator; param: the parameter's name in the interface; others: see Failure."""
+        """Returns a Failure (error record) about this operator's parameter `param`; expected, got, advice: parts of the
+        error text; code: CANN's error code; rule: the violated rule."""
         return Failure(self.name, param, expected, got, advice, code, rule, self.cann.get(param, ""))
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Returns a dictionary from canonical names to values; values: in the order of the parameters."""
+        """Returns {parameter name: value}; values: in the order of the parameters."""
         return dict(zip(self.names, values, strict=True))
 
     @property
     def called(self) -> str:
-        """The function's name without the package."""
+        """The name of the operator's function, without a package prefix."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -452,20 +452,20 @@ class Op:
         return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
-        """Returns the layout of a tensor in a call: p.form of the call's values, or the call's layout."""
+        """Returns the layout string of tensor p in a call with values `names`: p.form(names) or the call's layout."""
         return p.form(names) if p.form else str(names.get(self.layout_attr, ""))
 
     def tensors(self, output: bool = False) -> list[Tensor]:
-        """Returns the input tensors, or the output tensors, in order."""
+        """Returns the parameters that are input tensors, or the output tensors, in order."""
         return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
 
     @property
     def inputs(self) -> list[Param]:
-        """The parameters of its function: all but outputs, unless an output is in `declared`."""
+        """The parameters of the operator's function: all but outputs, unless an output is in `declared`."""
         return [p for p in self.params if not (isinstance(p, Tensor) and p.output) or p.name in self.declared]
 
     def spell(self, text: str) -> str:
-        """Replaces canonical names in a text by this operator definition's spelling."""
+        """Replaces the definition's parameter names in a text by those of the operator's interface."""
         for p in self.params:
             if p.spelled:
                 text = re.sub(rf"\b{p.name}\b", p.spelled, text)

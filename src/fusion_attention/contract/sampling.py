@@ -20,14 +20,14 @@ VALUES: dict[type, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class InvalidSample:
-    """A call that violates one rule, and the failure that bind() must report.
+    """A generated operator call that violates one rule, and the failure that bind() must report for it.
 
     Attributes:
         id: the names of the operator and of the rule.
-        args: the arguments by canonical name.
+        args: the arguments by the definition's parameter names.
         param, code: parameter (in the interface's spelling) and code of the failure.
-        level: the level of the rule.
-        expected: the failure's text after "expected"; "" if a stage without rules reports it.
+        level: the level of the rule, such as "meaning" or "limit".
+        expected: the failure's text after "expected"; "" if no rule but the parameter's declaration is violated.
     """
 
     id: str
@@ -39,11 +39,11 @@ class InvalidSample:
 
 
 def sample(op: record.Op, **settings: Any) -> dict[str, Any]:
-    """Returns the arguments of a legal call, by canonical name; equal settings give equal arguments.
+    """Returns the arguments of a generated legal call by parameter name; equal settings give equal arguments.
 
     Args:
         op: the operator definition.
-        settings: attributes, arrays and tensors by canonical name, and sizes by axis word. A tensor is given by the
+        settings: attributes, arrays and tensors by parameter name, and sizes by axis word. A tensor is given by the
             axis words of its shape ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (the shape of its definition),
             or as a tensor; an optional tensor is None unless it is given. A dictionary of settings under a layout's
             name applies to this layout only, and has priority.
@@ -78,7 +78,8 @@ def sample(op: record.Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: record.Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Returns axis sizes that follow from arrays of lengths, those in `settings` or else of the default sample."""
+    """Returns {axis word: size} of the sizes that follow from arrays of lengths in `settings` (arguments by name), or
+    else from those of the default generated call."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, record.Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
@@ -104,7 +105,8 @@ def _tensor(
 
 
 def invalid_samples(op: record.Op) -> Iterator[InvalidSample]:
-    """Yields a call for every way to violate a definition: every rule, presence, type, rank, axis and domain."""
+    """Yields generated calls that each violate an operator's definition in one way: each rule, and type, rank, axis
+    sizes and domain of each parameter."""
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
@@ -118,7 +120,8 @@ def invalid_samples(op: record.Op) -> Iterator[InvalidSample]:
 
 
 def violation(op: record.Op, rule: record.Rule) -> dict[str, Any]:
-    """Returns settings of a sample call that violates a rule of `op`: the rule's, or a value its check excludes."""
+    """Returns the settings (arguments by name) of a generated call that violates a rule of `op`: those of the rule, or
+    a value that its condition excludes."""
     if rule.invalid:
         return {**rule.given, **rule.invalid}
     p = op.by_name[rule.param]
@@ -129,7 +132,7 @@ def violation(op: record.Op, rule: record.Rule) -> dict[str, Any]:
 
 
 def _excluded(op: record.Op, p: record.Attr, check: str, domain: str = "True") -> Any:
-    """Returns the first of VALUES that is in the domain of attribute p and violates the expression `check`."""
+    """Returns the first of some test values that is in the domain of attribute p and violates the condition `check`."""
     names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, record.Attr)}}
     within = scope(names, op.functions)
     values = (value for value in VALUES[p.type] if evaluate(domain, {**within, p.name: value}))
@@ -137,10 +140,8 @@ def _excluded(op: record.Op, p: record.Attr, check: str, domain: str = "True") -
 
 
 def _stage_samples(op: record.Op, p: record.Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields (name, arguments, code) of calls that violate the declaration of parameter p: type, rank, axis, domain.
-
-    legal: the arguments of a legal call, of which each differs in one argument.
-    """
+    """Yields (name, arguments, error code) of generated calls that violate parameter p's declaration: type, rank, axis
+    size, domain. legal: the arguments of a legal call, of which each differs in one argument."""
     present = legal[p.name] is not None
     if isinstance(p, record.Attr):
         if p.name == op.layout_attr and op.layouts:

@@ -24,9 +24,9 @@ _KINDS = {Attr: "a", Tensor: "t", Tensors: "s", Array: "i"}
 
 
 def reader(op: Op) -> Reader:
-    """Returns the function that computes the signatures of an operator's calls.
+    """Returns the function that computes the signature (shapes, strides, dtypes, attributes) of an operator's calls.
 
-    Its arguments are the call's arguments by canonical name, `strict`, and True if the signature must contain whether
+    Its arguments are the call's arguments by parameter name, `strict`, and True if the signature must contain which
     tensors require gradients.
     """
     try:
@@ -39,7 +39,7 @@ def reader(op: Op) -> Reader:
 
 
 def python_reader(op: Op) -> Reader:
-    """Returns a reader() in Python, for machines that cannot load the native core."""
+    """Returns the function of reader() in Python, for machines that cannot load the native core."""
 
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]

@@ -12,7 +12,7 @@ from fusion_attention.contract.expressions import dtype_text, evaluate, parse, s
 
 
 def first_stages(op: record.Op, given: Sequence[Any], rules: list[record.Rule]) -> dict[str, Any]:
-    """Runs all stages before "lengths", and returns the values of parameters and axes by name.
+    """Checks presence, types, dtypes, ranks, axes and domains of a call; returns arguments and axis sizes by name.
 
     Args:
         op: the operator definition.
@@ -23,7 +23,7 @@ def first_stages(op: record.Op, given: Sequence[Any], rules: list[record.Rule]) 
         The values; "missing" is a tuple of the names of attributes that were not passed.
 
     Raises:
-        ContractError: an invalid call; it has all failures of the first stage that fails.
+        ContractError: an invalid call; it has all failures of the first check that fails.
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _refuse([*_presence(op, values)])
@@ -41,10 +41,8 @@ def first_stages(op: record.Op, given: Sequence[Any], rules: list[record.Rule]) 
 
 
 def ask(op: record.Op, rules: list[record.Rule], names: dict[str, Any]) -> list[record.Failure]:
-    """Checks rules of an operator in a call with these values by name.
-
-    Returns the violated rules that only warn; raises ContractError if others are violated.
-    """
+    """Checks rules of an operator in a call with the values `names`; returns the violated rules that only warn, as
+    Failures; raises ContractError if others are violated."""
     failures, notes = _broken(op, rules, names)
     _refuse(failures)
     return notes
@@ -135,10 +133,8 @@ def _ranks(op: record.Op, names: dict[str, Any]) -> Iterator[record.Failure]:
 
 
 def _axes(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
-    """Adds the sizes of axis words to names, and returns failures of parameters with another size.
-
-    Attributes determine sizes before tensors; then the first tensor with an axis word determines its size.
-    """
+    """Adds {axis word: size} to `names`, the values of a call, and returns a Failure for each tensor with another size.
+    Attributes determine sizes first; then the first tensor that has an axis word."""
     origin: dict[str, str] = {}
     for p in op.params:
         if isinstance(p, record.Attr) and p.axis and (names[p.name] != p.default or p.default):
@@ -157,10 +153,9 @@ def _axes(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
 
 
 def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
-    """Adds the size of an axis word's only unknown factor to names, or returns the expected size if `size` differs.
-
-    origin: {factor of an axis word: parameter that determined its size}; param: the parameter with this size.
-    """
+    """Compares `size` with the axis word, such as "N1*D", of parameter `param`. Adds the size of a factor that has none
+    in `names` yet. Returns the expected size as text if `size` does not fit, else "". origin: {factor: parameter that
+    determined it}."""
     factors = word.split("*")
     unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
@@ -177,8 +172,8 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Returns a text with the names of the parameters, except `param`, that determined the size of an axis word; "" if
-    there are none; origin: {factor of an axis word: parameter that determined its size}."""
+    """Returns " as in NAMES" with the parameters, except `param`, that determined the size of an axis word; "" without
+    any; origin: {factor of an axis word: parameter that determined its size}."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -216,7 +211,7 @@ def _broken(
 
 
 def _got(rule: record.Rule, names: Mapping[str, Any]) -> str:
-    """Returns the values that a rule reads as text: 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
+    """Returns the values that a rule reads as an error text, "N1=4, N2=3" or a shape; names: the call's values."""
     read = parse(rule.check)
     if read.axes:
         sizes = (f"{axis}={names[axis]}" for axis in read.axes)

@@ -42,14 +42,14 @@ class Chunks:
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
-        """Makes chunks that are contiguous in tensors [1, tokens, heads, dim], from lists of their sequence, first
-        token and number of tokens."""
+        """Makes chunks that lie one after the other in tensors [1, tokens, heads, dim]; seq, first, count: each chunk's
+        sequence, first token in it, and number of tokens."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
     @classmethod
     def full(cls, lengths: np.ndarray) -> Chunks:
-        """Makes one chunk per sequence, packed; lengths: tokens of each sequence."""
+        """Makes one chunk per sequence, packed in tensors [1, tokens, heads, dim]; lengths: tokens of each sequence."""
         return cls.packed(np.arange(len(lengths)), np.zeros(len(lengths)), lengths)
 
     def __len__(self) -> int:
@@ -90,8 +90,8 @@ class FullCall:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Chunks of rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and blocked [batch or 1,
-    heads_q or 1, tokens or 1, keys of the unsharded sequence or 1], whose rows are q's tokens."""
+    """Chunks of query rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and mask matrix
+    `blocked` [batch or 1, heads_q or 1, tokens or 1, keys of the complete sequence or 1], whose rows are q's tokens."""
 
     chunks: Chunks
     q: Tensor
@@ -126,10 +126,8 @@ class Keys:
 
 @dataclass(eq=False)
 class Gradients:
-    """Gradients in the shapes of their inputs, or None; partial gradients are float32.
-
-    dbias has the bias's dtype if FullCall.owns_bias, else float32.
-    """
+    """Gradients in the shapes of their inputs, or None; float32 where several are added later. dbias has the bias's
+    dtype if FullCall.owns_bias, else float32."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -141,8 +139,8 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of a chunk of rows and a chunk of keys, ordered by row chunk, then by the position of the keys in the
-    sequence.
+    """Pairs of a chunk of query rows and a chunk of keys of one sequence, ordered by row chunk, then by the keys'
+    position.
 
     row, key: int [pairs], indices of the two chunks. extents: lengths and band of each pair. row_layer, key_layer: the
     number of earlier pairs with the same chunk of rows, and with the same chunk of keys.
@@ -163,10 +161,10 @@ class Pairs:
 
 
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-    """Returns the pairs (chunk of rows, chunk of keys) of one sequence in which the mask of `full` lets a row see a
-    key.
+    """Returns the pairs (chunk of query rows, chunk of keys) of one sequence in which the mask of `full` lets a row see
+    a key.
 
-    It returns all pairs of one sequence if rows without keys return the mean of V, or if `partial` is False and the
+    All pairs of one sequence are returned if rows without keys return the mean of V, or if `partial` is False and the
     call has a sink; partial: True if results of several pairs are merged later.
     """
     order = np.lexsort((keys.first, keys.seq))
@@ -259,8 +257,8 @@ def backward(
 
 
 def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
-    """Returns the contribution of these rows to the gradient of the sink logits, float32 [heads_q]. For the rows of all
-    ranks it is bitwise equal to the gradient of the unsharded call."""
+    """Returns the contribution of these query rows to the gradient of the sink logits, float32 [heads_q]; with the rows
+    of all ranks it has the bits of the call on one process."""
     assert full.sink is not None
     dsink = torch.zeros_like(full.sink)
     none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
@@ -282,8 +280,8 @@ def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto
 
 
 class _Sum:
-    """A buffer for the gradient of a tensor that several pairs add to: the n-th pair of a chunk writes to layer n, and
-    total() adds the layers in order. Without a tensor (None), total() is None."""
+    """A buffer for a gradient to which several pairs of chunks add: the n-th pair of a chunk writes to layer n, and
+    total() adds the layers in order. Without a tensor (like None), total() is None."""
 
     def __init__(
         self, like: Tensor | None, dtype: torch.dtype, chunks: Chunks, chosen: np.ndarray, layer: np.ndarray
@@ -298,7 +296,7 @@ class _Sum:
             self.view = chunks.view(self.layers, chosen, layer)
 
     def total(self) -> Tensor | None:
-        """Returns the sum over the layers, in the memory of the first layer; None if there is no tensor."""
+        """Returns the sum over the layers, of the gradient's shape, in the memory of the first; None without one."""
         if self.layers is None:
             return None
         for n in range(1, len(self.layers)):
@@ -308,7 +306,7 @@ class _Sum:
 
 
 def _partial(problem: Problem) -> Problem:
-    """Returns the problem of a call whose results are merged later: float32 results, without a sink."""
+    """Returns the problem for computing a part of the keys: float32 results, without a sink, to be merged later."""
     return replace(problem, wide_results=True, has_sink=False)
 
 
@@ -322,11 +320,8 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
 
 
 def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Returns lengths, bands and shifts of pairs of chunks, each pair as a sequence whose positions start at the
-    chunks' first row and first key.
-
-    row, key: for each pair, the index of its chunk in `rows` and in `keys`.
-    """
+    """Returns lengths and bands of pairs of chunks, each pair like a sequence that begins at the chunks' first row and
+    first key. row, key: for each pair, the index of its chunk in `rows` and in `keys`."""
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
@@ -338,7 +333,7 @@ def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: n
 
 
 def _sees(e: Extents) -> np.ndarray:
-    """Returns bool [sequences], true for sequences of the extents `e` in which a row sees a key."""
+    """Returns bool [sequences], true for sequences in which some query row sees a key; e: lengths and bands."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     by_prefix = e.prefix > 0
     # A row sees a key if the first row whose band ends after key 0 has a band that begins before the last key.
@@ -348,14 +343,11 @@ def _sees(e: Extents) -> np.ndarray:
 
 
 def _fills(chunks: Chunks, chosen: np.ndarray, layers: int, tokens: int) -> bool:
-    """True if the `chosen` chunks write every element of a buffer with `layers` layers of `tokens` tokens, so that the
-    buffer needs no initial values."""
+    """True if the `chosen` chunks cover a buffer [layers, tokens, ...] completely, so that it is not initialized."""
     return layers == 1 and int(chunks.count[chosen].sum()) == tokens
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
-    """Returns a new tensor of a shape and dtype on the device of `like`: uninitialized if `filled` (every element is
-    written later), else filled with `value`."""
     return empty(like, shape, dtype) if filled else like.new_full(shape, value, dtype=dtype)
 
 
@@ -371,8 +363,8 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """Returns a view of a bias or blocked matrix, one block for each of the pairs `met`: the rows of its row chunk and
-    the keys of its key chunk; size-1 axes broadcast."""
+    """Returns a strided view of a bias or mask matrix with one block for each pair of chunks in `met`: rows of the row
+    chunk, keys of the key chunk; size-1 axes broadcast."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -391,8 +383,8 @@ def _operands(
     results: tuple[Tensor, Tensor, Tensor],
     layer: np.ndarray | None = None,
 ) -> Operands:
-    """Returns the operands of the pairs `met` for a back end; results: memory of out, max and sum; layer: for each
-    pair, the index on the first axis of `results`; None: the results have no axis of layers."""
+    """Returns the tensors of the pairs `met` of chunks as strided views for a back end; results: memory of out, max and
+    sum; layer: each pair's index on their first axis; None: they have no axis of layers."""
     of_rows, of_keys = rows.chunks.view, keys.chunks.view
     out, max_, sum_ = results[0], *(t[..., None] for t in results[1:])
     given: dict[str, Any] = {}

@@ -85,8 +85,8 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes decode_attention() with its tensors and options in the dictionary `args`, by parameter name; returns
-    out, or (out, lse) if return_lse. The other parameters are those of decode_attention()."""
+    """Computes decode_attention() of this module; args: its tensors and options by parameter name; other parameters: as
+    there. Returns out, or (out, lse) if return_lse."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -138,12 +138,8 @@ def attend(
 
 
 def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
-    """Raises ContractError if the call that all ranks make together is invalid, with the error that one process would
-    raise.
-
-    args: this rank's arguments by name. heads: number of query heads of all ranks divided by the number of this rank's
-    q.
-    """
+    """Raises ContractError, with the error of a call on one process, if the decode call that all ranks make together is
+    invalid. args: this rank's arguments by name. heads: query heads of all ranks / this rank's."""
     lengths, q = cache.lengths(sequences), args["q"]
     failures = []
     for name in ("out_scale", "out_offset"):
@@ -213,7 +209,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """Returns int [sequences, rows]: how many of the tokens before token[b, row] of sequence b are stored on this rank.
+    """Returns int [sequences, rows]: the number of tokens before token[b, row] of sequence b that this rank stores.
 
     pages: for each sequence, the numbers of its pages that this rank stores (page n has tokens n * size and on). size:
     tokens of a page.
@@ -237,8 +233,8 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
-    """Returns the columns of a mask or bias [..., keys] for this rank's keys, [B, N, S, slots]; place: int64 [B,
-    slots], the column of each slot. A last axis of size 1 broadcasts, and is returned unchanged."""
+    """Returns the columns `place` of a mask or bias [..., keys], which belong to this rank's keys: [B, N, S, slots];
+    place: int64 [B, slots]. A last axis of size 1 broadcasts, and is returned unchanged."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -252,17 +248,15 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 
 
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a CRC32 of the sequences and their lengths, uint8 [4] on a device, which a rank appends to each result.
-
-    The receiver compares it with its own in every call, because lengths change with every token.
-    """
+    """Returns a CRC32 of the decoded sequences and their lengths, uint8 [4], which a rank appends to each result; the
+    receiver compares it with its own in every call, because lengths change with every token."""
     text = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
     return torch.tensor([zlib.crc32(text) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises GroupError if some rank decodes other sequences or lengths: its bytes in `parts` do not end in `mark`,
-    this rank's result of _mark()."""
+    """Raises GroupError if a rank decodes other sequences or lengths: `parts`, the bytes received from each rank, must
+    end with `mark`, this rank's result of _mark()."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"
@@ -270,10 +264,9 @@ def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor as uint8 [bytes]."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _heads_last(rows: Tensor, layout: str) -> Tensor:
-    """Converts [B, S, N, D] to a layout, or back: BSND is returned unchanged, other layouts exchange axes 1 and 2."""
+    """Converts [B, S, N, D] to layout BNSD or back by exchanging axes 1 and 2; for layout BSND returns it unchanged."""
     return rows if layout == "BSND" else rows.transpose(1, 2)

@@ -148,8 +148,8 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of attention() that only a sharded call has; shape: the number of ranks along each dimension of the
-    group."""
+    """The options that attention() over several ranks has in addition; shape: the number of ranks along each dimension
+    of the group."""
 
     schedule: str
     shape: tuple[int, ...]
@@ -158,7 +158,7 @@ class _Options:
 
 
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (out, max, sum) of this rank's rows, with statistics as in fusion_attention.attention.
+    """Computes attention() over several ranks; returns (out, max, sum) of this rank's rows, max and sum of the softmax.
 
     args: this rank's arguments by parameter name. ranks: the group. backend: the back end's name.
     """
@@ -205,8 +205,8 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """Returns the arguments of the unsharded call, derived from this rank's arguments `args`; tensors are meta tensors,
-    without memory."""
+    """Returns the arguments of the same call on one process, derived from this rank's arguments `args`, by name;
+    tensors are on device meta, without memory."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -223,8 +223,8 @@ def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[st
 
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
-    """Returns the numbers of tokens of the unsharded query and key tensors; None for one that the arguments do not
-    determine.
+    """Returns the numbers of tokens of (queries, keys) on all ranks together; None where the arguments do not determine
+    it.
 
     token: index of the axis of tokens in the layout. packed: True for a packed layout, whose lengths determine the
     tokens.
@@ -252,7 +252,6 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
 
 
 def _sum(lengths: Any) -> int | None:
-    """Returns the sum of lengths; None if they are invalid."""
     try:
         return int(sum(lengths.tolist() if isinstance(lengths, Tensor) else lengths))
     except (TypeError, ValueError):
@@ -271,10 +270,10 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """Returns name -> setting that all ranks must have in common: shapes, dtypes, lengths and options.
+    """Returns {name: shape, dtype, length or option} that must be equal on all ranks.
 
-    full_args: arguments of the unsharded call. bound: the same after validation. The number of rows of a bias or
-    blocked matrix is left out, because it may be 1 on some ranks.
+    full_args: arguments of the call on one process; bound: the same after validation. The number of rows of a bias or
+    mask matrix is left out, because it may be 1 on some ranks.
     """
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
@@ -289,8 +288,8 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, rows: Side) -> None:
-    """Raises ValueError, on every rank alike, if the options or matrices of a call cannot be sharded by its schedule;
-    rows: the layout of query rows on the ranks."""
+    """Raises ValueError, on every rank alike, if the schedule cannot shard the call's heads, bias or mask matrix;
+    lowered: the call on one process; rows: distribution of query rows over the ranks."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
@@ -311,9 +310,9 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, rows: S
 
 
 def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
-    """Returns a sentence if a tensor of this rank has another number of tokens than its shard must have, else "".
+    """Returns a sentence if a tensor of this rank has not its shard's number of tokens, else "".
 
-    sizes: the numbers of query rows and of keys of this rank's shard.
+    lowered: the call on one process; sizes: the numbers of query rows and of keys of this rank's shard.
     """
     token = LAYOUTS[lowered.form.layout][1]
     for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
@@ -334,7 +333,7 @@ def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: S
 
 
 class _Shared(torch.autograd.Function):
-    """The autograd function of a sharded attention call: (out, max, sum) of this rank's rows; only out has a
+    """The autograd function of attention over several ranks: (out, max, sum) of this rank's rows; only out has a
     derivative."""
 
     @staticmethod
@@ -378,8 +377,8 @@ class _Shared(torch.autograd.Function):
 
 
 def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
-    """Returns the forward results of the schedule `options.schedule` for this rank; if `saved` is given, (gradients,
-    gradient of the sink)."""
+    """Computes this rank's rows by the schedule `options.schedule`, with communication; returns out and the softmax's
+    max and sum, or, if `saved` is given, (gradients, gradient of the sink)."""
     gathered = options.schedule == "allgather"
     forward = schedules.gathered_forward if gathered else schedules.ring_forward
     backward = schedules.gathered_backward if gathered else schedules.ring_backward
@@ -392,8 +391,8 @@ def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, save
 
 
 def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns a rank's tensors, listed in the order of _TENSORS in a layout, as Rows and Keys of views [batch, tokens,
-    heads, dim]."""
+    """Returns this rank's query tensors and key tensors (with their chunks of sequences) as views [batch, tokens,
+    heads, dim]; tensors: in the order of _TENSORS, in a layout."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}

@@ -95,15 +95,15 @@ class Group:
         return result
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
-        """Returns the group of a two-dimensional mesh: this group runs along its first dimension, `other` along its
-        second. ranks: global numbers of all ranks, row by row."""
+        """Returns a group of ranks in a two-dimensional mesh, this group along its first dimension, `other` along its
+        second; ranks: global numbers of all ranks, row by row."""
         if (other, ranks) not in self._meshes:
             self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
         return self._meshes[other, ranks]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of ranks along each dimension."""
+        """The number of ranks along each dimension of the group, one or two."""
         return tuple(axis.world for axis in self.axes) or (self.world,)
 
     def call(
@@ -115,14 +115,14 @@ class Group:
         varies: object = None,
         advice: str = "",
     ) -> Call:
-        """Starts a call of the group; every rank must call this, with the same settings.
+        """Starts a joint call of all ranks and returns it; every rank must start it, with the same settings.
 
         Args:
             function: the name of the public function.
             settings: lengths, dtypes and options that must be equal on all ranks; ranks compare them at the first call.
             device: the device of the tensors.
             fault: an error of this rank's shard, or ""; at the first call with these settings every rank raises it.
-            varies: a value that must be equal and changes from call to call; it is part of the tags and not compared.
+            varies: a value that must be equal and changes from call to call; it is in the message tags, not compared.
             advice: advice for settings that differ.
 
         Raises:
@@ -147,10 +147,8 @@ class Group:
         return call
 
     def compare(self, text: str) -> list[str]:
-        """Exchanges a text with all ranks; returns the text of every rank, in the order of ranks.
-
-        The group's store transports the texts, because it can report which ranks did not send one.
-        """
+        """Exchanges a text with all ranks; returns all texts in the order of ranks. The group's store transports them,
+        because it can report which ranks did not send one."""
         if self.axes:
             rows, columns = self.axes
             return [text for line in rows.compare("\n".join(columns.compare(text))) for text in line.split("\n")]
@@ -188,10 +186,10 @@ class Group:
 
 
 class Call:
-    """One call of a group and its communication; every step has a name, for error messages.
+    """One function call that all ranks of a group make together; every communication has a name, for error messages.
 
     Attributes:
-        call_cache: a cache that all calls with the same settings share.
+        call_cache: a dictionary that all calls with the same settings share.
     """
 
     def __init__(
@@ -207,7 +205,7 @@ class Call:
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
-        """Returns the same call among the ranks along one dimension, `axis`, of a mesh."""
+        """Returns a Call with only the ranks along dimension `axis` of the group's mesh."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.group = self.group.axes[axis]
@@ -215,8 +213,8 @@ class Call:
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """Returns a GroupError whose message has the call's function, rank and schedule, and the arguments: `step` (the
-        action that failed), `what` (the error) and `advice`."""
+        """Returns a GroupError whose message has function, rank and schedule, and `step` (the action that failed),
+        `what` (the error) and `advice`."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -224,7 +222,7 @@ class Call:
         )
 
     def alone(self) -> Call:
-        """Returns the same call with this rank only."""
+        """Returns a Call with this rank only, which then communicates with no other."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.rank, call.world = 0, 1
@@ -232,7 +230,7 @@ class Call:
 
     @contextmanager
     def reporting(self, step: str) -> Iterator[None]:
-        """Context that converts errors of torch.distributed during `step` to GroupErrors."""
+        """Returns a context that converts errors of torch.distributed to GroupErrors; step: the failed action."""
         try:
             yield
         except GroupError:
@@ -250,7 +248,7 @@ class Call:
                 raise self.error("before the first step", what, advice)
 
     def agree(self, words: tuple[tuple[str, str], ...], fault: str, advice: str = "") -> None:
-        """Compares function and settings of all ranks; raises GroupError on every rank if they differ, or if a rank
+        """Compares function and settings among all ranks; raises GroupError on every rank if they differ, or if a rank
         reports a fault; words: (name, value) of each setting; fault: this rank's error, or ""."""
         message = json.dumps((self.function, words, fault))
         with self.reporting(_COMPARING):
@@ -301,21 +299,21 @@ class Call:
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
     def derivative(self) -> Call:
-        """Returns a call with tags of its own for a backward of this call, which may have several backwards."""
+        """Returns a Call for a backward of this one, with message tags of its own, as there may be several."""
         call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.call_cache)
         call.begin(str(next(self._derivatives)), self._key)
         return call
 
     def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Sends sends[r] to each rank r, and returns the list of the tensors that the ranks r sent here, of shapes
+        """Sends sends[r] to each rank r; returns the list of tensors that the ranks r sent to this one, of shapes
         shapes[r]. The tensor for this rank itself is returned without a copy. step: names the exchange in errors."""
         return self.all_to_each(step, [(sends, shapes)])[0]
 
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """Exchanges several lists of tensors at once: `passing` has (sends, shapes), as for to_each(), for each of
-        them; returns the lists of tensors that this rank receives, one for each element of `passing`."""
+        """Makes several exchanges like to_each() at once; passing: (sends, shapes) of each; returns a list of received
+        tensors, one per rank, for each. step: names the exchange in errors."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [
@@ -340,12 +338,12 @@ class Call:
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """Sends parts[r] to each rank r, and returns the sum of the tensors received here, added in the order of ranks,
-        so that every run has the same bits."""
+        """Sends parts[r] to each rank r; returns the sum of the tensors received here, added in the order of ranks, so
+        that every run has the same bits. step: names the exchange in errors."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
-        """Returns the sum of `tensor` over ranks, in order, on every rank: the same bits everywhere."""
+        """Returns the sum of `tensor` over ranks, in their order: the same bits on each. step: its name in errors."""
         if self.group.axes and self.world > 1:
             row = self.along(1).sum_to_all(step, tensor)
             return self.along(0).sum_to_all(step, row)
@@ -353,10 +351,10 @@ class Call:
 
 
 def group_of(group: AnyGroup) -> Group:
-    """Returns the ranks of a process group or mesh, cached after the first call; None: all ranks.
+    """Returns the Group of ranks of a process group or mesh, cached after the first call; None: all ranks.
 
     Raises:
-        GroupError: torch.distributed is not initialised, this process is not a member, or it is no group.
+        GroupError: torch.distributed is not initialised, this process is not a member, or `group` is not a group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
@@ -419,7 +417,6 @@ def _not_a_member() -> GroupError:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """Returns the timeout of a group."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if (result := getattr(options, "_timeout", None)) is not None:
@@ -428,7 +425,6 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a tensor as bytes, which every back end can send."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -55,7 +55,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """Returns the distribution of sequences over the ranks of a group, by a schedule's name as in attention().
+    """Returns the distribution of sequences' tokens over ranks by a schedule ("zigzag", "ring", "ulysses", ...).
 
     lengths: tokens of each sequence. shape: (ranks,), or (ring, ulysses) for "ulysses+ring".
     """
@@ -77,8 +77,8 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 class _Shares:
-    """The chunks that layout_of() has assigned to each rank so far, and each rank's numbers of tokens and causal (row,
-    key) pairs."""
+    """The chunks of sequences assigned to each rank so far, and each rank's numbers of tokens and of causal (row, key)
+    pairs."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
@@ -87,13 +87,12 @@ class _Shares:
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
     def load(self, rank: int) -> int:
-        """Returns an integer for comparing the loads of ranks: max(tokens of the rank / all tokens, its causal (row,
-        key) pairs / all pairs), multiplied by both totals so that it is an integer."""
+        """Returns max(rank's tokens / all tokens, its causal (row, key) pairs / all pairs), times both totals to be an
+        integer; for comparing ranks."""
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:
-        """Divides a long sequence b into `count` chunks: one for every rank, or, with two per rank, an early and a late
-        one."""
+        """Divides a long sequence b into `count` chunks and assigns them: one per rank, or an early and a late one."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
         tiles = -(-self.lengths[b] // CUT)
@@ -104,8 +103,8 @@ class _Shares:
         self._give(b, sizes, owners)
 
     def place(self, b: int) -> None:
-        """Assigns a short sequence b to the rank with the lowest load; a sequence longer than the ranks' average is
-        split among several."""
+        """Assigns a short sequence b to the rank with the lowest load; one longer than the ranks' average is split
+        among several."""
         length, ranks = self.lengths[b], len(self.chunks)
         tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
         parts = min(tiles, parts)
@@ -113,8 +112,8 @@ class _Shares:
         self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
 
     def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
-        """Assigns consecutive chunks of sequence b to the ranks `owners`; sizes: tiles of 64 tokens (CUT) of each
-        chunk."""
+        """Assigns consecutive chunks of sequence b to the ranks `owners`; sizes: length of each chunk in units of 64
+        tokens (CUT)."""
         first = 0
         for size, rank in zip(sizes, owners, strict=False):
             end = min(first + size * CUT, self.lengths[b])
@@ -142,8 +141,8 @@ def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:
-        """Returns the number of tokens before part `at`: its equal fraction of all, rounded up so that the sequence is
-        divided at a multiple of CUT."""
+        """Returns the number of tokens before part `at`, at / parts of all, moved up to a multiple of 64 tokens (CUT)
+        of its sequence."""
         wanted = -(-begins[-1] * at // parts)
         here = bisect.bisect_right(begins, wanted) - 1
         if here == len(chunks) or begins[here] == wanted:

@@ -13,12 +13,9 @@ _ROWS = 1024
 
 
 def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Returns a description of the first list entry that is neither -1 nor a block of its sequence; "" if all are
-    valid.
-
-    indices: block numbers [rows, heads, entries] of this rank. segments: the sequence ranges of these rows. kv_len:
-    keys of each sequence. block: keys of a block.
-    """
+    """Returns a description of the first entry of `indices` that is neither -1 nor the number of a block of its
+    sequence's keys; "" if all are valid. indices: numbers of selected key blocks [query tokens, heads, entries] of this
+    rank. segments: the token ranges of these queries. kv_len: keys of each sequence. block: keys of a block."""
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():

@@ -36,16 +36,16 @@ class Side:
     packed: bool  # True if sequences are concatenated; else each item of a batch is one, and all are divided equally
 
     def chunks(self, rank: int) -> Chunks:
-        """Returns a rank's chunks with their positions in the sequences and in the rank's local tensors."""
+        """Returns one rank's token ranges, with their positions in the sequences and in the rank's local tensors."""
         return _chunks(self.placement.ranks[rank], self.lengths, self.packed)
 
     def all(self) -> Chunks:
-        """Returns one chunk per sequence, with its position in tensors that have the tokens of all ranks."""
+        """Returns one token range per sequence, with its position in tensors that hold the tokens of all ranks."""
         full = tuple(Chunk(b, 0, n) for b, n in enumerate(self.placement.lengths))
         return _chunks(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
-        """Returns the layout for a group with fewer ranks: each run of `columns` adjacent ranks counts as one rank."""
+        """Returns the distribution over fewer ranks, with the tokens of `columns` adjacent ranks on each."""
         ranks = self.placement.ranks
         parts = (joined(itertools.chain(*ranks[at : at + columns])) for at in range(0, len(ranks), columns))
         return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
@@ -76,7 +76,7 @@ class ScheduleInputs:
     dbias: bool = False  # the bias needs a gradient
 
     def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-        """Returns the pairs of two sets of chunks, cached under `name` for all calls with the same settings."""
+        """Returns the pairs of a query chunk and a key chunk that it sees; cached under `name` between calls."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
             result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
@@ -87,19 +87,16 @@ class ScheduleInputs:
 
 
 def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Gathers the keys of all ranks, and returns out and statistics of this rank's rows, bitwise equal to those that
-    one process computes.
-
-    m: the schedule's inputs, as in all functions of this module.
-    """
+    """Gathers the keys of all ranks, and returns out and softmax max and sum of this rank's query tokens, bitwise equal
+    to those that one process computes. m: the schedule's inputs, as in all functions of this module."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows). Gradients of keys are the
-    sums over ranks, in their order, or, if m.deterministic, computed on this rank from the rows of all ranks."""
+    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries). Key gradients are
+    sums over ranks, in rank order; if m.deterministic, this rank computes those of its keys from all ranks' queries."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -113,12 +110,9 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from the rows of all ranks, bitwise equal to those that one process
-    computes.
-
-    rows, saved: of all ranks, gathered. keys: of this rank; one chunk of each sequence is computed at a time, so that
-    no gradient is a sum of rounded parts.
-    """
+    """Returns the gradients of this rank's keys from the queries of all ranks, bitwise equal to those that one process
+    computes. rows, saved: queries, dout, out and softmax statistics of all ranks. keys: of this rank; one chunk of each
+    sequence is computed at a time, so that no gradient is a sum of rounded parts."""
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
@@ -139,7 +133,7 @@ def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients
 
 
 def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
-    """Returns the keys of all ranks, from those of this rank."""
+    """Returns the key, value and rope tensors of all ranks, gathered from `keys`, those of this rank."""
     k, v, k_rope = _gather(m.call, "gathering keys", m.keys.placement, (keys.k, keys.v, keys.k_rope))
     assert k is not None
     assert v is not None
@@ -147,8 +141,8 @@ def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
 
 
 def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """Returns (rows, saved) of all ranks, from those of this rank; a bias or blocked matrix with one row for all tokens
-    is not exchanged."""
+    """Returns (queries with bias and mask, saved tensors of the backward) of all ranks, gathered from this rank's; a
+    bias or mask with one row for all query tokens is not exchanged."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -159,9 +153,7 @@ def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Sav
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
     """Returns tensors [batch, tokens of all ranks, ...], in sequence order, from this rank's shards; None for None.
-
-    step: names the exchange in errors. placement: the layout of tokens on ranks.
-    """
+    step: names the exchange in errors. placement: the layout of tokens on ranks."""
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
@@ -191,7 +183,7 @@ def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> 
 
 
 def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
-    """Returns the sink's gradient from this rank's rows and their `saved` results; None without a sink."""
+    """Returns the gradient of the sink logits [heads] from this rank's queries; None without a sink."""
     return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
 
@@ -199,8 +191,8 @@ def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
 
 
 def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Returns the attention of this rank's rows while keys circulate: first with its own keys, then with those of the
-    rank before it, and so on.
+    """Returns the attention of this rank's query tokens (out, softmax max and sum) while keys circulate: first with its
+    own keys, then with those of the rank before it, and so on.
 
     Partial results are merged in this order. The next keys are received during the computation.
     """
@@ -230,10 +222,10 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's rows and keys, gradient of the sink from its rows): keys circulate as in the
-    forward, and their float32 gradients follow them from rank to rank.
+    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries): keys circulate as in
+    the forward, and their float32 gradients follow them from rank to rank.
 
-    A rank adds the contribution of its rows to its keys last, so gradients need as many transfers as keys.
+    A rank adds the contribution of its queries to its keys last, so gradients need as many transfers as keys.
     """
     call = m.call
     if call.world == 1:
@@ -277,14 +269,13 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
 
 
 def _block(keys: Keys) -> list[Tensor]:
-    """Returns the contiguous tensors [k, v, k_rope] of keys that the ring sends to the next rank; no k_rope if it is
-    None."""
+    """Returns the contiguous tensors [k, v, k_rope] that the ring sends to the next rank; no k_rope if it is None."""
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
 def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
-    """Starts iteration `step` of the ring: sends `block` to the next rank; returns (memory of the previous rank's
-    block, the Pending transfer), nothing in the last iteration."""
+    """Starts iteration `step` of the ring: sends the key tensors `block` to the next rank; returns (memory that
+    receives the previous rank's key tensors, the transfer in progress). The last iteration sends nothing."""
     source = (m.call.rank - step - 1) % m.call.world
     tokens, last = m.keys.placement.sizes[source], step == m.call.world - 1
     shapes = [] if last else [(t.shape[0], tokens, *t.shape[2:]) for t in block]

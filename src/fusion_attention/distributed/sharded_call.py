@@ -34,8 +34,8 @@ PACKED = "TND"
 
 @dataclass(frozen=True, eq=False)
 class Placed(Extents):
-    """Extents (lengths and bands) of sequences anywhere in their tensors; q_start, kv_start: int64 [sequences], the
-    index of each sequence's first row and first key."""
+    """Lengths and masks' bands of sequences, with the index of each sequence's first query (q_start) and first key
+    (kv_start) in their tensors: int64 [sequences]."""
 
     q_start: np.ndarray = None  # type: ignore[assignment]
     kv_start: np.ndarray = None  # type: ignore[assignment]
@@ -95,8 +95,7 @@ class Side:
         return tensor.flatten(0, 1) if self.padded else tensor
 
     def unflattened(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor [tokens, ...] with the axes of the call: [B, S, ...] if it is padded, else unchanged; the
-        inverse of flat()."""
+        """Returns a tensor [tokens, ...] as [B, S, ...] if sequences are padded; the inverse of flat()."""
         if not self.padded:
             return tensor
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
@@ -131,7 +130,7 @@ class ShardedCall:
     backend: str
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
-        """Returns lengths and bands of segments, rows of this rank, over all keys of their sequences."""
+        """Returns lengths and mask bands if `segments` (this rank's queries) are sequences with all their keys."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
@@ -156,8 +155,9 @@ class ShardedCall:
         return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
 
     def everything(self, tensors: Given) -> Any:
-        """Returns the lowered call of all rows over all keys; tensors: those of all ranks by name, with one axis of
-        tokens."""
+        """Returns the operator's parameters for all queries and all keys; tensors: those of all ranks by name, with one
+        axis of tokens.
+        """
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
@@ -169,8 +169,8 @@ class ShardedCall:
         return replace(self.full, **changes)
 
     def run(self, call: Lowered, float32_results: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Computes a lowered call and returns its results by name; those named in `float32_results` are allocated in
-        float32 or wider."""
+        """Computes an operator from its parameters `call` and returns its results by name; those named in
+        `float32_results` are allocated in float32 or wider."""
         results = call.results()
         for name in results.keys() & set(float32_results):
             t = results[name]
@@ -186,8 +186,8 @@ class ShardedCall:
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Gathers `tensors`, this rank's rows [tokens, ...] by name, from all ranks; returns name -> [tokens of all
-        ranks, ...]."""
+        """Gathers `tensors`, this rank's query-side tensors [tokens, ...] by name, from all ranks; returns name ->
+        [tokens of all ranks, ...]."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
@@ -229,7 +229,7 @@ class Sums:
         return replace(self, local=local, added=added)
 
     def summed(self) -> dict[str, Tensor]:
-        """Sums the other gradients over ranks in one exchange; returns name -> gradient of this rank's tokens."""
+        """Sums all gradients but `local` over ranks in one exchange; returns name -> gradient of this rank's tokens."""
         results = _as_one(self.added, lambda packed: self.side.summed(self.call, packed))
         return {name: t.to(self.dtype) for name, t in results.items()}
 
@@ -250,14 +250,15 @@ def make_sharded_call(
     backend: str,
     settings: Mapping[str, Any],
 ) -> ShardedCall:
-    """Validates and lowers a call of all ranks, and returns it with this rank's layout.
+    """Validates the call of an operator on the sequences of all ranks, and returns it with the distribution of tokens.
 
     Args:
         function: the name in errors.
         op: the operator definition.
         args: this rank's arguments, by parameter name.
-        rows, keys: the names of tensors along query rows and along keys; the first of each is required.
+        rows, keys: the names of tensors along query tokens and along keys; the first of each is required.
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
+        group, schedule, backend: as in distributed.attention().
         settings: other values that must be the same on every rank.
 
     Raises:
@@ -296,9 +297,10 @@ def make_sharded_call(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Returns [tokens of the unsharded queries, of the unsharded keys]; names: the query and the key argument; tokens:
-    S, (S1, S2), or None for `ranks` times the local tokens. Invalid tensors or lengths give 0, and bind() reports them
-    later."""
+    """Returns [number of unsharded query tokens, of unsharded keys]; names: the query and the key argument; tokens: S,
+    (S1, S2), or None for `ranks` times the local tokens. Invalid tensors or lengths give 0, and bind() reports them
+    later.
+    """
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
@@ -317,8 +319,8 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
-    """Returns name -> setting that ranks compare: options, and the shapes and dtypes of tensors; along: names of the
-    tensors with an axis of tokens, whose size is left out, because ranks may differ in it."""
+    """Returns name -> value that must be equal on all ranks: options, and shapes and dtypes of tensors; along: names of
+    the tensors with an axis of tokens, whose size is left out, because ranks may differ in it."""
     results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
@@ -332,7 +334,7 @@ def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
 
 
 def _axis(name: str, layout: str) -> int:
-    """Returns the axis of tokens of the argument `name` in a layout; in an lse it follows the heads."""
+    """Returns the index of the token axis of the argument `name`: 0 if packed, 2 in a padded lse [B, N, S], else 1."""
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 

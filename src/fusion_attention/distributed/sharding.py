@@ -48,7 +48,7 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
 def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
     """Returns complete sequences on every rank, from the shards of all ranks; the inverse of shard().
 
-    Args, Raises: as in shard(); x is this rank's shard.
+    Args, Raises: as in shard(): ranks, schedule (distribution of tokens), lengths, token axis; x is this rank's shard.
 
     Returns:
         All tokens along `dim`, in the order of their sequences. The gradient of a shard is the sum over ranks.
@@ -61,15 +61,14 @@ def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: in
 def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
     """Returns the positions of this rank's tokens within their sequences: int64, in local order; for rope.
 
-    Args, Raises: as in shard().
+    Args, Raises: as in shard(): the ranks, the schedule (distribution of tokens) and the sequence lengths.
     """
     ranks, placement = group_and_placement("positions", group, schedule, lengths)
     return torch.from_numpy(placement.positions(ranks.rank))
 
 
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
-    """Returns (the group, the distribution of tokens over its ranks); function: the caller's name, for errors.
-
+    """Returns (the ranks of `group`, the distribution of tokens over them); function: the caller's name, for errors.
     lengths: tokens of each packed sequence, or the one length of padded sequences.
     """
     ranks = group_of(group)
@@ -89,7 +88,8 @@ def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: 
 
 
 def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
-    """Returns the shape of a group, `ranks`; raises if it does not fit the schedule; function: the caller's name."""
+    """Returns the shape of the process group `ranks`: (ranks,), or that of a mesh; raises if the schedule needs another
+    number of dimensions. function: the caller's name, for errors."""
     if schedule not in SCHEDULES:
         raise ValueError(
             f"fusion_attention: distributed.{function}: schedule: expected one of {', '.join(SCHEDULES)}, "
@@ -121,7 +121,7 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
 
 
 def shard_of(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
-    """Returns a rank's tokens of x, which has all tokens along axis `dim`."""
+    """Returns the tokens of rank `rank` from x, which has the tokens of all ranks along axis `dim`."""
     return x.index_select(dim, torch.from_numpy(placement.token_indices(rank)).to(x.device))
 
 
@@ -132,8 +132,8 @@ def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layo
 
 
 def gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
-    """Returns complete sequences from all ranks' shards x, with tokens along `dim`; a mesh gathers along its second
-    dimension first."""
+    """Returns the tokens of all ranks along `dim`, in the order of sequences, from each rank's shard x; a mesh gathers
+    along its second dimension first."""
     rows = x.movedim(dim, 0).contiguous()
     if call.world == 1:
         parts = [rows]
@@ -182,8 +182,8 @@ class _Unshard(torch.autograd.Function):
 
 
 def summed_shards(call: Call, parts: list[Tensor]) -> Tensor:
-    """Sends parts[r] to each rank r, and returns the sum of the tensors received here; on a mesh, sums run along a row
-    first, then along the column."""
+    """Sends parts[r] to each rank r, and returns the sum of the tensors received; on a mesh of two dimensions, sums
+    along the second one, then along the first."""
     if call.world == 1:
         return parts[0]
     if not call.group.axes:

@@ -51,7 +51,7 @@ def lightning_indexer(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Selects the most important keys of all ranks for every row of this rank.
+    """Selects, among the keys of all ranks, the top_k with the largest index scores for every query token of this rank.
 
     Indices and values have the bits of fa.lightning_indexer(). Keys are gathered; their gradient is summed over ranks.
 
@@ -61,15 +61,15 @@ def lightning_indexer(
         schedule: the distribution of tokens, as in attention().
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
         q_len, kv_len: lengths of the unsharded sequences. Required for packed layouts (kv_len defaults to q_len).
-        merge_topk: True to gather rows in place of keys: every rank selects among its keys for all rows, and the
-            selections are merged. This communicates less if rows are few, as in decoding. Results have the same bits;
-            gradients of q and weights are summed over ranks, k's gradient is computed on its rank.
+        merge_topk: True to gather queries in place of keys: every rank selects among its keys for all queries, and the
+            selections are merged. This communicates less if queries are few, as in decoding. Results have the same
+            bits; gradients of q and weights are summed over ranks, k's gradient is computed on its rank.
         deterministic: True for a gradient of k with the bits of one process, at the cost of a second backward; else it
             has the same bits in every run. It must be False with merge_topk, which has these bits for k always.
         top_k, layout, causal, backend: as in fa.lightning_indexer().
 
     Returns:
-        (indices, values) of this rank's rows; indices are positions in the unsharded sequence.
+        (indices, values: their scores) of this rank's queries; indices are key positions in the unsharded sequence.
 
     Raises:
         GroupError: no group, different calls on the ranks, or a rank died.
@@ -132,7 +132,7 @@ def sparse_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes attention of this rank's rows over the selected blocks of keys of all ranks.
+    """Computes attention of this rank's query tokens over the selected blocks of keys of all ranks.
 
     Results have the bits of fa.sparse_attention(). Keys are gathered in one exchange; their gradients are summed over
     ranks in float32, in the order of ranks.
@@ -140,14 +140,14 @@ def sparse_attention(
     Args:
         q, k, v, indices, q_rope, k_rope: this rank's shards, from shard().
         group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
-        sink: the same on every rank; its gradient is the contribution of this rank's rows: sum it over ranks.
+        sink: the same on every rank; its gradient is the contribution of this rank's queries: sum it over ranks.
         deterministic: True for gradients of keys with the bits of one process: queries and gradients of all ranks are
             gathered, and a second backward computes the gradients of each rank's keys. Else they have the same bits in
             every run.
         layout, scale, block, causal, dim_v, return_lse, backend: as in fa.sparse_attention().
 
     Returns:
-        out of this rank's rows, or (out, lse).
+        out of this rank's query tokens, in the shape of q with v's dim, or (out, lse).
 
     Raises:
         GroupError, ContractError: as in distributed.lightning_indexer().
@@ -204,7 +204,8 @@ def indexer_loss(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes fa.indexer_loss() of sharded sequences: the divergence summed over the rows of all ranks.
+    """Computes fa.indexer_loss() of sharded sequences: the KL divergence from attention's to the indexer's
+    probabilities, summed over the query tokens of all ranks.
 
     Every rank gets the total loss, whose backward computes the gradients of the rank's tensors: add it to the loss on
     every rank, and call backward() on every rank. In a sum of all ranks' losses for a report, count it once.
@@ -213,7 +214,7 @@ def indexer_loss(
         q, k, lse, index_q, index_k, weights, indices, q_rope, k_rope: this rank's shards, from shard(); lse from
             distributed attention.
         group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
-        deterministic: True for a loss and gradients with the bits of one process: every rank gathers all rows and
+        deterministic: True for a loss and gradients with the bits of one process: every rank gathers all queries and
             computes the unsharded call. Else they have the same bits in every run.
         layout, scale, causal, sink, backend: as in fa.indexer_loss().
 
@@ -259,8 +260,8 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """Returns name -> setting that ranks must have in common: `deterministic`, and which of the inputs `trained` need a
-    gradient."""
+    """Returns name -> value that must be equal on all ranks: `deterministic`, and the names in `trained` of the inputs
+    that need a gradient."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
@@ -268,8 +269,8 @@ def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[st
 def _flat(
     sharded: ShardedCall, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]
 ) -> dict[str, Tensor | None]:
-    """Returns this rank's tensors by name, each with one axis of tokens; rows, keys: names of the tensors along queries
-    and along keys; None for absent ones."""
+    """Returns this rank's tensors by name, with batch and sequence axes merged to one axis of tokens, None if absent;
+    rows, keys: names of the tensors along query tokens and along keys."""
     results: dict[str, Tensor | None] = {}
     for side, names in ((sharded.q, rows), (sharded.kv, keys)):
         results |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
@@ -277,10 +278,9 @@ def _flat(
 
 
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
-    """Raises for an invalid entry of this rank's lists, from which kernels compute addresses.
-
-    function: the caller's name, for the error. flat: this rank's flat tensors by name. block: keys of a block.
-    """
+    """Raises ContractError for an invalid entry of this rank's selected key blocks, from which kernels compute
+    addresses. function: the caller's name, for the error. flat: tensors by name, with one axis of tokens. block: keys
+    of a block."""
     indices = flat["sparse_indices"]
     if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text = "-1 or the number of a block of the row's sequence"
@@ -289,8 +289,8 @@ def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor 
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """Returns lse = max + log(sum) as [B, N1, S1], or [T1, N1] in layout "TND", from statistics with the axes [B, N2,
-    S1, G], or [N2, T1, G]."""
+    """Returns lse = max + log(sum) as [B, query heads, S], or packed (layout "TND") as [tokens, query heads], from
+    softmax statistics [B, key heads, S, query heads per key head], or [key heads, tokens, query heads per key head]."""
     lse = max_ + sum_.log()
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
@@ -299,8 +299,8 @@ def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
 
 
 class _Indexer(torch.autograd.Function):
-    """The autograd function of lightning_indexer() on this rank's rows, with one axis of tokens: (indices, values);
-    values have a derivative."""
+    """The autograd function of lightning_indexer() for this rank's query tokens: selected key indices and their scores,
+    [tokens, heads, top_k]; scores have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,8 +342,8 @@ class _Indexer(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd function of sparse_attention() on this rank's rows, with one axis of tokens: (out, max, sum); out
-    has a derivative."""
+    """The autograd function of sparse_attention() for this rank's query tokens: out [tokens, heads, dim], softmax max
+    and sum; only out has a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -394,12 +394,9 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys, computed from the rows of all ranks, bitwise equal to those of one
-    process.
-
-    given: this rank's tensors by name. full: the same with the keys of all ranks. dout: the gradient of this rank's
-    out. saved: (out, max, sum) of this rank's rows.
-    """
+    """Returns the gradients of this rank's keys, computed from the queries of all ranks, bitwise equal to those of one
+    process. given: this rank's tensors by name. full: the same with the keys of all ranks. dout: the gradient of this
+    rank's out. saved: (out, softmax max and sum) of this rank's queries."""
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] are exchanged with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
@@ -415,7 +412,7 @@ def _from_all_rows(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of the rows of all ranks; the forward also computes the gradients of this rank's tensors."""
+    """The autograd function of the indexer's loss of all ranks' queries; its forward also computes all gradients."""
 
     @staticmethod
     def forward(

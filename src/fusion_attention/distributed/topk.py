@@ -23,10 +23,8 @@ _TOGETHER = 4096
 
 
 def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns (indices, values) of the `count` largest candidates of each row, in the indexer's order.
-
-    Values descend, NaN first; equal values are in the order of indices. Index -1 and value -inf mean no candidate.
-    """
+    """Returns (key indices, scores) of the `count` candidates with the largest scores of each query token [..., count].
+    Scores descend, NaN first; ties are in the order of indices. Index -1 and score -inf mean no candidate."""
     # Stable sorts, the secondary order first.
     order = indices.sort(dim=-1, stable=True).indices
     indices, values = indices.gather(-1, order), values.gather(-1, order)
@@ -35,8 +33,8 @@ def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Merged(torch.autograd.Function):
-    """The autograd function of lightning_indexer(merge_topk=True) on this rank's rows: (indices, values), merged from
-    the selections of all ranks; values have a derivative."""
+    """The autograd function of lightning_indexer(merge_topk=True) for this rank's query tokens: key indices and scores,
+    merged from the selections that each rank makes among its keys; scores have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,16 +72,15 @@ class Merged(torch.autograd.Function):
 
 
 def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Returns the indexer's inputs by name, from its differentiable inputs in the order of indexer.DIFFERENTIABLE; the
-    block table is None."""
+    """Returns the indexer's inputs by name from its differentiable inputs, in the order of indexer.DIFFERENTIABLE; the
+    page table of a paged cache is None."""
     return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Returns every row's candidates among this rank's keys: positions in unsharded sequences, and values.
-
-    tensors: flat queries and weights of all ranks and flat keys of this rank, by name.
-    """
+    """Returns (positions in unsharded sequences, scores) [query tokens, heads, top_k] of the best keys of this rank for
+    each query token of all ranks.
+    tensors: by name, queries and weights of all ranks and keys of this rank, with one axis of tokens."""
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)
@@ -103,8 +100,8 @@ def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Te
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Concatenates candidates [rows, heads, n] of several ranks or rounds, and returns (indices, values) of the `count`
-    largest values of each row."""
+    """Concatenates (key indices, scores) [query tokens, heads, n] of several ranks, and returns those with the `count`
+    largest scores of each token."""
     best_pairs = []
     for at in range(0, max(len(indices[0]), 1), _TOGETHER):
         some, more = (torch.cat([t[at : at + _TOGETHER] for t in offers], -1) for offers in (indices, values))
@@ -113,8 +110,8 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sends each rank the candidates (indices, values [rows of all ranks, heads, count]) of its rows; returns the best
-    of those that this rank receives, for its own rows."""
+    """Sends each rank the candidates (key indices, scores [query tokens of all ranks, heads, count]) of its query
+    tokens; returns the best ones received for this rank's tokens, in the same shapes."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     full = side.unflattened(offers)

@@ -26,7 +26,7 @@ Some = Sequence[Tensor | None]
 
 
 def indivisible(problem: Problem, ranks: int) -> str:
-    """Returns the reason why a problem's heads cannot be divided among ranks; empty if they can."""
+    """Returns a reason if the heads cannot be divided among ranks; else ""."""
     q, kv = problem.heads_q, problem.heads_kv
     if q % ranks or (kv % ranks and ranks % kv):
         return f"expected N1 a multiple of {ranks} ranks, and N2 a multiple or a divisor, got N1={q}, N2={kv}"
@@ -46,8 +46,8 @@ class Heads:
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
-        """Divides the heads of a call `m` among the ranks of `line`; rest: the ranks that run the inner schedule, one
-        of each line, each with all tokens of its line."""
+        """Divides the heads of the inputs `m` among the ranks of `line`; rest: the communication among one rank of each
+        line, which compute the same heads, each with all tokens of its line."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -68,15 +68,14 @@ class Heads:
 
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
         """Exchanges tokens for heads, calls compute() for this rank's heads, and exchanges back: returns out and
-        statistics of this rank's tokens and all heads."""
+        softmax statistics of this rank's tokens and all heads."""
         partial = compute(self.inner, *self._given(rows, keys))
         out, max_, sum_ = self._back("returning results", [partial.out, partial.max[..., None], partial.sum[..., None]])
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
-        """Exchanges as forward() does; returns (gradients of this rank's tokens and all heads, gradient of the
-        sink). Those of a sink and of a bias that rows share contain this rank's heads only: their sum over ranks is
-        complete."""
+        """Exchanges as forward() does; returns (gradients of this rank's tokens and all heads, gradient of the sink).
+        The gradients of the sink and of a bias with one row contain this rank's heads only: sum them over ranks."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
         dout, out, max_, sum_ = self._taken("exchanging gradients", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
@@ -95,8 +94,8 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Returns (rows, keys): all tokens of the line's ranks with this rank's heads, which are exchanged for this
-        rank's tokens with all heads."""
+        """Exchanges this rank's tokens with all heads for all tokens of the line with this rank's heads; returns
+        (queries, keys)."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -105,8 +104,8 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """Returns a bias or blocked matrix t with the rows of all ranks of the line and this rank's heads; rows: number
-        of this rank's tokens."""
+        """Returns a bias or mask t with the rows of all query tokens of the line and this rank's heads; rows: this
+        rank's number of query tokens."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
@@ -117,13 +116,13 @@ class Heads:
         return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
-        """Returns for each rank of the line the heads [first, end) of a matrix that it needs; (0, 1) if the matrix has
-        one head for all query heads."""
+        """Returns for each rank of the line the heads [first, end) that it needs of a bias or mask [batch, heads, query
+        tokens, keys]; (0, 1) if one head serves all."""
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
-        """Returns this rank's rows, with all heads, of the gradient of a bias; the inverse of _matrix(); matrix: the
-        gradient with all rows and this rank's heads; like: this rank's bias; rows: its number of tokens."""
+        """Returns the gradient of this rank's bias `like`, with all heads, from `matrix`, the gradient with all query
+        tokens of the line and this rank's heads; rows: this rank's number of query tokens."""
         if like.shape[-2] == 1 != rows:
             return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
@@ -133,9 +132,7 @@ class Heads:
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
         """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim].
-
-        step: names the exchange in errors. heads: range of heads of each rank. sizes: tokens of each rank.
-        """
+        step: names the exchange in errors. heads: range of heads of each rank. sizes: tokens of each rank."""
         first, end = heads[self.call.rank]
         passing = [
             ([t[:, :, a:b].contiguous() for a, b in heads], [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes])
@@ -146,8 +143,8 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Exchanges tensors [batch, all tokens, local heads, dim] of rows for [batch, local tokens, all heads, dim];
-        the inverse of _taken(). step: names the exchange in errors."""
+        """Exchanges tensors [batch, all tokens, local heads, dim] for [batch, local tokens, all query heads, dim]; the
+        inverse of _taken(). step: names the exchange in errors."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
@@ -179,8 +176,7 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """Returns a tensor of all query heads along `axis`: this rank's heads from `tensor`, and zeros for the
-        others."""
+        """Returns `tensor`, which has this rank's query heads along `axis`, padded with zeros to all query heads."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

@@ -97,7 +97,7 @@ def _cells(s: Setting, rows: int, columns: int) -> list[list[int]]:
 
 
 def tree_lines(s: Setting) -> list[str]:
-    """Returns lines of a program that convert a square mask to the shape of mode 9 in fused inference."""
+    """Returns program lines that reshape square masks [S, S] as sparse mode 9 (a tree of draft tokens) requires."""
     if not s.packed:
         return ["mask = mask[None]  # [B, rows, rows]"]
     return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # one square per sequence"]
@@ -135,7 +135,7 @@ def _native_call(s: Setting) -> dict[str, str]:
 
 
 def _own_band(s: Setting) -> Band:
-    """Returns the band of fa.attention() for a sparse mode, without the elements that a mask removes."""
+    """Returns the Band, a range of keys around the diagonal, of the sparse mode of `s`, without its mask tensor."""
     p = picture(s, "training")
     if s.mode in (5, 6):
         ignored = p is None or (max(p["prefix"]) == 0 and max(s.prefix, default=0) > 0)

@@ -21,12 +21,12 @@ MOST_CELLS = 4096 * 4096
 
 
 class TooLarge(ValueError):
-    """The error about a picture with too many cells."""
+    """The error for a mask with more than MOST_CELLS (query, key) cells."""
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
-    """Returns the kind of each (row, key) cell of sequence b of a setting, VISIBLE, HIDDEN, PREFIX or REMOVED (by the
-    mask tensor), uint8 [q_len, kv_len]; p: the result of picture()."""
+    """Returns the kind of each (query, key) cell of sequence b, uint8 [q_len, kv_len]: VISIBLE, HIDDEN, PREFIX or
+    REMOVED (by the mask tensor); p: the ranges of visible keys that picture() returns."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -37,7 +37,7 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """Returns bool [rows, keys], true for cells of one sequence that the setting's mask tensor removes; kind: "" (no
+    """Returns bool [rows, keys], true for cells of one sequence that the mask tensor of `s` removes; kind: "" (no
     mask), "full", or "tree" (the mask covers only the last keys), from picture()."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
@@ -54,8 +54,8 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns the kind of each (row, key) cell (visible, hidden, ...) in an interface (api), with all sequences along
-    the diagonal: uint8 [rows, keys]."""
+    """Returns uint8 [queries, keys], the kind of each cell (visible, hidden, ...), with all sequences along the
+    diagonal; None if no call of the interface `api` has this mask."""
     p = picture(s, api)
     if p is None:
         return None
@@ -71,7 +71,7 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """Returns bool, true for the cells whose kind is visible, in a picture of kinds, uint8 [rows, keys]."""
+    """Returns bool [queries, keys], true for the visible cells of `cells`, uint8 kinds of the same shape."""
     return cells >= VISIBLE
 
 
@@ -150,7 +150,6 @@ def _style() -> str:
 
 
 def _n(value: float) -> str:
-    """Returns a number as short text, for SVG."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -158,7 +157,7 @@ def _n(value: float) -> str:
 
 
 def png(cells: np.ndarray, size: int = 768) -> bytes:
-    """Returns a picture as PNG, in light colours without text; if there are few cells, with gaps between them."""
+    """Returns cells (uint8 kinds [queries, keys]) as a PNG, in light colours without text; few cells have gaps."""
     scale = max(1, size // max(*cells.shape, 1))
     gap = 0 if scale < 6 else max(1, scale // 10)
     digits = (colour.removeprefix("#").ljust(8, "f") for colour in ("#ffffff00", *LIGHT[1:]))
@@ -181,7 +180,7 @@ def png(cells: np.ndarray, size: int = 768) -> bytes:
 
 
 def example(mode: int) -> Setting:
-    """Returns a small setting that is typical of a mode."""
+    """Returns call arguments with a small mask that is typical of a sparse mode."""
     if mode in (7, 8):
         lengths = ((3, 4), (3, 6)) if mode == 7 else ((4, 3), (6, 3))
         return Setting(mode, *lengths, packed=True, next=-1 if mode == 7 else 0)
@@ -203,7 +202,7 @@ _HOLES = tuple(tuple(int((i, j) in ((0, 1), (1, 4), (3, 2), (4, 5), (5, 0))) for
 
 
 def gallery(modes: Sequence[int] = MODES[:-1], size: int = 160) -> dict[str, str]:
-    """Returns an SVG of every sparse mode by file name ("mode_3.svg")."""
+    """Returns the SVG of an example mask of every sparse mode, by file name ("mode_3.svg")."""
     pictures = {}
     for mode in modes:
         s = example(mode)

@@ -29,7 +29,7 @@ TABLES = ("NAMES", "RULES", "USES")
 
 @functools.cache
 def rules() -> str:
-    """Returns JavaScript: runtime.js, the translated functions, and the operators' rules by interface."""
+    """Returns the page's JavaScript: runtime.js, translated functions, and the operators' argument rules."""
     program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)
@@ -68,7 +68,7 @@ def _table(program: Program, api: str, packed: bool) -> str:
 
 @functools.cache
 def page() -> str:
-    """Returns the complete page, without references to other files or the network."""
+    """Returns the mask explorer's HTML page, without references to other files or the network."""
     parts = {"style": _read("page.css"), "rules": rules(), "script": _read("matrix.js") + _read("page.js")}
     text = _read("page.html")
     for name, text_of_part in parts.items():
@@ -99,17 +99,17 @@ class _Page(BaseHTTPRequestHandler):
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """Returns a server of the page, which accepts connections only from this machine; port 0: a free port."""
+    """Returns an HTTP server of the explorer's page for clients on this machine only; port 0: any free one."""
     return ThreadingHTTPServer(("127.0.0.1", port), _Page)
 
 
 def address(running: ThreadingHTTPServer, s: visible.Setting | None = None) -> str:
-    """Returns the URL of the page of a server, `running`, that shows a setting; None: the page's default one."""
+    """Returns the URL of the page, on the server `running`, that shows the mask of `s`; None: a default mask."""
     return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
 
 
 def fragment(s: visible.Setting) -> str:
-    """Returns the URL fragment of a setting: "#mode=4&q=5&kv=8&pre=2&next=1"."""
+    """Returns call arguments as the fragment of the page's URL: "#mode=4&q=5&kv=8&pre=2&next=1"."""
     given: dict[str, Any] = {"mode": "band" if s.mode == visible.BAND else s.mode}
     given |= {"q": _commas(s.q_len), "kv": _commas(s.kv_len)}
     if s.packed:

@@ -75,7 +75,7 @@ class Program:
         return self.names[id(thing)]
 
     def expression(self, text: str, names: Mapping[str, Any], parameter: str = "n") -> str:
-        """Returns an arrow function for a rule's expression; other names than `names` are read from `parameter`."""
+        """Returns a Python expression as a JavaScript function of `parameter`, which has the names not in `names`."""
         tree = ast.parse(text, mode="eval")
         return f"({parameter}) => {_Body(self, names, parameter).of(tree.body)}"
 
@@ -124,7 +124,7 @@ class _Body:
         self.local: set[str] = set()
 
     def parameters(self, arguments: ast.arguments, skip: int) -> str:
-        """Returns a parameter list, without its first `skip` parameters."""
+        """Returns a Python function's parameters, without the first `skip`, as a JavaScript parameter list."""
         if arguments.vararg or arguments.kwarg:
             raise Untranslatable("parameters that take any number of arguments")
         positional = arguments.args
@@ -360,7 +360,7 @@ class _Body:
 
 
 def safe(name: str) -> str:
-    """Returns a name that is not reserved in JavaScript."""
+    """Returns the name, with "$" appended if it is reserved in JavaScript."""
     return name + "$" if name in RESERVED else name
 
 

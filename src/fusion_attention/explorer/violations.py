@@ -29,8 +29,8 @@ _ANY = Setting(0, (1,), (1,))
 
 @functools.cache
 def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
-    """Returns the rules of an operator that read only values of a setting in an interface (api), those of names_of(),
-    and a rule for the domain of sparse_mode."""
+    """Returns the argument rules of an operator that read only the mask arguments of an interface (api), the keys of
+    names_of(), and a rule for the values of sparse_mode."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")
@@ -49,7 +49,7 @@ def _reads(rule: Rule) -> set[str]:
 
 
 def names_of(s: Setting, api: str) -> dict[str, Any]:
-    """Returns the values of a setting that the rules of an interface (`api`) read, by name."""
+    """Returns name -> value of the mask arguments `s`, as the rules of an interface (`api`) name and read them."""
     return inference_names(s) if api == "inference" else training_names(s)
 
 
@@ -82,11 +82,9 @@ def _function(text: str, record: Op) -> Callable[[dict[str, Any]], Any]:
 def remarks(
     rules: Sequence[Mapping[str, Any]], n: dict[str, Any], layout: str, other_names: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns the rules that a call violates, with their error texts.
-
+    """Returns the argument rules that a call violates, as dictionaries with their error texts.
     After a value outside its domain, the other rules are not evaluated. rules: the result of table(); n: the call's
-    values by canonical name; other_names: the operator's spelling of canonical names.
-    """
+    values by canonical name; other_names: the operator's spelling of canonical names."""
     results: list[dict[str, Any]] = []
     for rule in rules:
         if len(results) > 0 and results[0]["stage"] == "domains" and rule["stage"] != "domains":
@@ -136,7 +134,8 @@ def respell(text: str, other_names: dict[str, str]) -> str:
 
 
 def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
-    """Returns "ok", "note" (runs with a warning), "chip" (only the chip refuses it) or "refused", from remarks()."""
+    """Returns the verdict of violated rules: "ok", "note" (a warning), "chip" (only Ascend refuses the call) or
+    "refused"."""
     levels = [remark["level"] for remark in findings]
     if "meaning" in levels:
         return "refused"
@@ -146,7 +145,7 @@ def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
-    """Returns the rules that a setting's call of an interface (`api`) violates, with their error texts."""
+    """Returns, with error texts, the rules that a call of an interface (`api`) with the mask arguments `s` violates."""
     canonical = as_mode(s)
     if api == "own" or canonical is None:
         return []

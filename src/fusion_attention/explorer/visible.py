@@ -58,12 +58,12 @@ class Mask:
 
 
 def own_band(s: Setting) -> Band:
-    """Returns the Band of a setting with mode BAND."""
+    """Returns the Band (range of visible keys around the diagonal) of mask arguments with mode BAND."""
     return Band(-tokens(s.pre), min(tokens(s.next) + 1, INFINITE), s.align, s.prefix)
 
 
 def as_mode(s: Setting) -> Setting | None:
-    """Returns the setting with a sparse mode instead of a Band; None if no mode has this mask."""
+    """Returns `s` with a sparse mode (CANN's mask pattern) in place of a Band; None if no mode has this mask."""
     if s.mode != BAND:
         return s
     if len(s.prefix) > 0:
@@ -75,18 +75,17 @@ def as_mode(s: Setting) -> Setting | None:
 
 
 def window_of(s: Setting) -> list[int]:
-    """Returns [pre_tokens, next_tokens] of a call; 2**31 - 1 if the mode does not read them."""
+    """Returns [pre_tokens, next_tokens], visible keys before and after the diagonal; 2**31 - 1 if the mode has none."""
     return [s.pre, s.next] if s.mode in WINDOWED_MODES else [UNLIMITED, UNLIMITED]
 
 
 def own_says(s: Setting) -> bool:
-    """True if fa.attention() can express the mask of a setting's sparse mode; in mode 9 only if no sequence has more
-    query rows than keys."""
+    """True if fa.attention() can express the mask of `s`: always except mode 9 with more query rows than keys."""
     return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
 
 
 def mask_of(s: Setting) -> Mask | None:
-    """Returns the mask tensor of CANN's call for a setting; None: the call has none."""
+    """Returns the shape of the mask tensor that CANN's operator takes for `s`; None if it takes none."""
     if s.mask == "none":
         return None
     if s.mode == 9:
@@ -98,7 +97,7 @@ def mask_of(s: Setting) -> Mask | None:
 
 
 def training_names(s: Setting) -> dict[str, Any]:
-    """Returns the values of a setting that lowering and rules of training attention read, by name."""
+    """Returns name -> value of the mask arguments `s`, as the functions and rules of training attention read them."""
     return {
         "sparse_mode": s.mode,
         "pre_tokens": window_of(s)[0],
@@ -116,7 +115,7 @@ def training_names(s: Setting) -> dict[str, Any]:
 
 
 def inference_names(s: Setting) -> dict[str, Any]:
-    """Returns the values of a setting that lowering and rules of fused inference read, by name."""
+    """Returns name -> value of the mask arguments `s`, as the functions and rules of inference attention read them."""
     one_token = not s.packed and s.q_len[0] == 1
     given = {
         "sparse_mode": s.mode,
@@ -145,9 +144,10 @@ def inference_names(s: Setting) -> dict[str, Any]:
 
 
 def picture(s: Setting, api: str) -> dict[str, Any] | None:
-    """Returns the visible keys in an interface (`api`) as a dictionary: q_len, kv_len, lo, hi, prefix (lists) and mask.
+    """Returns the visible keys of a mask in an interface (`api`, e.g. "training") as a dictionary: q_len, kv_len,
+    lo, hi, prefix (lists) and mask.
 
-    Row i of a sequence sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask tensor does
+    Query i of a sequence sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask tensor does
     not remove. "mask" is "" (it removes none), "full", or "tree" (it covers only the last keys). None: no call of the
     interface has this mask.
     """
@@ -193,7 +193,7 @@ def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
-    """Returns [first, end] of the keys that row i of sequence b sees without a mask tensor; p: from picture()."""
+    """Returns [first, end) of the keys that query i of sequence b sees without a mask tensor; p: from picture()."""
     first = max(0, i + p["lo"][b])
     last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
     return [first, max(first, last)]

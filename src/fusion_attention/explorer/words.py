@@ -62,7 +62,7 @@ USES = {
 
 
 def reads(mode: int) -> dict[str, bool]:
-    """Returns for each of the settings pre, next, prefix and mask (its elements): True if this sparse mode uses it."""
+    """Returns {argument: True if a sparse mode uses it} for pre, next, prefix and mask (its elements)."""
     return {
         "pre": mode in WINDOWED_MODES or mode == -1,
         "next": mode in WINDOWED_MODES or mode == -1,
@@ -79,7 +79,7 @@ def offset(name: str, by: int) -> str:
 
 
 def formula(p: Mapping[str, Any], b: int) -> str:
-    """Returns as text the interval of keys j that row i of sequence b sees; p: the result of picture()."""
+    """Returns as text the interval of keys j that query i of sequence b sees; p: the ranges that picture() returns."""
     lo, hi, prefix, keys = p["lo"][b], p["hi"][b], p["prefix"][b], p["kv_len"][b]
     left = "0" if lo <= -INFINITE or lo <= -p["q_len"][b] else f"max(0, {offset('i', lo)})"
     last = offset("i", hi - 1)

@@ -125,9 +125,7 @@ def _ours(
     grouped: bool,
 ) -> Tensor | None:
     """Returns the result computed by attention(), or None if torch must compute or reject the call.
-
-    The parameters are those of scaled_dot_product_attention(); mask and grouped are attn_mask and enable_gqa.
-    """
+    The parameters are those of scaled_dot_product_attention(); mask and grouped are attn_mask and enable_gqa."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None
     if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode()):
@@ -190,10 +188,7 @@ def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
     """Returns (q, k, v as [B, N, S, E] with broadcast heads, the leading axes of the result); None if the shapes do not
-    fit.
-
-    grouped: True if key and value may have fewer heads than query (enable_gqa).
-    """
+    fit. grouped: True if key and value may have fewer heads than query (enable_gqa)."""
     if query.dim() == key.dim() == value.dim() == 4:  # a fast path for the usual case
         (batch, heads, *_), (batch_k, heads_k, *_), (batch_v, heads_v, *_) = query.shape, key.shape, value.shape
         fits = heads_k in (heads, 1) or (grouped and heads_k and not heads % heads_k)
@@ -241,9 +236,7 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
     """Returns the attention of nested tensors [B, N, j, E] with contiguous rows, computed as packed sequences; None if
     torch must compute it.
-
-    grouped: True if key and value may have fewer heads. how: further arguments of attention().
-    """
+    grouped: True if key and value may have fewer heads. how: further arguments of attention()."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

@@ -23,8 +23,8 @@ _CAUSAL = Band.causal()
 
 
 class Index(NamedTuple):
-    """An indexer's query rows q and its keys before pooling (raw), with the rotary angles cos and sin of all keys;
-    padding is removed or last."""
+    """The operands of Qwen4's indexer: queries q, keys before pooling (raw), and the rotary cos and sin of all keys,
+    without padding or with padding last."""
 
     q: Tensor  # [..., heads, D]
     raw: Tensor  # [..., 1, D]

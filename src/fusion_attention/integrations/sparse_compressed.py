@@ -32,7 +32,7 @@ class Call(NamedTuple):
     cache: Any  # transformers' cache of the layer, or None
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows t [B, S, ...] unchanged, or flattened to [B * S, ...] for packed sequences."""
+        """Returns t [B, S, ...] unchanged, or flattened to [B * S, ...] for packed sequences."""
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
         """Returns the arguments of lightning_indexer() that describe lengths: layout, q_len, kv_len (packed sequences
-        only) and residual. batch: number of items; ratio: tokens of a compressed key."""
+        only) and residual (tokens after the last compressed key). ratio: tokens per compressed key."""
         if self.lengths is None:
             return {"residual": [self.tokens % ratio] * batch}
         kv_len, residual = [n // ratio for n in self.lengths], [n % ratio for n in self.lengths]
@@ -89,8 +89,8 @@ def forward(
 
 
 def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
-    """Returns the Call that describes the sequences of rows [B, S, ...]; mask, position_ids, cache and others are
-    forward()'s arguments. Raises ValueError for packed sequences with a cache."""
+    """Returns lengths, positions and cache of the sequences of rows [B, S, ...]; mask, position_ids, cache and others
+    are forward()'s arguments. Raises ValueError for packed sequences with a cache."""
     lengths = _lengths(rows, mask, position_ids, others, cache)
     first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     tokens = first + rows.shape[1]
@@ -106,10 +106,8 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
-    """Returns the lengths of packed sequences, of rows [B, S, ...]; None if the rows are not packed.
-
-    others: further arguments of forward(), of which cu_seq_lens_q has cumulative lengths.
-    """
+    """Returns the lengths of the packed sequences in rows [B, S, ...]; None if they are not packed.
+    others: further arguments of forward(), of which cu_seq_lens_q has cumulative lengths."""
     if mask is not None and mask.dtype == torch.bool:
         return None
     fresh = cache is None or cache.get_seq_length() == 0
@@ -119,8 +117,8 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute a call of `layer`, or "". given: the arguments of the layer's
-    forward by name."""
+    """Returns the reason why forward() cannot compute these arguments of `layer`, or "". given: name -> argument of the
+    layer's forward."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -141,7 +139,7 @@ def reason_against(layer: Any, given: dict[str, Any]) -> str:
 
 
 def indexer_of(layer: Any) -> Any:
-    """Returns the indexer of a layer; None if it has none."""
+    """Returns the indexer, the module that scores keys, of a layer; None if it has none."""
     return getattr(layer.compressor, "indexer", None)
 
 
@@ -240,12 +238,9 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the indexer's (rows, keys, weights of heads), or None if not `used`; the cache stores the keys in both
-    cases.
-
-    inputs: (hidden states, latent queries, position_ids) of the layer. used: True if some row reads chosen keys.
-    trains: True to record gradients of the indexer's parameters.
-    """
+    """Returns the indexer's (queries, keys, head weights), or None if not `used`; the cache stores the keys in both
+    cases. inputs: (hidden states, latent queries, position_ids) of the layer. used: True if some query reads chosen
+    keys. trains: True to record gradients of the indexer's parameters."""
     if call.cache is None and not used:
         return None
     x, q_latent, position_ids = inputs
@@ -265,10 +260,8 @@ def _index(
 
 
 class LossOperands(NamedTuple):
-    """Operands of an indexer's loss, [B, S, ...] or packed [B * S, ...].
-
-    The attention's rows, compressed keys and lse, then the indexer's rows, keys and weights.
-    """
+    """The operands of an indexer's loss, [B, S, ...] or packed [B * S, ...].
+    They are the attention's queries, compressed keys and lse, then the indexer's queries, keys and head weights."""
 
     q: Tensor
     entries: Tensor
@@ -301,11 +294,9 @@ def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, rea
 
 
 def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """Returns the sum of the losses of rows [B, S, ...] whose sequences have `tokens` tokens.
-
-    lists: chosen compressed keys of each row, or None. real: bool [B, S], false for padding, or None. ratio: tokens of
-    a compressed key.
-    """
+    """Returns the sum over the queries [B, S, ...] of the indexer's loss, KL(attention's probabilities || the indexer's
+    softmax), for sequences of `tokens` tokens. lists: chosen compressed keys [B, S, 1, K], or None. real: bool [B, S],
+    false for padding, or None. ratio: tokens of a compressed key."""
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)

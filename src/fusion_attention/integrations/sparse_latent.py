@@ -24,8 +24,8 @@ _CAUSAL = Band.causal()
 
 
 class Latents(NamedTuple):
-    """A layer's query rows (q without and q_rope with rotation), and its keys: latents and k_rope; padding is removed
-    or last."""
+    """A layer's queries (q without, q_rope with rotary embedding) and keys (low-rank latents that all heads share, and
+    k_rope), without padding or with padding last."""
 
     q: Tensor  # [..., N, nope]
     q_rope: Tensor  # [..., N, rope]
@@ -34,7 +34,8 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An indexer's query rows q, keys k and head weights; padding is removed or last."""
+    """The queries q [..., heads, dim], keys k [..., 1, dim] and head weights [..., heads] of an indexer, a module that
+    scores keys."""
 
     q: Tensor
     k: Tensor
@@ -89,11 +90,9 @@ def forward(
 
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
-    """Returns the number n of rows at the start of every sequence that read all their visible keys, no chosen ones;
-    None: all rows do.
-
-    module: the layer. sequences: those of the call. rows: S, the call's rows per batch item.
-    """
+    """Returns the number of queries at the start of every sequence that read all their visible keys, because these are
+    at most top_k; None if all queries do.
+    module: the layer. sequences: lengths and padding of the batch. rows: S, the queries per batch item."""
     top_k = module.config.index_topk
     if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
         return None
@@ -103,10 +102,7 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
 
 def dense_positions(config: Any) -> int:
     """Returns the position below which dense attention with a mask of the chosen keys takes fewer products than
-    attention over the chosen latents; at least index_topk.
-
-    config: the model's configuration.
-    """
+    attention over the chosen latents; at least index_topk. config: the model's configuration."""
     top_k, rank, rope = config.index_topk, config.kv_lora_rank, config.qk_rope_head_dim
     return max(top_k, top_k * (2 * rank + rope) // (config.qk_nope_head_dim + rope + config.v_head_dim))
 
@@ -189,11 +185,9 @@ def _of_rows(
     module: Any, rows: Latents, index: Index | None, lists: Tensor | None, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (out [..., N, v], the indexer's loss or None) of `rows` over the keys of lists [..., 1, K], or, if None,
-    over all visible keys.
-
-    With absorbed latents, a pair of row and key takes 2 rank + rope products instead of nope + rope + v, but kv_b_proj
-    is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths, blocked keys of the call.
-    """
+    over all visible keys. With absorbed latents, a pair of query and key takes 2 rank + rope products instead of nope +
+    rope + v, but kv_b_proj is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths,
+    blocked keys of the call."""
     trains, factors = computes_loss(module), _factors(module)
     count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
     rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
@@ -220,11 +214,8 @@ def _of_rows(
 
 def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
     """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank], of the layer
-    `module`.
-
-    None if kv_b_proj may compute more than a product with its weight: an adapter, a quantised layer, a layer with hooks
-    or one whose weight is loaded at its call.
-    """
+    `module`. None if kv_b_proj may compute more than a product with its weight: an adapter, a quantised layer, a layer
+    with hooks or one whose weight is loaded at its call."""
     linear = module.kv_b_proj
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
     if type(linear) is not torch.nn.Linear or hooks:

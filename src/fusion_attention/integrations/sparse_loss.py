@@ -24,7 +24,7 @@ class Loss:
 
 
 def computes_loss(layer: Any) -> bool:
-    """True if a forward of `layer` computes its indexer's loss: in training, in a stage with a loss."""
+    """True if a forward of `layer` computes its indexer's loss: in training mode, in the stage "warmup" or "sparse"."""
     staged = layer.stage in ("warmup", "sparse") and layer.indexer is not None
     return staged and layer.training and torch.is_grad_enabled()
 

@@ -117,7 +117,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def check(config: Any) -> None:
-    """Checks the configuration of a model; other models than those of FAMILIES pass.
+    """Checks the configuration of a model with sparse attention; other models pass.
 
     Raises:
         ValueError: the family does not support the installed release of transformers, or the configuration contradicts
@@ -137,12 +137,12 @@ def check(config: Any) -> None:
 
 
 def served(family: Family) -> bool:
-    """True if the family supports the installed release of transformers."""
+    """True if the installed release of transformers is one that the integration of a model family supports."""
     return ".".join(re.findall(r"\d+", transformers.__version__)[:2]) in family.releases
 
 
 def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
-    """Patches the layer classes of all families, now or when their module is imported.
+    """Patches transformers' layers of all models with sparse attention, now or when their module is imported.
 
     Args:
         changes: records the patches, so that they can be removed.
@@ -169,11 +169,8 @@ def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
     """Returns a forward for a family's layer class that calls compute(), or transformers' own forward (layer.below) for
-    models and calls that this library does not compute.
-
-    compute: takes a layer and the arguments of its forward. serves: takes a configuration, returns True if its
-    attention implementation is this library's.
-    """
+    models and calls that this library does not compute. compute: takes a layer and the arguments of its forward.
+    serves: takes a configuration, returns True if its attention implementation is this library's."""
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 

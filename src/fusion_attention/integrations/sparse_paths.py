@@ -74,7 +74,7 @@ def paths(config: Any) -> Paths:
 
 
 def _latent(config: Any) -> list[str]:
-    """Returns a text for each layer of a configuration of DeepSeek-V3.2 or GLM-5: the keys that its rows read."""
+    """Returns a text for each layer of a configuration of DeepSeek-V3.2 or GLM-5: the keys that its queries read."""
     top_k = config.index_topk
     chosen = f"{top_k} of T latents a row; rows before position {top_k} read all keys, dense"
     if (end := dense_positions(config)) > top_k:
@@ -90,7 +90,7 @@ def _latent(config: Any) -> list[str]:
 
 
 def _compressed(config: Any) -> list[str]:
-    """Returns a text for each layer of a configuration of DeepSeek-V4: the keys that its rows read."""
+    """Returns a text for each layer of a configuration of DeepSeek-V4: the keys that its queries read."""
     window = f"a window of {config.sliding_window} keys"
     layers = []
     for kind in config.layer_types:
@@ -104,7 +104,7 @@ def _compressed(config: Any) -> list[str]:
 
 
 def _blocks(config: Any) -> list[str]:
-    """Returns a text for each layer of a configuration of Qwen4: the blocks of keys that its rows read."""
+    """Returns a text for each layer of a configuration of Qwen4: the blocks of keys that its queries read."""
     if "indexed_attention" not in config.layer_types:
         return [LINEAR] * len(config.layer_types)
     ratio = config.indexer_compress_ratio
@@ -113,7 +113,7 @@ def _blocks(config: Any) -> list[str]:
 
 
 def _of_others(config: Any, name: str) -> Paths:
-    """Returns the Paths of a model without an indexer, from the source of its modeling module; name: the
+    """Returns the description (Paths) of a model without an indexer, from the source of its modeling module; name: the
     configuration's class."""
     place = type(config).__module__
     try:

@@ -22,8 +22,8 @@ class Sequences(NamedTuple):
     described: int  # the number of keys that the mask describes; later keys are unused memory of a static cache
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows t [B, S, ...] in the order that attention() needs: tokens before padding, or [B * S, ...] for
-        packed sequences."""
+        """Returns queries t [B, S, ...] in the order that attention() needs: tokens before padding, or packed [B * S,
+        ...]."""
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.q_order)
 
     def keys(self, t: Tensor) -> Tensor:
@@ -39,20 +39,20 @@ class Sequences(NamedTuple):
         return t if self.q_order is None else _ordered(t, self.q_order.argsort(1))
 
     def tokens(self, rows: Tensor) -> Any:
-        """Returns the number of rows [B, S, ...] that are not padding."""
+        """Returns the number of query tokens in rows [B, S, ...] that are not padding."""
         if self.q_len is None:
             return rows.shape[0] * rows.shape[1]
         return self.q_len.sum() if isinstance(self.q_len, Tensor) else sum(self.q_len)
 
     def lengths(self, first: int = 0, end: int | None = None, upto: int | None = None) -> dict[str, Any]:
-        """Returns the arguments layout, q_len and kv_len for a call of rows first to end - 1 (None: all later rows) and
-        keys 0 to upto - 1 (None: all keys) of each sequence."""
+        """Returns attention()'s arguments layout, q_len and kv_len for queries first to end - 1 (None: all later ones)
+        and keys 0 to upto - 1 (None: all keys) of each sequence."""
         q_len, kv_len = _between(self.q_len, first, end), _between(self.kv_len, 0, upto)
         return {"layout": self.layout, "q_len": q_len, "kv_len": kv_len}
 
 
 def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
-    """Returns t [B, L, ...] with the rows of each batch item in the given order, int64 [B, L]; None: unchanged."""
+    """Returns t [B, L, ...] with the tokens of each batch item in the given order, int64 [B, L]; None: unchanged."""
     if order is None:
         return t
     first = torch.arange(len(t), device=t.device)[:, None] * t.shape[1]
@@ -71,7 +71,7 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
     """True if sequences_of() accepts a mask: it has padding or sequence numbers, not arbitrary visible keys for several
-    rows. rows: the call's rows per batch item."""
+    queries. rows: queries per batch item."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1
@@ -80,12 +80,13 @@ def expressible(mask: Tensor | None, rows: int) -> bool:
 def sequences_of(
     mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None = None, **others: Any
 ) -> Sequences:
-    """Returns the sequences that a mask describes for rows q [B, S, ...] and keys k [B, T, ...].
+    """Returns the lengths and order of the sequences that a mask describes for queries q [B, S, ...] and keys k [B, T,
+    ...].
 
     Args:
-        mask: None, bool [B, T'] (true for a token, false for padding; the last row has the position of key T' - 1),
-            int64 [B, S] (sequence numbers), or bool [B, 1, 1, T] (visible keys of one row).
-        q, k: rows and keys.
+        mask: None, bool [B, T'] (true for a token, false for padding; the last query has the position of key T' - 1),
+            int64 [B, S] (sequence numbers), or bool [B, 1, 1, T] (visible keys of one query).
+        q, k: queries and keys.
         position_ids: [B or 1, S]; positions of packed sequences restart at 0.
         others: cu_seq_lens_q and cu_seq_lens_k, if the model passes them.
     """
@@ -106,8 +107,8 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """Returns the Sequences that a bool mask [B, T'] or [B, 1, 1, T] (true for a token) describes, for `batch` items of
-    `rows` rows."""
+    """Returns the lengths and order of the sequences that a bool mask [B, T'] or [B, 1, 1, T] (true for a token)
+    describes, for `batch` items of `rows` queries."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]
@@ -139,11 +140,11 @@ def matrix(
     unchanged.
 
     Args:
-        mask: as for sequences_of().
-        q: rows, [B, S, ...].
+        mask: None, bool [B, T'] (true for a token), int64 [B, S] (sequence numbers), or a mask of four axes.
+        q: queries, [B, S, ...].
         keys: T; a static cache has more keys than the mask describes.
-        position_ids, others: as for sequences_of().
-        window: number of keys that a row sees, the diagonal included; None: no limit.
+        position_ids: [B or 1, S]; others: cu_seq_lens_q, if passed.
+        window: number of keys that a query sees, the diagonal included; None: no limit.
     """
     if mask is not None and mask.dim() == 4:
         return mask

@@ -105,11 +105,11 @@ def _serves(config: Any) -> bool:
 
 
 class _Sparse(Counted):
-    """Patches the layers of models with sparse attention while a name is registered."""
+    """Patches the layers of transformers' sparse attention models while an attention implementation is registered."""
 
     def begin(self, changes: Changes) -> None:
-        """Patches transformers' layers with sparse attention (sparse_models), once, before the first name of an
-        attention function is registered with transformers; `changes` records the patches."""
+        """Patches transformers' layers with sparse attention, before the first attention implementation is registered;
+        `changes` records the patches."""
         sparse_models.patch(changes, _serves)
 
 
@@ -117,7 +117,7 @@ _SPARSE = _Sparse()
 
 
 class _Code(NamedTuple):
-    """Which arguments a model's modeling code passes to the attention interface."""
+    """The arguments that a model's modeling code passes to a function of transformers' AttentionInterface."""
 
     uses_interface: bool  # the code calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal
@@ -127,11 +127,9 @@ class _Code(NamedTuple):
 
 
 def _read_code(configuration: str) -> _Code:
-    """Returns the properties of a model's modeling module, from its source; if it is not loaded, those for which mask()
-    makes masks of four axes.
-
-    configuration: name of the module of the model's configuration class, from which the modeling module's name follows.
-    """
+    """Returns the arguments that a model's modeling code passes to the attention function, read from its source; if it
+    is not loaded, those for which mask() makes masks of four axes. configuration: name of the module of the model's
+    configuration class, from which the modeling module's name follows."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
@@ -145,8 +143,8 @@ _code_of = functools.cache(_read_code)
 
 
 def _code(configuration: str) -> _Code:
-    """Returns the properties of a model's modeling code, cached; in a trace as a constant. configuration: name of the
-    module of the model's configuration class."""
+    """Returns the arguments that a model's modeling code passes to the attention function, cached; a constant in
+    torch.compile's graphs. configuration: name of the module of the model's configuration class."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -169,8 +167,8 @@ def mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Returns the mask of a forward for attend(): None, bool [B, T], int64 [B, S], or a mask of four axes, as listed in
-    the module's docstring.
+    """Returns the mask of a forward for attend(): None, bool [B, T] (false for padding), int64 [B, S] (sequence numbers
+    of packed tokens), or a mask [B, N or 1, S or 1, T].
 
     The arguments are those of transformers' sdpa_mask(). allow_is_bidirectional_skip is None for causal masks, because
     transformers passes it for other masks only.
@@ -223,8 +221,8 @@ def mask(
 
 
 def _cacheable(mask: Tensor | None) -> Tensor | None:
-    """Returns the mask unchanged, after marking it as one on which cached() may store results, even if it is an
-    inference tensor."""
+    """Returns the mask unchanged, after marking it so that cached() may store results on it even if it is an inference
+    tensor."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -234,10 +232,8 @@ def _keys(
     padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
 ) -> Tensor | None:
     """Returns bool [B, end - kv_offset], false for padding, of the keys before `end`; None if all T keys are tokens.
-
     padding: transformers' 2-D attention_mask, true for tokens; None: no padding. batch: B. kv_length: T. kv_offset:
-    position of the first key.
-    """
+    position of the first key."""
     count = end - kv_offset
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
@@ -326,10 +322,10 @@ def attend(
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns the Band of visible keys of a layer. shift None: the last row has the last key's position; else row 0 has
-    the position `shift`, counted from the first key.
+    """Returns the Band (range of visible keys around the diagonal) of a layer. shift None: the last query has the last
+    key's position; else query 0 has the position `shift`, counted from the first key.
 
-    window: number of keys that a row sees, the diagonal included; None: no limit.
+    window: number of keys that a query sees, the diagonal included; None: no limit.
     """
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
@@ -339,10 +335,9 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Returns the attention output [B, S, N, Dv] of packed sequences: the rows of all batch items, one after another.
-
-    q, k, v: [B, S, heads, dim]. q_len, kv_len: lengths of the sequences. words: further arguments of attention().
-    """
+    """Returns the attention output [B, S, N, Dv] of packed sequences, whose tokens fill all batch items, one after
+    another.
+    q, k, v: [B, S, heads, dim]. q_len, kv_len: lengths of the sequences. words: further arguments of attention()."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -352,10 +347,10 @@ def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
     """Returns attention [B, S, N, Dv] over the keys that are not padding; keys: bool [B, T], true for tokens, the last
-    row has position T - 1.
+    query has position T - 1.
 
-    q, k, v: [B, S or T, heads, dim]; k and v may have unused rows after T. window: number of keys that a row sees, the
-    diagonal included; None: no limit. words: further arguments of attention().
+    q, k, v: [B, S or T, heads, dim]; k and v may have unused tokens after T. window: number of keys that a query sees,
+    the diagonal included; None: no limit. words: further arguments of attention().
     """
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
@@ -399,10 +394,7 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
     """Returns attention [B, S, N, Dv] over the keys that an indexer chose, `indices` [B, S, K], and that the mask
-    `given` [B, 1, S, T] allows.
-
-    words: further arguments of attention().
-    """
+    `given` [B, 1, S, T] allows. words: further arguments of attention()."""
     visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:

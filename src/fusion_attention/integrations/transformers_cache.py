@@ -84,7 +84,7 @@ class PagedCache(DynamicCache):
         self._present.change(lambda real: real[beam_idx.to(real.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence `repeats` times; the copies share pages."""
+        """Repeats each sequence `repeats` times in place; the copies share pages."""
         super().batch_repeat_interleave(repeats)
         self._present.change(lambda real: real.repeat_interleave(repeats, 0))
 
@@ -95,10 +95,8 @@ class PagedCache(DynamicCache):
 
 
 class Present:
-    """Flags of a batch's tokens, true for a token and false for padding, which layers do not store.
-
-    All layers of a cache share one object, because their masks are equal; the first layer of a forward reads the mask.
-    """
+    """Flags of a batch's tokens, true for a token and false for padding, which layers do not store. All layers of a
+    cache share one object, because their masks are equal; the first layer of a forward reads the mask."""
 
     def __init__(self) -> None:
         self._real: Tensor | None = None  # bool [B, tokens] up to the last padding; None: no padding
@@ -107,9 +105,7 @@ class Present:
 
     def read(self, mask: Tensor | None, before: int) -> tuple[bool, Tensor | None]:
         """Compares a forward's mask, bool [B, tokens] or None, with the stored flags of the first `before` tokens.
-
-        Returns (True if they are equal, flags of the new tokens [B, new], or None if none of them is padding).
-        """
+        Returns (True if they are equal, flags of the new tokens [B, new], or None if none of them is padding)."""
         if mask is None:
             return self._real is None, None
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -145,7 +141,7 @@ class PagedLayer(CacheLayerMixin):
 
     Args:
         present: the flags of the cache's tokens (false for padding), which all layers share.
-        window: number of keys that a row sees, the diagonal included; 0: all.
+        window: number of keys that a query sees, the diagonal included; 0: all.
         stored: "" for the model's dtype, or "int8" or "int4". page_size: tokens per page.
     """
 
@@ -162,7 +158,7 @@ class PagedLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates empty sequences, and pages that hold the first rows, [B, heads, new, dim], and one more page per
+        """Allocates empty sequences, and pages that hold the first tokens, [B, heads, new, dim], and one more page per
         sequence."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
@@ -206,16 +202,16 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, mask: Tensor | None, band: Band | None, words: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the attention output [B, S, N, Dv] of the newest rows q [B, S, N, D] over all stored rows.
+        """Returns the attention output [B, S, N, Dv] of the newest queries q [B, S, N, D] over all stored tokens.
 
         It returns (keys, values) [B, heads, tokens, dim] instead, for which the caller computes attention, in the first
-        call of a sequence (its own rows, not a copy from the pages) and if the pages do not support the call (a copy of
-        all rows).
+        call of a sequence (its own tensors, not a copy from the pages) and if the pages do not support the call (a copy
+        of all tokens).
 
         Args:
-            q: the newest rows.
+            q: the newest queries.
             mask: the forward's attention mask: None, bool [B, tokens] (false for padding), or another form.
-            band: the layer's band; None: all keys are visible.
+            band: the layer's Band, a range of keys around the diagonal; None: all keys are visible.
             words: further arguments of attention(): scale, sink, softcap, ...
         """
         if self._new is None:
@@ -239,7 +235,7 @@ class PagedLayer(CacheLayerMixin):
         return answered
 
     def settle(self, there: Tensor | None = None, slide: bool = True) -> None:
-        """Stores the rows that update() left pending; there: bool [B, new], false for padding, which is not stored
+        """Stores the tokens that update() left pending; there: bool [B, new], false for padding, which is not stored
         (None: no padding). slide: also frees tokens before the sliding window."""
         if self._new is not None:
             (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
@@ -258,10 +254,8 @@ class PagedLayer(CacheLayerMixin):
             self._slide()
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
-        """Appends tokens [sequences, tokens, heads, dim]; adds pages if all are in use.
-
-        slide: before that, frees tokens and skips new ones that no later row's window has.
-        """
+        """Appends tokens k, v [sequences, tokens, heads, dim] to the pages; adds pages if all are in use.
+        slide: before that, frees tokens, and skips new ones, that no later query's sliding window has."""
         pages, retained = self._pages, self.sliding_window - 1
         if slide and self._slides and k.shape[1] > retained:
             k, v = (t[:, t.shape[1] - retained :] for t in (k, v))
@@ -311,9 +305,7 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns (number of keys that the mask of the next forward describes, 0 as the first key's position).
-
-        query_length: number of rows of that forward, which are counted; so are keys that a window has freed.
-        """
+        query_length: number of queries of that forward, which are counted; so are keys that a window has freed."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -386,8 +378,8 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StoredRows(Tensor):
-    """A tensor [B, heads, tokens, dim] without memory that represents all keys or values of a layer; an operation of
-    torch on it first copies them from the pages."""
+    """A tensor [B, heads, tokens, dim] without memory that represents all keys or values of a cached layer; an
+    operation of torch on it first copies them from the pages."""
 
     layer: PagedLayer
     _side: int
@@ -395,7 +387,7 @@ class StoredRows(Tensor):
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, side: int, like: Tensor) -> StoredRows:
-        """Makes the tensor for the keys (side 0) or the values (side 1) of a layer; like: the layer's new rows."""
+        """Makes the tensor for the keys (side 0) or the values (side 1) of a layer; like: the layer's new tokens."""
         shape = (*like.shape[:2], layer.get_seq_length(), like.shape[3])
         wrapper: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         wrapper.layer, wrapper._side = layer, side
@@ -405,7 +397,7 @@ class StoredRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation of torch with each StoredRows argument replaced by a copy of its rows from the pages."""
+        """Runs an operation of torch with each StoredRows argument replaced by a copy of its tokens from the pages."""
 
         def materialised(given: Any) -> Any:
             return given.layer.rows()[given._side] if isinstance(given, StoredRows) else given

@@ -20,8 +20,7 @@ class Padding(NamedTuple):
 
 
 def padding_of(keys: Tensor) -> Padding:
-    """Returns the position of tokens and padding in `keys`, bool [B, T], true for tokens; cached on the mask for all
-    layers."""
+    """Returns the positions of tokens in `keys`, bool [B, T], true for tokens; cached on this mask for all layers."""
     return cached(keys, "padding", read_padding)
 
 
@@ -44,9 +43,7 @@ def read_padding(keys: Tensor) -> Padding:
 
 def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
     """Returns compute(tensor), cached on the tensor until it changes, because all layers of a forward share a mask.
-
-    name: key of the result among those that are cached on the tensor.
-    """
+    name: key of the result among those that are cached on the tensor."""
     entries = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and entries is None:
         return compute(tensor)  # inference tensors have no version to compare
@@ -59,19 +56,19 @@ def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
 
 
 def hidden(tensor: Tensor) -> bool:
-    """True if a tensor's content must not be read: in a trace, and on the meta device."""
+    """True if a tensor's content must not be read: while torch traces, and on the meta device."""
     return tensor.is_meta or is_traced((tensor,))
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor under the key `name` until its content changes; never cached in a
-    trace."""
+    """Returns compute(tensor), cached on the tensor under the key `name` until its content changes; not cached while
+    torch traces."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
 def run_lengths(ids: Tensor) -> Any:
-    """Returns the lengths of the runs of equal numbers in ids [B, S], as a list; no run crosses batch items. In a trace
-    it returns int64 [B * S], padded with zeros."""
+    """Returns the lengths of the runs of equal numbers in ids [B, S], as a list; no run crosses batch items. While
+    torch traces it returns int64 [B * S], padded with zeros."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
     if hidden(ids):
         # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
@@ -95,13 +92,13 @@ def _restarting(position_ids: Tensor, batch: int) -> Any:
 def packed_lengths(
     ids: Tensor | None, ends: Tensor | None, key_ends: Tensor | None, position_ids: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Any, Any]:
-    """Returns (lengths of rows, lengths of keys) of packed sequences, or (None, None) if the batch is not packed.
+    """Returns (query lengths, key lengths) of packed sequences, or (None, None) if the batch is not packed.
 
     Args:
         ids: int64 [B, S], the sequence number of each token; or None.
         ends, key_ends: cumulative lengths with a leading 0; or None.
         position_ids: [B or 1, S], of a causal layer; or None.
-        q, k: rows [B, S, ...] and keys [B, T, ...].
+        q, k: queries [B, S, ...] and keys [B, T, ...].
     """
     if ids is not None:
         lengths = content_of(ids, "lengths", run_lengths)
@@ -118,8 +115,8 @@ def packed_lengths(
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns sequence lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0: a list, on a GPU cached
-    until `ends` changes; in a trace a tensor."""
+    """Returns the sequence lengths from cumulative lengths `ends` [n + 1] with a leading 0: a list, on a GPU cached
+    until `ends` changes; while torch traces an int tensor [n]."""
 
     def between(ends: Tensor) -> Any:
         lengths = ends[1:] - ends[:-1]

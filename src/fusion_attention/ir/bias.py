@@ -12,13 +12,13 @@ TABLE_ROWS = 1024
 
 
 def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """The bias of some rows and keys of sequence b in a matrix, [heads, rows, keys]; view: memory of the matrix."""
+    """Returns the bias of a range of query rows and keys of sequence b, [heads, rows, keys], from the matrix `view`."""
     return view.sequence(b, heads, rows.stop, keys.stop)[:, rows, keys]
 
 
 def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root: bool) -> torch.Tensor:
-    """The bias of row i and key j, [heads, rows, keys]: -slope * |j - i + shift|; root: -slope * sqrt(|..|).
-
+    """Returns bias [heads, rows, keys] of row i and key j: -slope * d, or if `root` -slope * sqrt(d), d = |j - i +
+    shift|.
     slopes: [heads]; shift: the distance of key 0 and row 0 of a sequence; rows, keys: the ranges to compute.
     """
     row = torch.arange(rows.start, rows.stop, device=slopes.device)[:, None]
@@ -28,11 +28,12 @@ def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root
 
 
 def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position in the table of each (row, key) of a sequence with q_len rows: table row [rows, 1], column [rows, keys].
+    """Returns the position of each (query row, key) in a table of the last TABLE_ROWS rows of a sequence's bias: table
+    row [rows, 1], column [rows, keys].
 
     The last TABLE_ROWS rows are stored. An earlier row i is rebuilt from the stored row with the same remainder
     modulo TABLE_ROWS, at the column with the same distance to the diagonal. Columns beyond the last key have no value;
-    callers clamp them (such keys are never visible: lowering rejects them).
+    callers clamp them.
     """
     row = torch.arange(rows.start, rows.stop)[:, None]
     key = torch.arange(keys.start, keys.stop)[None, :]
@@ -44,20 +45,16 @@ def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, 
 def from_table(
     view: MatrixView, b: int, heads: int, lengths: tuple[int, int], rows: slice, keys: slice
 ) -> torch.Tensor:
-    """The bias of some rows and keys of sequence b, [heads, rows, keys], rebuilt from its stored last TABLE_ROWS rows.
-
-    view: the memory of the table; lengths: (q_len, kv_len) of the sequence.
-    """
+    """Returns the bias of a range of query rows and keys of sequence b, [heads, rows, keys], rebuilt from its stored
+    last TABLE_ROWS rows. view: the stored rows in memory; lengths: (q_len, kv_len) of the sequence."""
     table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
     row, column = table_position(lengths[0], rows, keys)
     return table[:, row, column.clamp(max=lengths[1] - 1)]
 
 
 def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: slice, keys: slice) -> None:
-    """Adds gradient [heads, rows, keys] to the elements that from_matrix() reads, with the same arguments.
-
-    It is summed over broadcast axes.
-    """
+    """Adds the bias gradient [heads, rows, keys] of sequence b to the elements that from_matrix() reads for these
+    arguments. It is summed over broadcast axes."""
     if not gradient.numel():  # a sequence without rows or keys may have an address behind the memory's end
         return
     broadcast = (view.stride_head[b] == 0, view.stride_row[b] == 0, view.stride_key == 0)
@@ -74,10 +71,8 @@ def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: 
 def add_table_gradient(
     view: MatrixView, b: int, lengths: tuple[int, int], gradient: torch.Tensor, rows: slice, keys: slice
 ) -> None:
-    """Adds gradient [heads, rows, keys] to the elements that from_table() reads, with the same arguments.
-
-    It is summed over heads that share a table.
-    """
+    """Adds the bias gradient [heads, rows, keys] of sequence b to the elements that from_table() reads for these
+    arguments. It is summed over heads that share a table."""
     if not gradient.numel():
         return
     if view.stride_head[b] == 0:

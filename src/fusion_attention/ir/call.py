@@ -27,13 +27,13 @@ from fusion_attention.memory import empty
 
 
 class Filled:
-    """A lowered call with its memory; it can run repeatedly while the memory exists.
+    """A call of an operator with its memory; it can run repeatedly while the memory exists.
 
     Attributes:
-        operands: arguments of the planned operation kind.
+        operands: arguments of the kernels.
         buffers: tensors that a run writes; outputs: the destinations of the first buffers, often the same tensors.
         clears: buffers with rows that belong to no sequence.
-        first: None, or a call that must run before this one and the operands that receive its results.
+        first: None, or a call that must run before this one, and the tensors that receive its results by name.
         prepare: None, or a function that writes further buffers before a run, such as saved state in another format.
         convert: None, or a function that computes results from the buffers after a run.
     """
@@ -55,14 +55,14 @@ class Filled:
         self.prepare, self.convert = prepare, convert
 
     def begin(self) -> None:
-        """Prepares memory before the plan runs: clears rows of no sequence, and calls prepare()."""
+        """Prepares memory before the kernels run: clears rows that belong to no sequence, and calls prepare()."""
         for tensor in self.clears:
             tensor.zero_()
         if self.prepare is not None:
             self.prepare()
 
     def finish(self) -> None:
-        """Calls convert() after the plan has run, and copies results from buffers to outputs."""
+        """Calls convert() after the kernels have run, and copies results from buffers to outputs."""
         if self.convert is not None:
             self.convert()
         for output, tensor in zip(self.outputs, self.buffers, strict=False):
@@ -71,18 +71,19 @@ class Filled:
 
 
 class Lowered(Protocol):
-    """A call in terms of the intermediate representation. Its plan depends on problem, extents, op_kind and device."""
+    """A call of an operator in the form that every back end reads. Kernels and tiles depend on problem, extents,
+    op_kind and device."""
 
     op_kind: str
 
     @property
     def problem(self) -> Any:
-        """The computation: a Problem, IndexerProblem, IndexerLossProblem or PoolingProblem."""
+        """The parameters of the computation: of attention, of an indexer or its loss, or of key pooling."""
         ...
 
     @property
     def extents(self) -> Extents:
-        """Lengths and bands of the sequences."""
+        """Lengths of the sequences, and bands (ranges of visible keys around the diagonal) of their masks."""
         ...
 
     @property
@@ -95,24 +96,24 @@ class Lowered(Protocol):
         ...
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes views of the inputs and of these outputs, which may have any strides; writes nothing."""
+        """Makes views of the inputs and of `outputs` (result tensors by name, of any strides); writes nothing."""
         ...
 
 
 class Differentiable(Lowered, Protocol):
-    """A lowered call whose results have a derivative."""
+    """A call of an operator, in the form that every back end reads, whose results have a derivative."""
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor | None]:
-        """The input tensors by canonical name; all calls of one operator have the same names."""
+        """The input tensors by parameter name; all calls of one operator have the same names."""
         ...
 
     def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:
-        """The same call on other input tensors; None in place of every tensor makes a call without memory."""
+        """Returns the same call on other input tensors; None in place of every tensor makes a call without memory."""
         ...
 
     def complete(self) -> Differentiable:
-        """The same call, with all results that its derivative reads."""
+        """Returns the same call with all results that its derivative reads."""
         ...
 
     def gradients(
@@ -122,26 +123,22 @@ class Differentiable(Lowered, Protocol):
         run: Callable[[Lowered], dict[str, torch.Tensor]],
         wanted: Collection[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Computes gradients of the inputs from the results and the gradients of the results (upstream).
-
-        run: executes a lowered call. wanted: names of inputs whose gradients are needed; None: all.
-        """
+        """Computes gradients of the inputs from the results and the gradients of the results (upstream). run: computes
+        a call and returns its results by name. wanted: names of inputs whose gradients are needed; None: all."""
         ...
 
 
 class Further(NamedTuple):
-    """The function `make` that computes a call's results, by name, from the tensors that a run writes; it keeps no
-    tensor of a caller.
-
-    stats: True if `make` takes all written tensors (output and softmax statistics), False if only the first.
-    """
+    """The function `make` that computes a call's results, by name, from the tensors that kernels write; it holds no
+    reference to a caller's tensor. stats: True if `make` takes all written tensors (output and softmax statistics),
+    False if only the first."""
 
     stats: bool
     make: Callable[..., dict[str, torch.Tensor]]
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward call of which one run's plan and views serve later runs on other memory.
+    """A forward call of an operator whose kernels and memory views serve later runs on other memory.
 
     Attributes:
         names: names of the results; the caller may not need the last ones.
@@ -157,27 +154,27 @@ class Repeatable(Lowered, Protocol):
 
     @property
     def further(self) -> Further | None:
-        """The function that converts written tensors to results; None if the written tensors are the results."""
+        """The function that converts the tensors that kernels write to results; None if these are the results."""
         ...
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Allocates the tensors that a run writes, by name of operand."""
+        """Allocates the tensors that kernels write; returns them by name."""
         ...
 
     def operands(self, memory: Mapping[str, torch.Tensor], /) -> Any:
-        """Makes the operands: views of the input tensors and of the tensors from memory()."""
+        """Returns the kernels' arguments: views of the input tensors and of `memory`, the tensors from memory()."""
         ...
 
 
 def buffer(output: torch.Tensor) -> torch.Tensor:
-    """The output itself if its rows are contiguous, as back ends require, else uninitialized memory of its shape."""
+    """Returns the output itself if its last axis is contiguous, else uninitialized memory of its shape for a kernel."""
     if output.stride(-1) == 1 or output.shape[-1] <= 1:
         return output
     return empty(output, output.shape)
 
 
 def tensors_in(operands: Any) -> Iterator[torch.Tensor]:
-    """All tensors in the operands, including those inside views."""
+    """Yields all tensors in a kernel's arguments (tensors, tuples and dataclasses), including those inside views."""
     if isinstance(operands, torch.Tensor):
         yield operands
     elif isinstance(operands, tuple):

@@ -20,8 +20,7 @@ KEYS_PER_DRAW = 8
 
 
 def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """Dropout mask of some rows and keys of sequence b, [heads, rows, keys] bool, True: kept.
-
+    """Returns the dropout mask of a range of query rows and keys of sequence b, [heads, rows, keys] bool, True: kept.
     view: packed bits, the least significant of a byte first; its addresses and strides count bits.
     """
     head = torch.arange(heads)[:, None, None] * int(view.stride_head[b])
@@ -31,14 +30,14 @@ def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slic
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and low 32 bits of a * b, for factors below 2**32, without overflow of int64."""
+    """Returns the high and low 32 bits of a * b, for factors below 2**32, without overflow of int64."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Philox4x32: four 32-bit words (int64 tensors) from four counter words and two key words, in `rounds` rounds."""
+    """Returns Philox4x32's four 32-bit random words (int64 tensors) from four counter words and two key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -50,18 +49,16 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int 
 
 
 def threshold(keep_prob: float) -> int:
-    """The bound for keep_prob: a weight is kept if its random number, of 16 bits, is below it."""
+    """Returns round(65536 * keep_prob): dropout keeps a weight if its 16-bit random number is below it."""
     return round(65536 * keep_prob)
 
 
 def keep_from_philox(
     seed: int, offset: int, keep_prob: float, first_stream: int, heads: int, rows: slice, keys: slice
 ) -> torch.Tensor:
-    """Draws the dropout mask [heads, rows, keys] bool, true with probability keep_prob: kept.
-
-    Head h has stream first_stream + h, where first_stream is sequence * heads. One draw (counter = key // 8, row,
-    stream, offset) gives eight 16-bit numbers, little endian, for keys 8m .. 8m+7.
-    """
+    """Draws the dropout mask [heads, rows, keys] bool, true (kept) with probability keep_prob.
+    Head h has stream first_stream + h, where first_stream is sequence * heads. One draw of Philox4x32-7 (counter = key
+    // 8, row, stream, offset) gives eight 16-bit numbers, little endian, for keys 8m .. 8m+7."""
     stream = torch.arange(first_stream, first_stream + heads)[:, None, None]
     row = torch.arange(rows.start, rows.stop)[None, :, None]
     return _keep_mask(seed, offset, keep_prob, stream, row, keys)
@@ -86,11 +83,8 @@ def drawn_bits(
     size: Sequence[int], keep_prob: float, seed: int, offset: int, device: torch.device | None = None
 ) -> torch.Tensor:
     """Draws the mask of scores of shape size = [.., rows, keys] by keep_from_philox(), packed in uint8, row by row,
-    least significant bit first; 1: kept.
-
-    Streams number the leading axes in order, so for [sequences, heads, rows, keys] the bits are those that kernels
-    draw.
-    """
+    least significant bit first; 1: kept. Streams number the leading axes in order, so for [sequences, heads, rows,
+    keys] the bits are those that kernels draw."""
     *streams, rows, keys = (1, 1, *size)
     count = math.prod(streams) * rows
     if not count * keys:
@@ -108,7 +102,7 @@ def drawn_bits(
 
 
 def signed(seed: int) -> int:
-    """The 64 bits of an unsigned seed as an int64, which is the only integer type of torch's operators."""
+    """Returns the 64 bits of an unsigned seed as an int64, the only integer type of torch's operators."""
     return seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed
 
 
@@ -116,16 +110,16 @@ generator: ContextVar[Callable[[], tuple[int, int]] | None] = ContextVar("genera
 
 
 def draw_pair() -> tuple[int, int]:
-    """(seed, offset) for a call without a seed, from the current `generator`; its default is (draw_seed(), 0)."""
+    """Returns (seed, offset) for a call without a seed, from the current `generator`; default: (draw_seed(), 0)."""
     draw = generator.get()
     return (draw_seed(), 0) if draw is None else draw()
 
 
 def draw_seed() -> int:
-    """A seed for one call, from torch's default generator (torch.manual_seed makes it repeatable); never 0."""
+    """Returns a seed for one call, from torch's default generator (torch.manual_seed makes it repeatable); never 0."""
     return int(draw_seed_tensor())
 
 
 def draw_seed_tensor() -> torch.Tensor:
-    """draw_seed() as an int64 tensor without dimensions, for traced graphs, which draw at every run."""
+    """Returns a random seed as an int64 tensor [], for traced graphs, which draw it at every run."""
     return torch.randint(1, 2**63 - 1, ())

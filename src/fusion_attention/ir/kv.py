@@ -14,7 +14,7 @@ import torch
 
 @dataclass(eq=False, slots=True)
 class RowView:
-    """Rows of `dim` contiguous elements: row (sequence b, head h, token t) starts at
+    """Vectors of `dim` contiguous elements in memory: row (sequence b, head h, token t) starts at
 
         address[b] + h * stride_head[b] + t * stride_token        (elements, from the first one of the tensor in keep)
 
@@ -33,11 +33,11 @@ class RowView:
     dim: int
 
     def over(self, tensor: torch.Tensor) -> RowView:
-        """A view with the same addresses and strides in another tensor, which holds all sequences."""
+        """Returns a view with the same addresses and strides in another tensor, which holds all sequences."""
         return RowView((tensor,), self.address, self.stride_token, self.stride_head, self.dim)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
-        """Rows of sequence b as a tensor [heads, length, dim] that shares the memory."""
+        """Returns the rows of sequence b as a tensor [heads, length, dim] that shares the memory."""
         base = self.keep[b] if len(self.keep) > 1 else self.keep[0]
         start = base.storage_offset() + int(self.address[b])
         return base.as_strided((heads, length, self.dim), (int(self.stride_head[b]), self.stride_token, 1), start)
@@ -45,7 +45,7 @@ class RowView:
 
 @dataclass(eq=False, slots=True)
 class PagedView:
-    """Rows of a paged cache: row (sequence b, head h, token t) starts at
+    """Vectors of a paged KV cache in memory: row (sequence b, head h, token t) starts at
 
         table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
 
@@ -77,11 +77,11 @@ class PagedView:
     stride_fragment: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
-        """A view with the same page table and strides in another pool of pages, `tensor`."""
+        """Returns a view with the same page table and strides in another pool of pages, `tensor`."""
         return dataclasses.replace(self, pool=tensor)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
-        """Rows of sequence b as a new tensor [heads, length, dim], gathered from the pages."""
+        """Returns the rows of sequence b as a new tensor [heads, length, dim], gathered from the pages."""
         size = self.page_size
         pages = self.table[b, : -(-length // size)].long()
         count = int(pages.max()) + 1 if len(pages) else 0
@@ -96,7 +96,7 @@ class PagedView:
 
 @dataclass(eq=False, slots=True)
 class Dequant:
-    """Scales and offsets of stored integers: value = (stored + offset) * scale, computed when a row is loaded.
+    """Scales and offsets of quantised keys or values: value = (stored + offset) * scale, computed when a row is loaded.
 
     Args:
         scale, offset: float32. Per channel: rows of the same dim that all tokens share (stride_token 0). Per token:
@@ -114,14 +114,14 @@ class MatrixView:
 
         address[b] + h * stride_head[b] + i * stride_row[b] + j * stride_key
 
-    Drop bits use the same arithmetic, counted in bits of a uint8 tensor.
+    Dropout bits use the same arithmetic, counted in bits of a uint8 tensor.
 
     Args:
         keep: the tensor that holds the values.
         address, stride_head, stride_row: int64 [sequences].
         stride_key: 1, or 0 if one value applies to all keys.
-        first: for a blocked matrix, int64 [sequences]: keys before `first` have no element and are not blocked, so a
-            sequence's address may point before the tensor. None: 0.
+        first: for a mask, int64 [sequences]: keys before `first` have no element and are not blocked, so a sequence's
+            address may point before the tensor. None: 0.
     """
 
     keep: torch.Tensor
@@ -132,11 +132,11 @@ class MatrixView:
     first: np.ndarray | None = None
 
     def sequence(self, b: int, heads: int, rows: int, keys: int) -> torch.Tensor:
-        """Values of sequence b from key `first` on, as a tensor [heads, rows, keys - first] that shares the memory."""
+        """Returns a view [heads, rows, keys - first] of the values of sequence b from key `first` on."""
         strides = (int(self.stride_head[b]), int(self.stride_row[b]), self.stride_key)
         start, first = self.keep.storage_offset() + int(self.address[b]), self.first_of(b)
         return self.keep.as_strided((heads, rows, keys - first), strides, start + first * self.stride_key)
 
     def first_of(self, b: int) -> int:
-        """Index of the first key of sequence b for which the matrix has elements."""
+        """Returns the index of the first key of sequence b for which the matrix has elements."""
         return 0 if self.first is None else int(self.first[b])

@@ -31,9 +31,9 @@ def tokens(count: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class Band:
-    """An interval of visible keys for every query row, with an optional prefix that is visible to all rows.
+    """An interval of visible keys for every query, with an optional prefix that is visible to all queries.
 
-    Row i of a sequence sees the keys
+    Query i of a sequence sees the keys
 
         max(0, i + lo + a)  <=  j  <  min(kv_len, max(prefix, i + hi + a))
 
@@ -44,8 +44,8 @@ class Band:
         lo: position of the first visible key, relative to the diagonal; -INFINITE: no left edge.
         hi: position of the key behind the last visible one, relative to the diagonal; INFINITE: no right edge.
         align: "start" or "end".
-        prefix: per sequence, the number of leading keys that are visible to all rows; (): none. Requires
-            lo = -INFINITE.
+        prefix: per sequence, the number of leading keys that are visible to all queries; (): none. Requires lo =
+            -INFINITE.
 
     Raises:
         ValueError: an unknown alignment, or a prefix together with a left edge.
@@ -74,29 +74,27 @@ class Band:
 
     @classmethod
     def full(cls) -> Band:
-        """Every row sees every key."""
+        """Returns the band in which every query row sees every key."""
         return cls()
 
     @classmethod
     def causal(cls, align: str = "end") -> Band:
-        """Row i sees the keys up to the diagonal: j <= i (+ kv_len - q_len with align="end")."""
+        """Returns the band in which query i sees the keys j <= i, or j <= i + kv_len - q_len if align is "end"."""
         return cls(hi=1, align=align)
 
     @classmethod
     def window(cls, left: int, right: int = 0, align: str = "end") -> Band:
-        """Row i sees `left` keys before the diagonal (see align), its key, and `right` keys behind it (causal: none).
-
-        Negative counts move an edge across the diagonal; 2**31 - 1 or more means no edge.
-        """
+        """Returns the band in which a query sees `left` keys before the diagonal (see align), its key, and `right` keys
+        behind it. Negative counts move an edge across the diagonal; 2**31 - 1 or more means no edge."""
         return cls(-tokens(left), min(tokens(right) + 1, INFINITE), align)
 
     @classmethod
     def prefix_causal(cls, prefix: Sequence[int]) -> Band:
-        """Every row of sequence b sees its first prefix[b] keys, and the keys up to the diagonal (align "end")."""
+        """Returns the band (align "end") in which queries of sequence b see prefix[b] keys and the causal ones."""
         return cls(hi=1, prefix=tuple(int(n) for n in prefix))
 
     def resolve(self, q_len: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(lo, hi, prefix) for sequences of these lengths, int64; edges are relative to key = row, or infinite."""
+        """Returns (lo, hi, prefix), int64 [sequences]: query i sees the keys i + lo <= j < max(prefix, i + hi)."""
         shift = kv_len - q_len if self.align == "end" else np.zeros_like(q_len)
         prefix = np.zeros_like(q_len)
         if self.prefix:
@@ -104,7 +102,7 @@ class Band:
         return saturate(self.lo, shift), saturate(self.hi, shift), prefix
 
     def __repr__(self) -> str:
-        """The expression that makes this band, with a constructor such as Band.causal() where one fits."""
+        """Returns the expression that makes this band, with a constructor such as Band.causal() where one fits."""
         text = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
         if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
             return text  # constructors would fail on numbers that are not integers; bind() reports them
@@ -118,13 +116,13 @@ class Band:
         return text
 
     def visible(self, q_len: int, kv_len: int) -> torch.Tensor:
-        """The band of one sequence as a boolean matrix [q_len, kv_len], True where a row sees a key."""
+        """Returns the band of one sequence as a boolean matrix [q_len, kv_len], True where a query sees a key."""
         edges = self.resolve(np.array([q_len]), np.array([kv_len]))
         return interval_matrix(q_len, kv_len, *(int(e[0]) for e in edges))
 
 
 def _as_int(number: Any) -> Any:
-    """An integral number of any type as an int, so that equal bands compare equal; other values unchanged."""
+    """Returns an integral number of any type as an int, so that equal bands compare equal; other values unchanged."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if int(number) == number:
             return int(number)
@@ -132,14 +130,14 @@ def _as_int(number: Any) -> Any:
 
 
 def saturate(edge: int, shift: np.ndarray) -> np.ndarray:
-    """edge + shift per sequence; an infinite edge stays infinite."""
+    """Returns edge + shift per sequence, int64; an infinite edge stays infinite."""
     if abs(edge) >= INFINITE:
         return np.full_like(shift, INFINITE if edge > 0 else -INFINITE)
     return np.clip(edge + shift, -INFINITE, INFINITE)
 
 
 def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> torch.Tensor:
-    """Matrix [q_len, kv_len] bool, True where i + lo <= j < max(prefix, i + hi) for row i and key j."""
+    """Returns bool [q_len, kv_len], True where i + lo <= j < max(prefix, i + hi) for query i and key j."""
     row = torch.arange(q_len)[:, None]
     key = torch.arange(kv_len)[None, :]
     return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
@@ -148,8 +146,8 @@ def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> t
 def blocked_by_tiles(
     tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
 ) -> torch.Tensor:
-    """Matrix [heads, rows, keys] bool of sequence b, true for pairs that blocked tiles hide; tiles: the number of each
-    tile; bits: the elements of partly hidden tiles."""
+    """Returns bool [heads, rows, keys] of sequence b, true for (query, key) pairs that a mask in 128 x 128 tiles hides;
+    tiles: the number of each tile, or -1, -2 if it hides all or none; bits: the elements of partly hidden tiles."""
     numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
     full = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
     full[ALL_BLOCKED] = True

@@ -19,7 +19,7 @@ _LEAST = torch.finfo(torch.float32).smallest_normal
 
 
 class Partial(NamedTuple):
-    """Attention of rows to a subset of keys, float32: normalized out [..., dim_v]; max and sum [...], as in Stats."""
+    """Attention of queries to a subset of keys, float32: normalized out [..., dim_v]; softmax max and sum [...]."""
 
     out: torch.Tensor
     max: torch.Tensor
@@ -27,7 +27,7 @@ class Partial(NamedTuple):
 
 
 def merge(into: Partial, more: Partial) -> None:
-    """Merges `more` into `into`, in place: the result is attention over the keys of both."""
+    """Merges two attention results over disjoint keys: `into` becomes the attention over the keys of both."""
     top = torch.maximum(into.max, more.max)  # NaN where either is
     ours, theirs = (_weight(partial, top) for partial in (into, more))
     total = ours + theirs
@@ -40,14 +40,14 @@ def merge(into: Partial, more: Partial) -> None:
 
 
 def join_sink(into: Partial, sink: torch.Tensor) -> None:
-    """Adds the attention sink, one logit per head [heads], to the softmax denominators of `into`, rows [.., heads]."""
+    """Adds the sink, a logit per head [heads], to the softmax denominators of `into` [.., heads], in place."""
     peak = sink.float().expand_as(into.max)
     one = torch.ones_like(into.sum).where(peak != -math.inf, 0.0)
     merge(into, Partial(torch.zeros_like(into.out[..., :1]).expand_as(into.out), peak, one))
 
 
 def empty_partial(like: torch.Tensor, shape: tuple[int, ...], dim: int) -> Partial:
-    """The partial result over no keys, on the device of `like`: out [*shape, dim] 0, max [*shape] -inf, and sum 0."""
+    """Returns the attention over no keys, on like's device: out [*shape, dim] 0, max [*shape] -inf, and sum 0."""
     stats = like.new_zeros(shape, dtype=torch.float32)
     return Partial(like.new_zeros((*shape, dim), dtype=torch.float32), stats - math.inf, stats)
 

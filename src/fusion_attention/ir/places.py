@@ -19,11 +19,12 @@ _FIELDS += ("weights", "indices", "values", "k_compressed", "v_compressed")
 
 
 def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
-    """The tensors of operands by name: names of fields, "max", "sum", "k_scale", "k_offset", "v_scale", "v_offset",
-    "table" (of pages) and "compressed_table" (of the pages of compressed keys).
+    """Returns the tensors of a call's operands by name: names of fields, "max", "sum", "k_scale", "k_offset",
+    "v_scale", "v_offset", "table" (of pages) and "compressed_table" (of the pages of compressed keys).
 
     Raises:
-        ValueError: rows in several tensors, two page tables of one source, or a weight_scale, which has no name.
+        ValueError: keys or values in several tensors, two page tables of one source, or a weight_scale, which has no
+            name.
     """
     result: dict[str, torch.Tensor] = {}
     for name, view in _views(operands):
@@ -36,7 +37,7 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 
 
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
-    """A copy of the operands with views of other tensors; `tensors` has one for every name of places()."""
+    """Returns a copy of a call's operands with views of other tensors; `tensors` has one for every name of places()."""
     new: dict[str, Any] = {
         name: _over(view, tensors[name], tensors.get(_table_of(name))) for name, view in _views(operands)
     }
@@ -66,7 +67,6 @@ def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
 
 
 def _table_of(name: str) -> str:
-    """The name of the page table of the operand `name`."""
     return "compressed_table" if name.endswith("_compressed") else "table"
 
 

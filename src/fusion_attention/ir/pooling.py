@@ -9,7 +9,7 @@ from fusion_attention.ir.kv import RowView
 
 @dataclass(frozen=True)
 class PoolingProblem:
-    """Sums of the rows of a window, weighted per channel by a softmax of gates.
+    """Pooling of each window of tokens to one compressed key, a sum weighted per channel by a softmax of gates.
 
         z_p = gate[p] + bias[p % ratio],  out[w, d] = sum_p exp(z[p, d]) kv[p, d] / sum_p exp(z[p, d])
 
@@ -17,8 +17,8 @@ class PoolingProblem:
     elements: window w sums the last dim elements of these rows, and the first dim elements of the rows of window w - 1,
     if there is one.
 
-    In Extents, kv_len counts rows in memory, q_len counts results, and result i is that of window i + lo. Rows outside
-    the windows of results are not read, and their gradients are 0.
+    Of the sequences' lengths, kv_len counts rows in memory, q_len counts results, and result i is that of window i +
+    lo. Rows outside the windows of results are not read, and their gradients are 0.
 
     Args:
         heads, dim: heads, and elements of a result.
@@ -37,13 +37,13 @@ class PoolingProblem:
 
     @property
     def channels(self) -> int:
-        """Elements of a row of keys or gates: dim, or with overlapping windows 2 * dim."""
+        """Elements per token of keys or gates: dim, or with overlapping windows 2 * dim."""
         return self.dim * (1 + self.overlap)
 
 
 @dataclass(eq=False)
 class PoolingOperands:
-    """The memory of one pooling call, which reads rows, gates and bias, and writes out."""
+    """The memory of one pooling of tokens to compressed keys, which reads kv, gates and bias, and writes out."""
 
     kv: RowView
     gate: RowView
@@ -53,7 +53,7 @@ class PoolingOperands:
 
 @dataclass(eq=False)
 class PoolingGrads:
-    """The gradients that backward reads (dout) and writes; dbias is None if it is not wanted."""
+    """The gradients that the backward of key pooling reads (dout) and writes; dbias is None if it is not wanted."""
 
     dout: RowView
     dkv: RowView

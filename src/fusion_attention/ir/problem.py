@@ -37,7 +37,7 @@ PLAIN_SELECTION: dict[str, object] = {
 
 
 class _Typed:
-    """Base of problems: gives the torch.dtype of a problem, which has the dtype's name."""
+    """The base class of records with a field `dtype`, the name of a torch.dtype."""
 
     dtype: str
 
@@ -56,8 +56,8 @@ class Problem(_Typed):
         s   = x + bias', or where there is a softcap: softcap * tanh(x / softcap) + bias'
         out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
 
-    summed over the visible keys of a row. A key with score -inf is not visible, whatever its v. A row without visible
-    keys is an empty row.
+    summed over the visible keys of a query (a row). A key with score -inf is not visible, whatever its v. A row without
+    visible keys is an empty row.
 
     Args:
         heads_q, heads_kv: query heads and key/value heads; group = heads_q / heads_kv query heads share one.
@@ -88,7 +88,8 @@ class Problem(_Typed):
             int8, with the row's final maximum; the divisor sums weights that are not rounded. In an empty row that
             returns the mean, all weights are round(weight_scale).
         has_blocked_tiles: in addition to band and matrix, a table hides keys in tiles of 128 rows by 128 keys.
-        select_count: entries in a row's list of selected blocks; 0: no selection, rows read their complete band.
+        select_count: selected key blocks of a query row, listed per key head; 0: no selection, rows read their complete
+            band.
         select_block: tokens of a selected block. A row whose last visible key is `end` - 1 reads at most the first
             ceil(end / select_block) entries, and stops at the first negative entry. Keys of a block outside the band
             are skipped; a block that is listed n times counts n times.
@@ -139,11 +140,11 @@ class Problem(_Typed):
 
     @property
     def selects(self) -> bool:
-        """True if rows gather keys individually: selected keys, or keys of two sources."""
+        """True if query rows gather keys individually: selected keys, or keys of two sources."""
         return bool(self.select_count or self.compressed_ratio)
 
     def flops(self, extents: Extents, backward: bool = False) -> int:
-        """Floating-point operations (2 per multiply-add) of visible (row, key) pairs: 2 matmuls forward, 5 backward."""
+        """Returns the floating-point operations of visible (query, key) pairs: 2 matmuls forward, 5 backward."""
         qk, v = self.dim_qk + self.dim_rope, self.dim_v
         pairs = extents.visible_pairs
         if self.compressed_ratio:
@@ -157,11 +158,11 @@ class Problem(_Typed):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Positions of chunks in longer sequences whose other chunks are computed on other ranks or at other times.
+    """The positions of chunks in longer sequences, whose other chunks are computed on other ranks or at other times.
 
-    Host int64 arrays, one number per sequence. Bands, shifts and lengths of Extents count from the chunk's first row
-    and key. The complete sequence's positions and lengths determine dropped pairs, kernel and tile boundaries, so
-    chunks that start at multiples of CUT have the same bits as the complete sequence.
+    Host int64 arrays, one number per sequence. Bands, shifts and lengths (Extents) count from the chunk's first row and
+    key. The complete sequence's positions and lengths determine dropped pairs, kernel and tile boundaries, so chunks
+    that start at multiples of CUT have the same bits as the complete sequence.
 
     Args:
         first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; first_key is a multiple
@@ -179,10 +180,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """Lengths and bounds of a second source of keys: host int64 arrays, one number per sequence.
-
-    Visible to row i are the first min(kv_len, (i + hi) // Problem.compressed_ratio) keys, if that is positive.
-    """
+    """Lengths and bounds of a second source of keys, compressed ones: host int64 arrays, one number per sequence.
+    Visible to query i are the first min(kv_len, (i + hi) // (tokens per compressed key)) keys, if that is positive."""
 
     kv_len: np.ndarray
     hi: np.ndarray
@@ -190,13 +189,10 @@ class Compressed:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """Lengths and bands per sequence: host int64 arrays, all of one length.
-
-    Visible to row i of sequence b are the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix
-    requires lo = -INFINITE. shift: origin of distances in computed biases, |j - i + shift|. part: None if sequences are
-    complete; chunks have no bias tables, drop bits or blocked tiles. compressed: lengths of a second source of keys,
-    whose indices start at kv_len.
-    """
+    """Lengths and masks' bands per sequence: host int64 arrays, all of one length. Visible to query i of sequence b are
+    the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix requires lo = -INFINITE. shift: origin of
+    distances in computed biases, |j - i + shift|. part: None if sequences are complete; chunks have no bias tables,
+    drop bits or blocked tiles. compressed: lengths of a second source of keys, whose indices start at kv_len."""
 
     q_len: np.ndarray
     kv_len: np.ndarray
@@ -212,7 +208,7 @@ class Extents:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Bytes that identify these lengths and bands in the cache of plans."""
+        """Bytes that identify these lengths and bands in caches."""
         lengths = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
         if self.compressed is not None:
             return b"compressed" + lengths + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
@@ -228,58 +224,57 @@ class Extents:
 
     @functools.cached_property
     def keyless(self) -> list[int]:
-        """Indices of sequences with rows but without keys."""
+        """Indices of the sequences with queries but without keys."""
         keys = self.kv_len if self.compressed is None else self.kv_len + self.compressed.kv_len
         result: list[int] = np.flatnonzero((keys == 0) & (self.q_len > 0)).tolist()
         return result
 
     @functools.cached_property
     def scores(self) -> int:
-        """Number of (row, key) pairs over all sequences, visible or not."""
+        """Number of (query, key) pairs over all sequences, visible or not."""
         return int(self.q_len @ self.kv_len)
 
     @functools.cached_property
     def q_start(self) -> np.ndarray:
-        """Index of each sequence's first query token in packed rows."""
+        """Index of each sequence's first query among packed tokens, int64 [sequences]."""
         return np.cumsum(self.q_len) - self.q_len
 
     @functools.cached_property
     def kv_start(self) -> np.ndarray:
-        """Index of each sequence's first key token in packed rows."""
+        """Index of each sequence's first key among packed tokens, int64 [sequences]."""
         return np.cumsum(self.kv_len) - self.kv_len
 
     @property
     def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:
-        """(q_len, kv_len) of the complete sequences, from which a back end chooses its kernel."""
+        """(q_len, kv_len) of the complete sequences, by which a kernel is chosen; int64 [sequences]."""
         return (self.q_len, self.kv_len) if self.part is None else (self.part.q_len, self.part.kv_len)
 
     def drawn(self, b: int, heads: int) -> tuple[int, slice, slice]:
-        """(stream, rows, keys) of sequence b's dropout mask: stream of head 0, positions in the complete sequence."""
+        """Returns (stream number of head 0, slice of queries, slice of keys) at which sequence b's dropout mask is
+        drawn; slices count in the complete sequence."""
         p = self.part
         stream, row, key = (b * heads, 0, 0) if p is None else (int(a[b]) for a in (p.stream, p.first_row, p.first_key))
         return stream, slice(row, row + int(self.q_len[b])), slice(key, key + int(self.kv_len[b]))
 
     def row_interval(self, b: int, row: np.ndarray, ratio: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(first, end) of the visible keys of the given rows in sequence b; end <= first if a row has none.
-
-        ratio: tokens that a key represents.
-        """
+        """Returns (first, end) of the visible keys of the given query rows in sequence b; end <= first if a row has
+        none. ratio: tokens that a key represents."""
         first = np.maximum(row + self.lo[b], 0)
         end = np.minimum(np.maximum((row + self.hi[b]) // ratio, self.prefix[b]), self.kv_len[b])
         return first, end
 
     def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
-        """Number of keys of the second source that each of the rows `row` of sequence b sees; ratio: tokens per key."""
+        """Returns the number of compressed keys that each query of `row` in sequence b sees; ratio: tokens per key."""
         assert self.compressed is not None
         return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
 
     def all_keys(self, b: int) -> int:
-        """Number of keys of sequence b, compressed keys (the second source) included."""
+        """Returns the number of keys of sequence b, compressed keys (the second source) included."""
         return int(self.kv_len[b]) + (0 if self.compressed is None else int(self.compressed.kv_len[b]))
 
     @functools.cached_property
     def visible_pairs(self) -> int:
-        """Number of (row, key) pairs inside the bands, over all sequences."""
+        """Number of (query, key) pairs inside the mask's bands, over all sequences."""
         total = 0
         for b in range(len(self)):
             first, end = self.row_interval(b, np.arange(self.q_len[b]))
@@ -288,17 +283,15 @@ class Extents:
 
 
 def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
-    """Count of (row, key) pairs of the second source, `ratio` tokens per key, that are read; listed: keys per list."""
+    """Returns the number of (query, compressed key) pairs that are read; listed: most keys that a query reads, or 0."""
     ends = (extents.compressed_end(b, np.arange(extents.q_len[b]), ratio) for b in range(len(extents)))
     return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 
 
 @dataclass(eq=False)
 class Stats:
-    """Softmax statistics, one float32 per row and head (RowViews with dim 1).
-
-    An empty row has max = -inf; its sum is 0 if it returns zeros, or the sequence's kv_len if it returns the mean of V.
-    """
+    """Softmax statistics in memory, one float32 per query and head. A query without keys has max = -inf; its sum is 0
+    if it returns zeros, or the sequence's kv_len if it returns the mean of V."""
 
     max: RowView
     sum: RowView
@@ -306,7 +299,7 @@ class Stats:
 
 @dataclass(eq=False)
 class Operands:
-    """The memory of one attention call: inputs, and out and stats, which forward writes and backward reads."""
+    """The tensors of one attention call: inputs, and the out and softmax statistics that forward writes."""
 
     q: RowView
     k: RowView | PagedView
@@ -341,9 +334,9 @@ class Operands:
 
 @dataclass(eq=False)
 class Grads:
-    """The gradients that backward reads (dout, dlse) and writes; None for operands that the problem lacks.
+    """The gradients that attention's backward reads (dout, dlse) and writes; None for absent operands.
 
-    dlse is the gradient of max + log(sum), float32, with dim 1, or None. Values at empty rows are ignored.
+    dlse is the gradient of max + log(sum), float32, with dim 1, or None. Values at rows without keys are ignored.
 
     dbias is accumulated, because sequences may share a bias: the caller zeroes it, in float32 or wider. If owns_dbias,
     each element belongs to a single (row, key) pair: all pairs of all sequences are overwritten, in the dtype of the
@@ -369,7 +362,7 @@ class Grads:
 
 @dataclass(frozen=True)
 class IndexerProblem(_Typed):
-    """The lightning indexer: scores the visible keys of each row, and selects the top_k.
+    """The lightning indexer: scores the visible keys of each query row, and selects the top_k.
 
         I[i, j] = sum_h weights[i, h] * max(0, q[i, h] . k[j])
 
@@ -405,11 +398,10 @@ class IndexerProblem(_Typed):
 
 @dataclass(eq=False)
 class IndexerOperands:
-    """The memory of one indexer call; indexer_topk writes indices and values, the gradient reads them.
-
-    indexer_lse writes stats (one head), which a loss without selection reads. A loss whose target is an operand writes
-    y (IndexerLossProblem) to values, for the entries or keys that a row reads; the caller zeroes the others.
-    """
+    """The memory of one call of an indexer (a key selector); its top-k writes indices and values, its gradient reads
+    them. Its log-sum-exp kernel writes stats (one head), which a loss without selection reads. A loss whose target is
+    an operand writes y, the softmax of scores, to values, for the entries or keys that a row reads; the caller zeroes
+    the others."""
 
     q: RowView
     k: RowView | PagedView
@@ -421,7 +413,7 @@ class IndexerOperands:
 
 @dataclass(eq=False)
 class IndexerGrads:
-    """The gradients that the indexer's backward reads (dvalues, one per selected key; None in a loss) and writes."""
+    """The gradients that an indexer's backward reads (dvalues, of the selected scores; None in a loss) and writes."""
 
     dq: RowView
     dk: RowView
@@ -453,11 +445,11 @@ class IndexerLossProblem(_Typed):
     is ignored. y may be a result too (IndexerOperands.values, float32).
 
     Args:
-        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: the attention's, as in Problem; heads_q 0: no
+        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: the attention's; heads_q 0: no
             attention, the target is an operand.
         heads_index, dim_index, weights_dtype: the indexer's; its q and k have dtype too, and one key head.
         select_count: entries of a row's list, shared by all heads; 0: no selection.
-        ratio: as in IndexerProblem.
+        ratio: tokens per key: row i sees the keys j < (i + hi) // ratio.
         unit_target: a target without selection is treated as summing to 1: dI = y - p.
     """
 

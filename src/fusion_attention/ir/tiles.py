@@ -13,12 +13,10 @@ from fusion_attention.ir.problem import Extents
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The work list as a structure of arrays (int64, one entry per tile).
-
+    """The tiles of an attention kernel with their visible ranges, as arrays (int64, one entry per tile).
     From by_query(): rows [row0, row1) of sequence seq read keys [begin, end); keys in [full_begin, full_end) are
     visible to all rows of the tile. From by_key(): keys [row0, row1) are read by query rows [begin, end); all keys of
-    the tile are visible to rows in [full_begin, full_end). If there are none, full_begin = full_end.
-    """
+    the tile are visible to rows in [full_begin, full_end). If there are none, full_begin = full_end."""
 
     seq: np.ndarray
     row0: np.ndarray
@@ -49,15 +47,14 @@ def _tiles(seq: np.ndarray, row0: np.ndarray, row1: np.ndarray, edges: tuple[np.
 
 
 def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
-    """For each sequence or tile, true if its band (edges lo and hi, or a prefix) is not empty.
-
-    A tile may have begin < end although the band of each of its rows is empty.
-    """
+    """Returns bool [n], for each of n sequences or tiles true if its band (edges lo and hi, or a prefix) is not empty.
+    A tile may have begin < end although the band of each of its rows is empty."""
     return (hi > lo) | (prefix > 0)
 
 
 def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` query rows that cover all rows; begin = end if no key is visible to the tile.
+    """Returns tiles of `size` query rows that cover all rows, with the range of keys that they see (empty: begin =
+    end).
 
     ratio: tokens that a key represents. Tiles of a chunk have the boundaries and first keys of the complete sequence's
     tiles.

@@ -34,11 +34,11 @@ BUFFER = 1 << 29
 
 
 class JudgeError(ValueError):
-    """A call that cannot be judged: it is invalid, or its outputs are not those of the operator."""
+    """The error for a recorded call that is invalid, or whose outputs are not those of the operator."""
 
 
 class MissingError(JudgeError):
-    """A call to be judged lacks a required argument, or has no outputs."""
+    """The error for a recorded call that lacks a required argument or all outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Recorded:
     cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
-        """Returns the recorded call, checked against its operator's definition (contract.bind); checks it once."""
+        """Returns the recorded arguments, checked against the operator's definition once, with derived sizes."""
         if "bound" not in self.cached:
             try:
                 with warnings.catch_warnings():
@@ -70,8 +70,8 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """Returns the lowered call, in the intermediate representation, with all results; the lowered backward if
-        gradients of results were recorded."""
+        """Returns the call's parameters, lengths and tensors as back ends read them, with all results; those of the
+        backward if gradients of results were recorded."""
         call = captured.complete_call(self.op, self.bound(), self.seed, self.args.get("offset"))
         if not self.upstream:
             return call
@@ -85,7 +85,8 @@ class Recorded:
         return backward
 
     def _beside(self, call: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (saved results, gradients of results) by name, in the shapes and dtypes of the forward `call`."""
+        """Returns (saved results, gradients of results) by name, checked against the shapes of the forward `call`'s
+        results and converted to their dtypes."""
         call_results, names = gradients.with_kernel_statistics(call).results(), gradients.names_of(call)
         result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
@@ -99,7 +100,8 @@ class Recorded:
         return result
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """Returns the recorded outputs that the judge has a formula for, by name, in the dtypes of lowered.results().
+        """Returns the recorded outputs that have a formula to judge them by, by name, in the dtypes of
+        lowered.results().
 
         Raises:
             JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.
@@ -129,12 +131,12 @@ class Recorded:
         return results
 
     def unjudged(self, names: Collection[str]) -> dict[str, str]:
-        """Returns the reason why each output that is not in `names` is not judged, by name."""
+        """Returns the reason why an output is not judged, by name, for each output that is not in `names`."""
         others = [name for name, t in self.outputs.items() if name not in names and t.numel()]
         return dict.fromkeys(others, "the judge has no formula for it, or the call does not ask for it")
 
     def doubts(self) -> tuple[str, ...]:
-        """Returns the errors of a strict check with tensor contents; none of them prevents the computation."""
+        """Returns the errors of a strict check of arguments and their contents; none prevents the computation."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ContractWarning)
@@ -166,7 +168,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """Returns the recorded call of a file that capture() wrote; source: the file's name, for reports."""
+    """Returns a recorded call, read from a file that capture() wrote; source: the file's name, for reports."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
@@ -260,7 +262,7 @@ def _in_memory(who: str, value: Any) -> Tensor:
 
 
 def with_lse(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds lse = max + log(sum) to results that have "max" and "sum"."""
+    """Adds lse = max + log(sum) to results, tensors by name, that have softmax statistics "max" and "sum"."""
     if not {"max", "sum"} <= results.keys():
         return results
     return results | {gradients.LSE: results["max"] + results["sum"].log()}
@@ -271,7 +273,6 @@ def _described(t: Tensor) -> str:
 
 
 def _kind(t: Tensor) -> str:
-    """Returns the kind of a tensor's numbers: "floating", "integer" or a dtype's name."""
     if t.is_floating_point():
         return "floating"
     return "integer" if t.dtype in _INTEGERS else str(t.dtype)

@@ -24,30 +24,29 @@ _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """One well-known mistake, made in one way, that may explain wrong outputs; with the errors of the outputs that
-    remain if they are compared with a program that makes it."""
+    """One well-known kernel mistake, made in one way, that may explain wrong outputs, and the outputs' remaining errors
+    if the judge's formulas make it too."""
 
     mistake: Mistake
     way: Try
     result: Result
 
     def outputs(self, case: Case) -> tuple[Output, ...]:
-        """Returns the outputs of the call `case`; if the mistake is an output's layout, read in the mistaken layout."""
+        """Returns the outputs of the judged call `case`, in another layout if the mistake is a wrong layout."""
         return case.outputs if self.way.outputs is None else self.way.outputs
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
-        """Returns the match as an explanation of the named outputs; `confirmed`, `noisy`: see Explanation."""
+        """Returns this mistake as the explanation of the named outputs; confirmed: tried on all outputs; noisy: errors
+        remain, of 16-bit sums."""
         m = self.mistake
         error = max((self.result.tallies[name].z for name in outputs), default=0.0)
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
 def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
-    """Returns (mistakes that explain the wrong outputs of the call `case`, best first; True if none is needed because
-    outputs are as exact as sums in 16 bits).
-
-    base: the outputs' errors without a mistake; seed: of the choice of sampled rows; watch: called with the progress.
-    """
+    """Returns (mistakes that explain the wrong outputs of the judged call `case`, best first; True if none is needed
+    because outputs are as exact as sums in 16 bits). base: the outputs' errors without a mistake; seed: of the choice
+    of sampled rows; watch: called with the progress."""
     of_totals = sink_and_bias_gradients.explained(case.setting, case.outputs, base.failing)
     case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
     explained, noisy = _of_rows(case, base, seed, watch)
@@ -80,12 +79,10 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
 
 
 def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[Match]:
-    """Returns the mistakes that may explain wrong outputs of the call `case`, by errors on its sampled parts `pieces`.
-
-    Each way is measured first on the rows and on the keys with the largest error in `base`, the errors without a
-    mistake.
-    Ways that explain no output there, or are impossible in the call, are omitted. `watch` is called with the progress.
-    """
+    """Returns the mistakes that may explain wrong outputs of the judged call `case`, by errors on its sampled parts
+    `pieces`. Each mistake is measured first on the queries and keys with the largest error in `base`, the errors
+    without a mistake. Mistakes that explain no output there, or are impossible in the call, are omitted. `watch` is
+    called with the progress."""
     results = []
     kinds = itertools.product((False, True), repeat=2)  # of rows: query rows, keys, compressed keys
     axes = ([p for p in pieces if (p.by_keys, p.second) == kind] for kind in kinds)
@@ -106,7 +103,8 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
 
 
 def _worst(case: Case, base: Result, unit: Unit) -> float:
-    """Returns the largest error in a part (`unit`) of the call `case`, of all outputs; `base` has the errors by row."""
+    """Returns the largest error, of all outputs, in a range of rows (`unit`) of the judged call `case`; `base` has the
+    errors by row."""
     at = [(o, o.unit_of(case.setting, unit)) for o in case.outputs if o.of_unit(unit)]
     return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
@@ -125,12 +123,10 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns explanations of the call `case` by those matches with which its outputs pass completely, best first.
-
-    Matches were found on samples. Those that leave less of the error are tried first, equal ones in the order of
-    MISTAKES. If more than _CONFIRMED match (more than one in large calls), the others are returned untried if one of
-    the first passes. sample: the errors without a mistake; failing: the names of the wrong outputs.
-    """
+    """Returns explanations of the judged call `case` by those mistakes with which all its outputs pass, best first.
+    The mistakes `matches` explain samples. Those that leave less of the error are tried first. If there are more than
+    _CONFIRMED (one in large calls), the others are returned untried if one of the first passes. sample: the errors
+    without a mistake; failing: the names of the wrong outputs."""
 
     def order(f: Match) -> tuple[bool, float]:
         return f.mistake.general, float(f"{_left(f.result, sample, failing):.2g}")

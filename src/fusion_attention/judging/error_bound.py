@@ -46,12 +46,9 @@ class Expected:
 @cache
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
     """Returns the limit of z, root mean square (error / expected size), for a group of `freedom` independent errors, if
-    the verdict tests `looks` groups in all.
-
-    Its square is the value that chi-square / freedom, with `freedom` degrees of freedom, exceeds with probability
-    FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs has an error itself, so the limit is
-    increased as that of Student's t distribution.
-    """
+    the verdict tests `looks` groups in all. Its square is the value that chi-square / freedom, with `freedom` degrees
+    of freedom, exceeds with probability FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs
+    has an error itself, so the limit is increased as that of Student's t distribution."""
     chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4
     for _ in range(60):
@@ -84,13 +81,13 @@ class Look:
 def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
     """Returns (error / expected size) ** 2 of each number, float64: 0 for equal values, inf if only one is finite.
 
-    Of an integer, only the error beyond the half unit of rounding counts. If golden's value exceeds the dtype's largest
-    number, infinity and the largest number are both correct. If it is above half the largest number, or the expected
-    error exceeds the largest number, an infinity counts as the largest number.
+    Of an integer, only the error beyond the half unit of rounding counts. If the exact value exceeds the dtype's
+    largest number, infinity and the largest number are both correct. If it is above half the largest number, or the
+    expected error exceeds the largest number, an infinity counts as the largest number.
 
     Args:
         ours: the result to judge.
-        value: golden's value.
+        value: the exact value, float64.
         size: the expected size of the error.
     """
     value, mine = value.double(), ours.double()
@@ -115,7 +112,8 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
 
 
 class Errors:
-    """The squared ratios (error / expected size) ** 2 of one output by row, from which all groups are computed.
+    """The squared ratios (error / expected size) ** 2 of one output by row, from which the errors of tiles and heads
+    are computed.
 
     Args:
         lengths: number of rows of each sequence.
@@ -133,7 +131,7 @@ class Errors:
         self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # row maxima
 
     def add(self, b: int, heads: slice, rows: slice, errors: Tensor) -> None:
-        """Stores `errors`, the squared ratios [heads, rows, columns] (see ratios()) of some rows of sequence b."""
+        """Stores `errors`, (error / expected size)^2 [heads, rows, columns] of a range of rows of sequence b."""
         if not errors.numel():
             return
         errors = errors.clamp(max=1e30)
@@ -144,7 +142,7 @@ class Errors:
         self.peaks[b][heads, rows] = errors.amax(-1).float()
 
     def append(self, errors: Tensor) -> None:
-        """Stores `errors`, squared ratios [heads, rows, columns] of further rows, as a new sequence."""
+        """Stores `errors`, (error / expected size)^2 [heads, rows, columns] of further rows, as a new sequence."""
         shape = errors.shape[:2]
         self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
         self.peaks.append(torch.zeros(shape, dtype=torch.float32))
@@ -174,18 +172,16 @@ class Errors:
 
     @property
     def looks(self) -> int:
-        """The number of groups of elements that a verdict tests: elements, rows, tiles of rows, tiles of rows and
-        columns, heads, and all elements together."""
+        """The number of groups of elements that are tested: elements, rows, tiles of rows, tiles of rows and columns,
+        heads, and all elements together."""
         heads = sum(len(p) for p in self.peaks)
         tiles = sum(p.shape[0] * -(-p.shape[1] // TILE) for p in self.peaks)
         return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1
 
     def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
-        """Yields (sequence, the group with the largest error) for every sequence and every kind of group (Look.kind);
-        sequence -1 for all elements.
-
-        draws: the number of programs from which expected sizes were estimated; 0: they were computed by formulas.
-        """
+        """Yields (sequence, its group with the largest error) for every kind of group (elements, rows, tiles, ...);
+        sequence -1: all elements.
+        draws: the number of programs from which expected sizes were estimated; 0: they were computed by formulas."""
         looks = self.looks
         for b, (cells, peaks, rows) in enumerate(zip(self.cells, self.peaks, self.of_rows, strict=True)):
             if not rows.numel():
@@ -203,12 +199,14 @@ class Errors:
             yield -1, Look("whole", self.z, limit(self.count, looks, draws))
 
     def fails(self, draws: int = 0) -> list[tuple[int, Look]]:
-        """Returns the worst group of each kind and sequence that fails, the worst first; draws: as for worst()."""
+        """Returns (sequence, group of elements) for each kind of group and sequence whose worst group exceeds its error
+        limit, the worst first; draws: number of programs from which expected errors were estimated, or 0."""
         results = [(b, look) for b, look in self.worst(draws) if look.fails]
         return sorted(results, key=lambda f: -f[1].z / f[1].limit)
 
     def wrong(self, draws: int = 0) -> list[Tensor]:
-        """Returns wrong rows, bool [heads, rows] per sequence: an element, row or tile fails; draws: see worst()."""
+        """Returns bool [heads, rows] per sequence, true if an element, row or tile exceeds its error limit; draws:
+        number of programs from which expected errors were estimated, or 0."""
         looks, result = self.looks, []
         for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
             one = limit(1, looks, draws) ** 2
@@ -225,7 +223,7 @@ class Errors:
 
 
 def _tiles(rows: Tensor) -> Tensor:
-    """Returns the mean of each TILE consecutive rows, [.., tiles]; the last tile has the last TILE rows."""
+    """Returns the means [.., tiles] of each TILE consecutive rows [.., rows]; the last tile ends at the last row."""
     length = rows.shape[-1]
     if length <= TILE:
         return rows.mean(-1, keepdim=True)

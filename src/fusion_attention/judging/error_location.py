@@ -18,7 +18,7 @@ class Map:
 
     Attributes:
         off: [heads, rows] float32 per sequence: the row's error divided by its limit; a row is wrong if it exceeds 1.
-        worst: (sequence, head, row, element, output's value, golden's value, expected error) of the largest error.
+        worst: (sequence, head, row, element, output's value, exact value, expected error) of the largest error.
     """
 
     def __init__(self, tally: Tally, word: str = "rows") -> None:
@@ -30,17 +30,17 @@ class Map:
 
     @property
     def wrong(self) -> list[Tensor]:
-        """Wrong rows: bool [heads, rows] per sequence."""
+        """The rows with an error beyond their limit: bool [heads, rows] per sequence."""
         return [off > 1 for off in self.off]
 
     @property
     def fraction(self) -> float:
-        """The fraction of wrong rows."""
+        """The fraction of an output's rows that have an error beyond their limit."""
         count = sum(off.numel() for off in self.off)
         return sum(int(w.sum()) for w in self.wrong) / count if count else 0.0
 
     def sentences(self) -> list[str]:
-        """Returns phrases that describe the location of the errors; none without errors."""
+        """Returns phrases that name the sequences, heads and rows with errors; [] without errors."""
         wrong = self.wrong
         bad = [b for b, w in enumerate(wrong) if w.any()]
         if not bad:
@@ -59,15 +59,15 @@ class Map:
         return results
 
     def surface(self) -> Surface:
-        """Returns the errors as a matrix of heads by rows for each sequence, to be drawn."""
+        """Returns the errors [heads, rows] of each sequence as matrices to be drawn."""
         return Surface([off * LEAST for off in self.off], self.wrong, "heads", self.word)
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
-    """Returns sentences about wrong rows that are zero, NaN, infinite, or copies of other rows.
+    """Returns sentences about an output's wrong rows that are zero, NaN, infinite, or copies of other rows.
 
     Args:
-        tally: the errors.
+        tally: the output's errors by row.
         word: the word for a row in the sentences: "row", "key" or "number".
         rows: returns a sequence's output [heads, rows, elements]; None: copies are not searched.
     """
@@ -91,7 +91,8 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
 
 
 def mask_of(setting: Setting, b: int) -> Mask | None:
-    """Returns the mask of the first head in sequence `b` of the call `setting`; None if rows see all keys."""
+    """Returns the mask of the first head in sequence `b` of the judged call `setting`, reduced to cells for a drawing;
+    None if queries see all keys."""
     sizes = int(setting.extents.q_len[b]), setting.extents.all_keys(b)
     if not all(sizes):
         return None
@@ -120,11 +121,9 @@ def most(tally: Tally, shape: Sequence[int]) -> list[str]:
 
 
 def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
-    """Returns (head, row, other head, other row) of a wrong row that equals another row, though golden's rows differ.
-
-    rows: the output [heads, rows, elements]; wrong: bool [heads, rows]; golden: [heads, rows], marked() of golden's
-    rows.
-    """
+    """Returns (head, row, other head, other row) of a wrong row that equals another row, though they differ in the
+    float64 reference. rows: the output [heads, rows, elements]; wrong: bool [heads, rows]; golden: [heads, rows], a
+    number that identifies the reference's row."""
     for head, row in wrong.nonzero()[:8].tolist():
         mine, right = rows[head, row], golden[head, row]
         if not (mine == mine[0]).all():

@@ -39,12 +39,12 @@ _SHORT = 32  # products_of_squares() is exact for shorter vectors
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Returns r, the relative variance of rounding to a dtype; 0 for integers, which are judged before rounding."""
+    """Returns the relative variance of rounding to a dtype; 0 for integers, which are judged before rounding."""
     return _BINADE * _UNITS[dtype] ** 2 / 3 if dtype in _UNITS else 0.0
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the variance of the rounding error if `value` is stored in a dtype, by element; 0 for integer dtypes."""
+    """Returns the variance of each element's rounding error if `value` is stored in a dtype; 0 for integer dtypes."""
     if dtype not in _UNITS:
         return torch.zeros_like(value)
     mantissa, exponent = torch.frexp(value.double().nan_to_num(0.0, 0.0, 0.0))
@@ -74,28 +74,28 @@ class Grade:
     poor: bool = False  # True if running sums are rounded too
 
     def sums(self, dtype: torch.dtype) -> float:
-        """Returns a, the relative variance of the rounding error of one addition to a running sum, in programs of this
-        grade; dtype: the call's."""
+        """Returns the relative variance of the rounding error of one addition to a running sum, in programs of this
+        precision; dtype: that of q, k and v."""
         if dtype == torch.float64:
             return rounding(dtype)
         return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
 
     def step(self, dtype: torch.dtype) -> float:
-        """Returns r, the relative variance of rounding an intermediate value to the call's dtype; 0 for kernels, which
-        keep it in float32."""
+        """Returns the relative variance of rounding an intermediate value to `dtype`; 0 for programs that store it in
+        float32."""
         if self.poor and dtype == torch.float32:
             return rounding(torch.float16)
         return rounding(dtype) if self.low else 0.0
 
     def weight(self, dtype: torch.dtype) -> float:
-        """Returns w, the relative variance of rounding the softmax weights for their product with V; 0 for float32
-        kernels, which do not round them."""
+        """Returns the relative variance of rounding the softmax weights for their product with V; 0 for float32
+        programs, which do not round them."""
         once = 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype)
         return once + 2 * self.step(dtype)
 
     def stored(self, value: Tensor, variance: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the `variance` of a result, increased by the variance of rounding `value` to its dtype, once, or
-        twice if the program rounds every step (low)."""
+        """Returns the `variance` of a result, increased by the variance of rounding `value` to its dtype, once; twice
+        if the program rounds every step (low)."""
         return variance + (2 if self.low else 1) * stored(value, dtype)
 
 
@@ -105,10 +105,9 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3, a =
-    grade.sums(), plus the rounding of the total in 16-bit programs.
-
-    dtype: the call's; grade: the steps in which the program rounds.
+    """Returns the variance from rounding the running sum of n terms with the total `value`: a n value^2 / 3, a:
+    relative variance of one addition's rounding, plus the rounding of the total in 16-bit programs.
+    dtype: that of q, k and v; grade: the steps in which the program rounds.
     """
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
@@ -118,7 +117,6 @@ def _squares(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns the sums of squares of rows, [heads, rows, 1], in error_dtype."""
     return _squares(tensor, error_dtype).sum(-1, keepdim=True)
 
 
@@ -132,14 +130,14 @@ def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) ->
 
 
 def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exact: bool = False) -> Tensor | float:
-    """Returns e of every pair of row and key of block x, in error_dtype: the variance of its score s and of exp(s -
-    max).
+    """Returns, in error_dtype, the variance of the rounding error of every score s of block x [heads, rows, keys], and
+    so of log exp(s - max).
 
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
     program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
-    a = grade.sums(), r = grade.step(), which is 0 for a kernel. If an upper bound for all pairs is below 2% of
-    weight(), it is returned, unless `exact`.
+    a, r: relative variances of one addition and one rounding in the program; r is 0 for a kernel. If an upper bound for
+    all pairs is below 2% of that of rounding weights, it is returned, unless `exact`.
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
@@ -178,9 +176,8 @@ def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 
 def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
-    """Returns the dtype in which to compute variances of `pairs` pairs of row and key: float64 for few pairs, or if
-    squares of products of the tensors of block x and of `more` may not fit in float32.
-    """
+    """Returns the dtype in which to compute variances of `pairs` (query, key) pairs: float64 for few pairs, or if
+    squares of products of block x's q, k, v and of `more` may not fit in float32."""
     if pairs <= _FEW:
         return torch.float64
     q, k, v, *others = (
@@ -198,14 +195,16 @@ def faint(pairs: Tensor) -> bool:
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """Returns e, the relative variance of weights (see scores()), plus 1 for weights that a kernel may round to 0."""
+    """Returns the relative variance of softmax weights, from the errors of their scores, plus 1 for weights that a
+    kernel may round to 0; [heads, rows, keys], or one number for all."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
 
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
-    """Returns the variances of a block's out [heads, rows, dim_v], before it is stored, and, if `statistics`, of max,
-    sum and lse [heads, rows, 1]. P: the weights of the softmax s, divided by their sum.
+    """Returns the error variances of a block's out [heads, rows, dim_v], before it is stored, and, if `statistics`, of
+    max, sum and lse [heads, rows, 1]. P: probabilities; a, w, e: relative variances of one addition, of rounding a
+    weight, and of P by its score; n: keys.
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
           with dropout v / keep_prob, plus out^2 sum P^2 e of dropped keys, which are in the divisor
@@ -289,15 +288,15 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
 
 
 def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns the variance of max + log(sum) without the part that the weights' errors cause, divided by a
-    (Grade.sums()): n / 9 + 2 + lse^2 + max^2."""
+    """Returns n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: the variance of lse, without the weights' errors, in units
+    of one float32 addition's; n: number of keys."""
     top, lse = ((t.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
     return _terms(x, s, error_dtype) / 9 + 2 + lse + top
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Returns the variance of int8 weights round(c exp(s - max)) that comes from their rounding: 1 / sum^2 where c
-    exp(s - max) is so near the middle of two integers that an error may change the integer by one, else 0.
+    """Returns the variance [heads, rows, keys] of int8 weights round(c exp(s - max)) that comes from their rounding: 1
+    / sum^2 where c exp(s - max) is so near the middle of two integers that an error may change it, else 0.
 
     e: variance of s; step: variance of rounding c exp(s - max). The maximum is exact.
     """
@@ -309,13 +308,13 @@ def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: t
 
 
 def _shares(s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns P^2, the squared probabilities before the weights are rounded to integers, in error_dtype."""
+    """Returns the squared softmax probabilities, before weights are rounded to integers, [heads, rows, keys]."""
     soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
     return soft.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
 
 
 def _remade(p: Problem) -> float:
-    """Returns the variance of rounding dequantised keys and values in problem p; 0 if their integers are multiplied."""
+    """Returns the relative variance of rounding dequantised keys and values; 0 if the integers are multiplied."""
     return rounding(p.torch_dtype) if p.kv_dtype and not p.has_weight_scale else 0.0
 
 
@@ -325,8 +324,8 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
         with a gradient of lse plus (a + r) (delta^2 + dlse^2)
 
-    a, r, w: Grade.sums(), step(), weight(); e: scores(). g has the gradients of the scores of all keys of the rows.
-    Without g, out's size gives the error of the weights.
+    a, r, w: relative variances of one addition, of rounding a value and a weight; e: of P by its score. g has the
+    gradients of the scores of all keys of the rows; without g, out's size gives the error of the weights.
     """
     dout, out = x.saved[:2]
     dtype = x.problem.torch_dtype
@@ -354,10 +353,9 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns (variance of dS, without the errors of delta and of the sum of weights; dS; P times the cap's slope), all
-    [heads, rows, keys], and the relative variance of the sum of weights, [heads, rows, 1]. dS: gradient of the scores.
-    g: gradients of block x; e: see scores().
-    """
+    """Returns (variance of dS without the errors of delta and of the sum of weights; dS; P times the softcap's
+    derivative), all [heads, rows, keys], and the relative variance of the sum of weights, [heads, rows, 1].
+    P: probabilities, dS: their scores' gradient, in g; e: relative variance of P."""
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     dscores = g.dscores.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
@@ -380,8 +378,8 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """Returns the variance of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: the variance of
-    delta = dout . out."""
+    """Returns the variance of the errors of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: that
+    of delta = dout . out."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
@@ -393,8 +391,9 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
 def gradients(
     x: Block, g: Scored, of_delta: Tensor, grade: Grade, kinds: Collection[str] = GRADIENTS
 ) -> dict[str, Tensor]:
-    """Returns the variances of a block's contributions to the gradients `kinds`, by query head, as
-    formulas.gradients().
+    """Returns the error variances of a block's contributions to the gradients `kinds`, by query head: dq [heads, rows,
+    dim], dk, dv [heads, keys, dim]. P: probabilities; a, w, e: relative variances of one addition, of rounding a
+    weight, and of P by its score.
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
              with a cap, whose slope 1 - t^2 has cancellation, plus 4 a (P (dP - delta))^2
@@ -443,7 +442,8 @@ def gradients(
 
 
 def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
-    """Returns the variance of dv of block x, from the variances of the weights after dropout (weight_errors)."""
+    """Returns the error variance of dv of block x, [heads, keys, dim_v], from that of the weights after dropout
+    (weight_errors)."""
     error_dtype, factor = weight_errors.dtype, x.keep_factor if x.keep is not None else 1.0
     dout, live = _squares(x.summed.get("dv", x.saved[0]), error_dtype), s.live.to(error_dtype)
     result = weight_errors.mT @ dout + quantum(x.problem.torch_dtype) * factor**2 * (live.mT @ dout)
@@ -453,8 +453,8 @@ def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
 def _of_queries(
     x: Block, s: Softmax, pairs: tuple[Tensor, ...], of_delta: Tensor, divisor: Tensor, squared_scale: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the variances of dq and dq_rope of block x; pairs: variance of dS, P with the cap's slope, and dS.
-
+    """Returns the error variances of dq and dq_rope of block x; pairs: variance of dS, P times the softcap's
+    derivative, and dS.
     of_delta: variance of delta; divisor: relative variance of the sum of weights; squared_scale: square of the scale.
     """
     each, soft, dscores = pairs
@@ -470,7 +470,8 @@ def _of_queries(
 
 
 def _of_keys(x: Block, s: Softmax, by_rows: Tensor, squared_scale: Tensor) -> dict[str, Tensor]:
-    """Returns the variances of dk and dk_rope of block x; by_rows: variance of dS; squared_scale: scale ** 2."""
+    """Returns the error variances of dk and dk_rope of block x; by_rows: variance of dS, the gradient of scores [heads,
+    rows, keys]; squared_scale: scale ** 2."""
     least, live = quantum(x.problem.torch_dtype), s.softmax.to(by_rows.dtype)
     results = {}
     for name, q in (("dk", x.q), ("dk_rope", x.q_rope)):

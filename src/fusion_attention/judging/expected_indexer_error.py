@@ -40,9 +40,10 @@ def _clean(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Uncertain:
-    """Variances of products S [heads, rows, keys] and of the indexer's scores I [rows, keys].
+    """Error variances of products S [heads, rows, keys] and of an indexer's scores I [rows, keys].
 
-    open: True where the sign of S is uncertain. live: True where S is positive or open.
+    open: True where the sign of S is uncertain. live: True where S is positive or open. a, r: relative variances of one
+    addition and one rounding. n: dim; H: heads.
 
     var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
     var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
@@ -58,14 +59,14 @@ class Uncertain:
 
 
 def _fits(s: Scored) -> bool:
-    """True if the squares of the products and scores of some rows (`s`), and of their errors, fit in float32."""
+    """True if the squares of an indexer's products and scores in `s`, and of their errors, fit in float32."""
     q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
     return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Returns the variances of the products and scores of some rows (s); dtype: the call's; grade: the precision of the
-    program.
+    """Returns the error variances of the indexer's products and scores `s`; dtype: that of q and k; grade: the
+    precision of the program.
 
     dscores: the gradient of the scores [rows, keys], needed if variances of gradients are computed from the result.
     """
@@ -89,7 +90,8 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | Non
 
 
 def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
-    """Returns max and sum of the scores of rows of sequence b, [1, rows, 1], with variances before they are stored.
+    """Returns softmax max and sum of the indexer's scores I of a range of rows of sequence b, [1, rows, 1], with error
+    variances (var); y = exp(I - max) / sum; a, r: relative variances of one addition and one rounding; n: keys.
 
     max   var(I) at the maximum
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
@@ -128,7 +130,7 @@ class Spread:
     shares: Tensor | None
 
     def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns [rows, keys]: the variance of by_y * log y + by_p * p, whose factors are [rows, keys]."""
+        """Returns the variance of by_y * log y + by_p * p, [rows, keys], for factors [rows, keys]."""
         of_y = self.of_y
         if self.shares is not None:
             of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
@@ -136,7 +138,7 @@ class Spread:
         return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns [.., rows]: the variance of the sum over keys of by_y * log y + by_p * p, [.., rows, keys]."""
+        """Returns the variance of the sum over keys of by_y * log y + by_p * p, [.., rows]; factors: [.., keys]."""
         full = by_y.sum(-1, keepdim=True)
         each = by_y if self.shares is None else by_y - self.shares * full
         result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
@@ -145,8 +147,8 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Returns the variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: variances of the
-    scores.
+    """Returns the error variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: variances
+    of the scores I; a, r: of one addition and one rounding, relative.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum
@@ -182,7 +184,9 @@ def _of_mass(given: Given, a: float) -> Tensor:
 
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns (variance of p [rows, keys], relative variance common to a row's keys [rows, 1]); x: the probabilities.
+    """Returns (variance of p [rows, keys], relative variance common to a row's keys [rows, 1]); x: the attention's
+    scores s and probabilities P of H heads; a, r: relative variances of one addition and one rounding; Q: sum_d q^2
+    k^2.
 
     e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
     of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
@@ -206,9 +210,10 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dty
 
 
 def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns [1]: the variance of the rows' contribution to the loss, the sum over keys of f (log p - log y).
+    """Returns [1]: the error variance of the rows' contribution to the indexer's loss, the sum over keys of f (log p -
+    log y), f = p.
 
-    summed() is added for the complete loss.
+    a, r: relative variances of one addition and one rounding.
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
            + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
@@ -232,11 +237,12 @@ def of_gradients(
     s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
     dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Returns the variances of gradients() of some rows, by kind; summed() is added for results of all rows.
+    """Returns the error variances of an indexer's gradients, by kind (dq, dk, dweights), before their sum over all
+    rows.
 
     s, u: scores of the rows and their variances; dscores: dI; rows: the number of rows that are summed.
     slopes: (Spread, derivative of dI by log y, derivative of dI by p); None if dI is an input.
-    times: how often a row's list has a key; equal terms have equal rounding errors, so m of them count m^2.
+    times: how often a row selects a key; equal terms have equal rounding errors, so m of them count m^2.
     squares: sum of dI^2 over the list entries of a key, which exceeds dI^2 if they cancel; None: keys are listed once.
 
     dI        Spread.of_pairs(): y^2 var(log y) + var(p), without the common error of a row's keys
@@ -292,7 +298,9 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, `pairs`; weights: w_h, or 0."""
+    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, `pairs` [rows, keys]; weights:
+    w_h or 0.
+    """
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):
@@ -305,7 +313,7 @@ def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
 def wanted(
     x: Index, b: int, rows: slice, grade: Grade, dtypes: dict[str, torch.dtype] | None = None
 ) -> dict[str, Wanted]:
-    """Returns golden's values of some rows of sequence b with their variances, by kind.
+    """Returns the exact results of a range of rows of sequence b with their error variances, by kind.
 
         indexer_topk      values [1, rows, top_k], indices (positions, with the variances of their scores) and scores
                           [1, rows, keys], which are not stored
@@ -314,7 +322,7 @@ def wanted(
                           dk [1, keys, dim], for completed() after the sum over rows
         indexer_backward  the same without a loss
 
-    x: the call; grade: the steps that round; dtypes: dtypes of stored results, by kind, if not the call's.
+    x: the call, whose op_kind is listed above; grade: the steps that round; dtypes: dtypes of stored results by kind.
     """
     if x.op_kind == "indexer_topk":
         s, visible = x.scored(b, rows, torch.float64), x.visible(b, rows)
@@ -363,11 +371,9 @@ def completed(
     x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
     """Returns an expected result with the variance of the errors of its last sum and of its rounding added.
-
     total: the exact result of sequence b (of all sequences if kind is "loss"), and the error variance of its terms.
     kind: "dq", "dk", "dweights" or "loss", summed over keys or rows in the precision `grade`; other results are not
-    summed. stored: the dtype to which the result is rounded; None: that of the call.
-    """
+    summed. stored: the dtype to which the result is rounded; None: that of the call."""
     variance, e, dtype = total.variance, x.extents, x.problem.torch_dtype
     terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)
     if terms:

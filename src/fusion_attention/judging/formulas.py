@@ -26,11 +26,11 @@ class Precision:
     low: torch.dtype | None = None  # dtype to which weights and results are rounded; None: no rounding
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """Returns attention weights rounded for the product with V; only a bfloat16 program rounds them."""
+        """Returns attention weights rounded to bfloat16, as a bfloat16 program does before the product with V."""
         return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
-        """Rounds the values of a result to the dtype in which it is returned."""
+        """Rounds the values of a result to the dtype in which the program returns it."""
         return values if self.low is None else values.to(self.low)
 
 
@@ -38,7 +38,7 @@ GOLDEN = Precision()
 
 
 def baseline(dtype: torch.dtype) -> Precision:
-    """Returns the precision of a program that computes in float32 and rounds weights and results to a dtype."""
+    """Returns the dtypes of a program that computes in float32 and rounds weights and results to `dtype`."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
@@ -61,7 +61,7 @@ class Softmax:
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
-    """Converts a block's tensors to the dtype in which the precision computes."""
+    """Converts a block's tensors to the dtype of products and sums of `precision`."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -94,7 +94,7 @@ def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
 
 
 def softmax(x: Block) -> Softmax:
-    """Computes the softmax of the scores of block x, with its statistics."""
+    """Computes the softmax weights of block x (ranges of heads, queries and keys), with max and sum."""
     scores, product, slope = scores_of(x)
     shape = (*scores.shape[:2], 1)
     sink = scores.new_full(shape, -_INF) if x.sink is None else x.sink[:, None, None].expand(shape)
@@ -115,7 +115,8 @@ def softmax(x: Block) -> Softmax:
 
 
 def saved_softmax(x: Block) -> Softmax:
-    """Computes the softmax of the scores of block x from the statistics that a forward saved."""
+    """Computes the softmax probabilities of block x (ranges of heads, queries and keys) from the max and sum that a
+    forward saved."""
     scores, product, slope = scores_of(x)
     _, _, top, total = x.saved
     empty = top == -_INF
@@ -129,7 +130,8 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Sets the weights `s` of block x to 1 in rows that return the mean of V, and rounds those of int8 queries."""
+    """Sets the weights `s` to 1 in rows without visible keys that return the mean of V; with x.weight_scale, rounds all
+    weights to int8 multiples of it."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():
@@ -184,7 +186,8 @@ class Scored:
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
-    """Computes dS = P (dP - delta), delta = dout . out - dlse, of block x from the saved statistics and output."""
+    """Computes dS = P (dP - delta), delta = dout . out - dlse, of block x from the forward's saved statistics and
+    output, in precision p."""
     s = saved_softmax(x)
     s = s if x.sloped else replace(s, slope=1.0)
     dout, out = x.saved[:2]
@@ -206,7 +209,7 @@ def gradients(
     x: Block, p: Precision = GOLDEN, g: Scored | None = None, kinds: Collection[str] = GRADIENTS
 ) -> dict[str, Tensor]:
     """Returns a block's contributions to the gradients `kinds`, by query head: dq [heads, rows, elements], dk and dv
-    [heads, keys, elements], dsink [heads]; sums are not rounded. g: scored(x, p), if the caller has it."""
+    [heads, keys, elements], dsink [heads], not rounded. g: the gradients of the scores, if the caller has them."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout, visible = x.saved[0], g.softmax.softmax
@@ -232,7 +235,7 @@ def _counted(x: Block, pairs: Tensor) -> Tensor:
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:
-    """Returns the probability that the softmax `s` of block x gives to the sink, [heads, rows, 1]."""
+    """Returns the probability [heads, rows, 1] that the softmax `s` of block x gives to the attention sink."""
     assert x.sink is not None
     result = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
     return result.masked_fill(s.keyless, 0)

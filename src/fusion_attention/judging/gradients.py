@@ -19,7 +19,7 @@ OUT = SPARSE[0]
 
 
 def upstream_of(op: Op) -> dict[str, str]:
-    """Returns {gradient's name: result's name} of an operator's results with a gradient: "dout", "dlse"."""
+    """Returns {gradient ("dout", "dlse"): result name} of the operator's results whose gradients its backward takes."""
     if "keep_prob" in op.by_name:
         return dict(zip((DOUT, DLSE), op.trains, strict=False))
     of_lists = "sparse_indices" in op.by_name and "sinks" in op.by_name and SHARED_LSE not in op.trains
@@ -34,26 +34,25 @@ def gradients_of(op: Op) -> dict[str, str]:
 
 
 def is_training(call: Any) -> bool:
-    """True if backward_of() can lower a call's backward."""
+    """True if backward_of() can make the backward of the forward `call`: dense or sparse attention."""
     return isinstance(call, DenseForward) or type(call) is Sparse
 
 
 def with_kernel_statistics(call: Any) -> Any:
-    """Returns a dense call whose statistics have one number per row and head, as in kernels; other calls unchanged."""
+    """Returns a dense attention call with one number per query and head in its statistics, as in kernels, where CANN's
+    have 8 copies; other calls unchanged."""
     return DenseForward(call.call) if isinstance(call, DenseForward) else call
 
 
 def names_of(call: Any) -> dict[str, str]:
-    """Returns {name of a call's result: its name in with_kernel_statistics(call)}."""
+    """Returns {name of a call's result: its name in the kernels}."""
     return dict(zip(call.names, RESULTS, strict=True)) if isinstance(call, DenseForward) else {n: n for n in SPARSE}
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Any:
-    """Returns the lowered backward of the forward `call`; the formulas compute its statistics.
-
+    """Returns the backward of the forward `call`, with its tensors; formulas compute the softmax statistics.
     saved: the forward's recorded results, by name. Without the output, it is computed and rounded to the call's dtype.
-    upstream: the gradients of its results.
-    """
+    upstream: the gradients of its results."""
     forward, names = with_kernel_statistics(call), names_of(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}
     setting, outputs = setting_of(forward, results)

@@ -41,8 +41,8 @@ class Mask:
     of: str = ""  # words for the title: " of sequence 2", or "" if the call has one sequence
 
     def lines(self) -> list[str]:
-        """Returns a drawing of the mask as lines of text: a title, the numbers of keys, and a line of block characters
-        per row of cells."""
+        """Returns a drawing of the mask as lines of text: a title, the numbers of keys, and lines of block characters,
+        one for each row of cells."""
         marks = [["█" if f == 1 else "▒" if f else _WITHIN for f in row] for row in self.visible.tolist()]
         margin = len(f"rows {(len(marks) - 1) * self.steps[0]}")
         title = f"the mask{self.of}: keys that a row sees; █ all, ▒ some, · none of {self.steps[1]}"
@@ -169,7 +169,7 @@ def _of(surface: Surface, b: int) -> str:
 
 
 def _ticks(g: Grid) -> str:
-    """Returns the labels below the picture g: the position of every 16th cell, and the name of the horizontal axis."""
+    """Returns the labels below the picture g: the position of every 16th cell, and the horizontal axis's name."""
     line = ""
     for cell in range(0, g.z.shape[1], 16):
         line = f"{line:{cell}}{cell * g.steps[1]}"

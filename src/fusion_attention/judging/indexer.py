@@ -32,13 +32,12 @@ _OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
 def serves(lowered: Any) -> bool:
-    """True if a lowered call is of the indexer, of its statistics or of its loss."""
+    """True if a call is of an indexer (it scores and selects keys), of its softmax statistics or of its loss."""
     return str(lowered.op_kind).startswith("indexer")
 
 
 def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
-    """Returns the Subject that judges the outputs `captured` of a lowered call of `operator`, for which serves() is
-    True."""
+    """Returns the object that judges the outputs `captured` of an indexer call of `operator`."""
     if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{operator}: the judge has no formula for it")
     x = setting_of(lowered)
@@ -50,8 +49,8 @@ def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> S
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Subject):
-    """The Subject for a call of the indexer, of its statistics or of its loss: x, perhaps with a mistake, and the
-    recorded outputs."""
+    """Judges a call of an indexer, of its softmax statistics or of its loss: x is the call, perhaps with a mistake;
+    captured are the recorded outputs."""
 
     x: Index
     lowered: Any
@@ -109,7 +108,8 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """Returns the lowered call of an indexer, its statistics or its loss as an Index, with fields for mistakes."""
+    """Returns the tensors and parameters of a call of an indexer, its statistics or its loss, with fields that can hold
+    a mistake."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -126,7 +126,8 @@ def setting_of(lowered: Any) -> Index:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Golden's values of an output for rows of sequence b (all rows for sums over rows), and the scores of all keys."""
+    """The exact values of an output for a range of rows of sequence b (all rows if the output sums over rows), and the
+    scores of all keys."""
 
     kind: str
     b: int
@@ -143,11 +144,10 @@ def pieces(
     *,
     with_baseline: bool = False,
 ) -> Iterator[Block]:
-    """Yields golden's values, with expected errors, in blocks [heads, rows, elements]; the last is the loss, [1, 1, 1].
-
+    """Yields the exact values of an indexer call's outputs, with expected errors, in blocks [heads, rows, elements];
+    the last is the loss, [1, 1, 1].
     x: the call, perhaps with a mistake; dtypes: by kind, the dtype to which the output is rounded, if not the call's;
-    grade, with_baseline: as for Subject.measured().
-    """
+    grade: precision of the judged program; with_baseline: True adds results of a float32 program."""
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
     pairs = x.heads + (x.problem.heads_q if x.of_loss is not None else 0)
@@ -179,7 +179,7 @@ def _sum(terms: Sequence[Wanted]) -> Wanted:
 
 
 def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Adds to golden's values `expected` (by kind, of rows of sequence b of x) the results of a float32 program."""
+    """Adds to the exact values `expected` (by kind, of some rows of sequence b) the results of a float32 program."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
@@ -209,7 +209,8 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the outputs `captured` of a call by kind ("indices", "dq", ..), each as rows of sequences."""
+    """Returns the outputs `captured` of an indexer call by kind ("indices", "dq", ..), each as a memory view [heads,
+    rows, elements] per sequence."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -221,10 +222,8 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
     """Returns (recorded output, expected output) of a block of the call x, [heads, rows, elements].
-
-    view: the recorded output. Lists of selected keys are replaced by the scores of their keys, because keys with nearly
-    equal scores may be in either order.
-    """
+    view: the recorded output. Indices of selected keys are replaced by the keys' scores, because keys with nearly equal
+    scores may be in either order."""
     heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
     if block.scores is None or block.kind != "indices":
@@ -250,12 +249,9 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
-    """Returns bool [rows, entries], true for entries of lists of selected keys that are wrong whatever the scores'
-    errors.
-
-    These are keys that do not exist, invisible or repeated keys, and keys with equal scores in the wrong order (x has
-    the
-    rule). scores: of all keys [rows, keys]; listed: the recorded lists; mine: the scores of their keys [rows, entries].
+    """Returns bool [rows, entries], true for selected keys that are wrong whatever the scores' errors: keys that do not
+    exist, invisible or repeated keys, and keys with equal scores in the wrong order (x has the rule).
+    scores: of all keys [rows, keys]; listed: the recorded indices; mine: the scores of their keys [rows, entries].
     """
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)

@@ -57,7 +57,7 @@ class Index:
         return int(getattr(self.problem, "heads", 0) or self.problem.heads_index)
 
     def visible(self, b: int, rows: slice) -> Tensor:
-        """Returns bool [rows, kv_len], true for keys within the band of rows of sequence b."""
+        """Returns bool [rows, kv_len], true for keys within the mask's band of the query rows `rows` of sequence b."""
         first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop), self.problem.ratio)
         key = torch.arange(int(self.extents.kv_len[b]))
         unread = (key >= self.unread[0]) & (key < self.unread[1])
@@ -75,7 +75,7 @@ class Index:
         return getattr(torch, names.get(kind, p.dtype))
 
     def scored(self, b: int, rows: slice, dtype: torch.dtype) -> Scored:
-        """Returns products and scores of rows of sequence b with all its keys, computed in a dtype."""
+        """Returns products q . k and index scores of a range of query rows of sequence b with all keys, in `dtype`."""
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
         k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
@@ -90,11 +90,9 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Scores of some rows over all keys.
-
-    q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1], dots = q . k [heads, rows, keys],
-    activations = max(0, dots), scores [rows, keys].
-    """
+    """An indexer's scores of some query rows over all keys.
+    q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1], dots = q . k [heads, rows, keys], activations =
+    max(0, dots), scores = sum over heads of weights * activations [rows, keys]."""
 
     q: Tensor
     k: Tensor
@@ -130,7 +128,7 @@ def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (max, sum), [rows, 1], of scores with multiplicity `times`; 0 and 0 for a row without keys."""
+    """Returns (max, sum of times * exp(score - max)), [rows, 1], of scores [rows, keys]; 0 and 0 without keys."""
     shown = scores.masked_fill(times == 0, -math.inf)
     top = shown.amax(-1, keepdim=True) if shown.shape[-1] else shown.new_full((len(shown), 1), -math.inf)
     empty = top == -math.inf
@@ -191,17 +189,15 @@ class Given:
     squares: Tensor
 
     def of_elements(self, matrix: Tensor) -> Tensor:
-        """Returns the entries of a matrix [rows, keys] for the target's elements; 0 where these are not read."""
+        """Returns a matrix [rows, keys] at the keys of the target's elements, [rows, elements]; 0 where not read."""
         extended = torch.cat((matrix, matrix.new_zeros(len(matrix), 1)), 1)
         return extended.gather(1, self.key).masked_fill(~self.read, 0)
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """Returns the two distributions that the loss of the call x compares, the indexer's and its target, for rows of
+    """Returns the two distributions [rows, keys] that an indexer's loss compares, its own and the target, for rows of
     sequence b.
-
-    dtype: of the computation. low: bfloat16 if the call rounds dI, the gradient of the scores, also a result.
-    """
+    dtype: of the computation. low: bfloat16 if the call rounds dI, the gradient of the scores, also a result."""
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -243,8 +239,8 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 
 
 def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
-    """Returns the Compared of a call x whose target is an argument, for rows of sequence b; begun: fields of Compared
-    that are computed already."""
+    """Compares an indexer's distribution of keys with a target that is an argument, for a range of rows of sequence b;
+    begun: fields of the result that are computed already."""
     times, of_y = begun["times"], begun["y"]
     dtype, kv_len = of_y.dtype, of_y.shape[1]
     target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)
@@ -279,7 +275,7 @@ def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> 
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns (lists of selected keys, bool: entries that are read) of rows of sequence b, [1, rows, entries]."""
+    """Returns (selected key indices, bool: read entries) of a range of rows of sequence b, both [1, rows, entries]."""
     entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
@@ -287,11 +283,8 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dI, sum of squares of its terms, number of list entries) for each key of sequence b, all [rows, keys].
-
-    dI, the gradient of a key's score, is the sum of the gradients, given in the call x, of the list entries of this
-    key.
-    """
+    """Returns (dI, sum of squares of its terms, number of terms) for each key of sequence b, all [rows, keys]. dI, the
+    gradient of a key's score, is the sum of the given gradients of the selected scores that belong to this key."""
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     kv_len = int(x.extents.kv_len[b])
@@ -304,8 +297,8 @@ def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    """Returns the rows' contributions to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights
-    [1, rows, heads]. s: their scores; dscores: the gradient dI of the scores, and visible: bool, both [rows, keys].
+    """Returns the rows' contributions to an indexer's gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights
+    [1, rows, heads]. s: the rows' scores; dscores: the gradient dI of the scores, and visible: bool, both [rows, keys].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """

@@ -126,8 +126,8 @@ def judged(
 
 
 def _subject(call: Recorded, watch: Watch) -> Subject:
-    """Returns the Subject (attention, indexer or pooling) that judges a recorded call; `watch` is called with the
-    progress."""
+    """Returns the object that judges a recorded call, by its operator (attention, indexer or pooling); `watch` is
+    called with the progress."""
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if lowered.extents is NO_SEQUENCE:
@@ -139,7 +139,7 @@ def _subject(call: Recorded, watch: Watch) -> Subject:
 
 
 class Attention(Subject):
-    """The Subject for a call of dense, decode or sparse attention, or of its gradients."""
+    """Judges a call of dense, decode or sparse attention, or of its gradients."""
 
     def __init__(self, call: Recorded, lowered: Any, captured: dict[str, Tensor], watch: Watch) -> None:
         self.call, self.lowered, self.captured, self.watch = call, lowered, captured, watch

@@ -35,7 +35,7 @@ class Result:
 
     @property
     def failing(self) -> list[str]:
-        """The outputs that exceed the error bound."""
+        """The names of the outputs that exceed the error bound."""
         return [name for name, tally in self.tallies.items() if not tally.passes]
 
     @property
@@ -54,10 +54,10 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """Returns errors of recorded outputs against the formulas' in parts of a call (setting, perhaps with a mistake).
+    """Returns the errors of recorded outputs in parts (`pieces`) of a call; setting: the call, perhaps with a mistake.
 
-    grade, with_baseline, beside: as for Subject.measured(); complete: True if the pieces are the whole call, of which
-    maps are made.
+    grade: precision of the judged program; with_baseline: also compute a float32 program; beside: other programs'
+    outputs; complete: True if the pieces are the whole call, of which maps are made.
     """
 
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
@@ -84,10 +84,10 @@ def measured(
 
 
 class Subject(ABC):
-    """A recorded call, with the methods by which one family of operators (attention, indexer, pooling) judges it.
+    """A recorded call with the methods that judge it; the subclasses are for attention, indexers and key pooling.
 
     Attributes:
-        captured: the recorded outputs that the family has formulas for, by name.
+        captured: the recorded outputs that have a formula to judge them by, by name.
     """
 
     captured: Mapping[str, Tensor]
@@ -108,15 +108,15 @@ class Subject(ABC):
 
     @abstractmethod
     def explained(self, base: Result) -> tuple[tuple[Explanation, ...], bool]:
-        """Returns (mistakes that explain the errors; True if none does, but the errors are those of a program that sums
-        in 16 bits)."""
+        """Returns (mistakes that explain the errors `base`; True if none does, but the errors are those of a program
+        that sums in 16 bits)."""
 
     def looks(self, name: str, tally: Tally) -> list[str]:
-        """Returns sentences about the errors (`tally`) of an output, such as rows of zeros."""
+        """Returns sentences about the errors (`tally`) of the output `name`, such as zero rows."""
         return looks_like(tally)
 
     def surface(self, name: str, tally: Tally) -> Surface | None:
-        """Returns the errors of an output without rows, to be drawn; None if they cannot be drawn."""
+        """Returns the errors of an output without an axis of rows as matrices to be drawn, or None."""
         return None
 
     def notes(self, base: Result) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def explanations(
     and of each wrong output's error at most the fraction LEFT remains.
 
     Args:
-        tries: (name, detail, means and fix of an Explanation, and the call with this mistake).
+        tries: (mistake's name, detail, meaning and advice, and the call with this mistake).
         base: the errors without a mistake.
         size: returns the size of an output's error.
     """
@@ -150,12 +150,9 @@ def explanations(
 
 
 def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:
-    """Measures outputs with the expected errors of a kernel (KERNEL), and those that fail with those of a 16-bit
-    program (PROGRAM).
-
-    measure(names, grade) returns the errors of the named outputs (None: of all). Returns (the errors; by output name,
-    the grade with which it was last measured).
-    """
+    """Measures outputs with the expected errors of a float32 kernel, and those that fail with those of a 16-bit
+    program. measure(names, grade) returns the errors of the named outputs (None: of all). Returns (the errors; output's
+    name -> the program precision with which it was last measured)."""
     base = measure(None, KERNEL)
     grades = dict.fromkeys(base.tallies, KERNEL)
     if base.passes:
@@ -176,24 +173,22 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
 
 
 def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
-    """Returns the errors of output o of the call `setting`, a sum over all sequences, against its expected values."""
+    """Returns the errors of output o, a sum over sequences such as a bias's gradient, against expected values."""
     tally = _tally(setting, o, complete=True)
     tally.add((0, slice(0, 1), slice(None)), *_of_total(o, wanted))
     return tally
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
-    """Returns output o, which has no rows (a sum over sequences), and its expected values as [1, rows, columns]."""
+    """Returns output o, a sum over sequences (a bias's gradient), and its expected values as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
     return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Returns randomly chosen parts of the call `setting`, of a few heads and rows, with wrong and with correct rows.
-
-    maps: the errors by row of the outputs, by name; the first and the last wrong row of each output are included.
-    """
+    """Returns randomly chosen ranges of heads and rows of the judged call, with wrong and with correct rows.
+    maps: the errors by row of the outputs, by name; the first and the last wrong row of each output are included."""
     results: set[tuple[int, int, int, int, int, bool, bool]] = set()
     for o in outputs:
         if o.name not in maps:

@@ -56,7 +56,7 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
 
 
 def _operator(name: str) -> str:
-    """Returns the operator in an entry's name: npu_fusion_attention for NPU.npu_fusion_attention.0.forward."""
+    """Returns the operator in an entry's name, npu_fusion_attention for NPU.npu_fusion_attention.0.forward, or ""."""
     parts = name.split(".")
     return next((p for p in parts if p in RECORDS), "") if parts[-1] == "forward" else ""
 

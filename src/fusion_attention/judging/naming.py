@@ -59,7 +59,7 @@ class _Names:
         return f"it has {', '.join(inputs)}; results {', '.join(self.results)}{more}"
 
     def target(self, name: str) -> str:
-        """Returns the parameter that a name denotes, or "output." and the result; "" if it denotes neither."""
+        """Returns the operator's parameter that a name denotes, or "output." and the result; "" for other names."""
         result = name.removeprefix(OUTPUT)
         result = LSE if result == FLASH_LSE and LSE in self.results else result
         if result in self.results or result in self.gradients:
@@ -67,8 +67,8 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns the parameter or result (see target()) that a name in a file denotes: the name itself, or else the
-        part after its last dot, if no other name in `content`, the file's tensors and values, ends with this part.
+        """Returns the parameter or result that a name in a file denotes, as target(): the name itself, or else the part
+        after its last dot, if no other name in `content`, the file's tensors and values, ends with this part.
         """
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1
@@ -196,10 +196,8 @@ def of_call(
     op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str, notes: tuple[str, ...] = ()
 ) -> Recorded:
     """Returns a recorded call of operator op whose tensors a file stores, perhaps in a larger dtype, such as float32.
-
     With how.dtype, float32 tensors become that dtype again if no value changes. Without it, a note asks for it if
-    every float32 input would fit a smaller dtype. inputs, outputs: by name; source: the file; notes: further notes.
-    """
+    every float32 input would fit a smaller dtype. inputs, outputs: by name; source: the file; notes: further notes."""
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
     if how.dtype:

@@ -50,11 +50,11 @@ class Output:
 
     @property
     def by_keys(self) -> bool:
-        """True if its rows are keys, not query rows."""
+        """True if the output's rows are keys, not query rows."""
         return self.kind in _KEYS
 
     def of_unit(self, unit: Unit) -> bool:
-        """True if a unit has rows of this output."""
+        """True if the output has rows (queries or keys) of the part `unit` of the call."""
         return self.view is not None and (self.by_keys, self.second) == (unit.by_keys, unit.second)
 
     def lengths(self, extents: Extents) -> list[int]:
@@ -67,7 +67,7 @@ class Output:
         return result
 
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """Returns rows of sequence b of the output, [heads, rows, elements]; compressed keys are the last."""
+        """Returns a range of heads and rows of the output in sequence b, [heads, rows, elements]."""
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
@@ -82,7 +82,8 @@ class Output:
         return int(extents.kv_len[b]) if self.second else 0
 
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
-        """Returns a unit with the output's heads (by_keys: key heads), and rows counted from the output's first row."""
+        """Returns a part of the call, `unit`, with the output's heads (key heads for key gradients), and rows counted
+        from the output's first row."""
         before = self.before(setting.extents, unit.b)
         rows = slice(unit.rows.start - before, unit.rows.stop - before)
         return replace(unit, heads=of_heads(setting, unit), rows=rows)
@@ -90,9 +91,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a call that is computed at once: query heads and rows (by_keys: keys) of sequence b. second: True if
-    the keys are compressed keys, which are numbered after the others.
-    """
+    """A part of a call that is computed at once: a range of query heads and of query rows (of keys if by_keys) of
+    sequence b; second: True if the keys are compressed keys, which are numbered after the others."""
 
     b: int
     heads: slice
@@ -102,7 +102,8 @@ class Unit:
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
-    """Returns (Setting, judged outputs) of a lowered dense, decode or sparse call; captured: its results by name."""
+    """Returns (the call's tensors and parameters, its outputs to judge) of a dense, decode or sparse attention call;
+    captured: its results by name."""
     scratch = call.results()
     filled = call.fill(scratch)
     filled.begin()
@@ -141,7 +142,7 @@ def _over(shown: Any, flat: Tensor) -> RowView:
 
 
 def _by_token(call: Sparse, tensor: Tensor) -> Tensor:
-    """Returns max, sum or lse, whose axes have CANN's order for the call's layout, as [.., tokens, heads]."""
+    """Returns softmax max, sum or lse, whose axes have the order of the call's layout, as [.., tokens, heads]."""
     return tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
 
 
@@ -164,7 +165,7 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
-    """Yields parts that together cover the rows and keys of these outputs of a call, with about PAIRS scores each."""
+    """Yields ranges of heads and of query rows or keys, of about PAIRS scores each, that cover these outputs."""
     p, e = setting.problem, setting.extents
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
@@ -194,7 +195,8 @@ def computed(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """Returns golden's values of the outputs in a part (`unit`) of a call, with expected errors, by name.
+    """Returns the exact values of the outputs in a part of a call (`unit`: ranges of heads and rows), with expected
+    errors, by name.
 
     Args:
         grade: the steps in which a correct program rounds; None: compute values alone.
@@ -211,8 +213,8 @@ def computed(
 
 @dataclass(frozen=True, eq=False)
 class _Expectation:
-    """Computes golden's values and expected errors in a part (`unit`) of the call `setting`; grade, exact: as in
-    computed(); precision: the dtypes in which the values are computed."""
+    """Computes the exact values and expected errors of a part of a call (`unit`: ranges of heads and rows); grade: the
+    steps in which a correct program rounds; precision: dtypes of the computation."""
 
     setting: Setting
     unit: Unit
@@ -221,7 +223,7 @@ class _Expectation:
     exact: bool = True
 
     def values(self, outputs: list[Output]) -> dict[str, Wanted]:
-        """Returns the expected rows of outputs, by name."""
+        """Returns the exact values [heads, rows, elements] of outputs, with expected errors, by name."""
         setting, unit, grade, precision = self.setting, self.unit, self.grade, self.precision
         if setting.grads is not None:
             return self._gradients(outputs)
@@ -247,7 +249,8 @@ class _Expectation:
         return results
 
     def _gradients(self, outputs: list[Output]) -> dict[str, Wanted]:
-        """Returns the expected gradients of the part's query rows, or of its keys, which are sums over all rows."""
+        """Returns the exact gradients of the part's queries, or of its keys, which are sums over all queries, with
+        expected errors, by name."""
         setting, unit, grade, p = self.setting, self.unit, self.grade, self.precision
         problem, length = setting.problem, int(setting.extents.q_len[unit.b])
         wanted = [o for o in outputs if o.of_unit(unit)]
@@ -283,9 +286,8 @@ class _Expectation:
         return pieces
 
     def _of_keys(self, kinds: Set[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (values, variances) of the gradients `kinds` of the part's keys, [query heads, keys, elements] by
-        kind, which are sums over all rows of the sequence.
-        """
+        """Returns (values, error variances) of the gradients `kinds` of the part's keys, [query heads, keys, elements]
+        by kind, summed over all queries of the sequence."""
         unit, length = self.unit, int(self.setting.extents.q_len[self.unit.b])
         sums = self.setting.sums.get(self._of_sums)
         if sums is not None and sums.rows == length:
@@ -304,13 +306,12 @@ class _Expectation:
 
     @property
     def _of_sums(self) -> tuple[Any, ...]:
-        """Returns the key under which Setting.sums stores the part's sums over rows."""
+        """The key, of sequence, heads and precision, under which sums over queries are cached in Setting.sums."""
         return self.unit.b, self.unit.heads.start, self.unit.heads.stop, self.grade, self.precision
 
     def _sum_by_keys(self, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor]) -> None:
-        """Adds contributions of the part's rows to gradients of `keys` (values and variances, by kind) to sums over
-        rows, Setting.sums. Only the sums of the latest heads are stored.
-        """
+        """Adds contributions of the part's queries to gradients of `keys` (values and error variances, by kind) to
+        cached sums over queries. Only the sums of the latest heads are stored."""
         setting, unit = self.setting, self.unit
         sums = setting.sums.get(self._of_sums)
         if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
@@ -340,12 +341,9 @@ class _Expectation:
         return values, expected_error.gradients(block, scored, of_delta, self.grade, kinds), block.keys
 
     def delta(self, rows: slice, complete: tuple[Block, formulas.Scored] | None = None) -> Tensor:
-        """Returns the variance of delta = dout . out of these rows and the part's heads, [heads, rows, 1].
-
+        """Returns the error variance of delta = dout . out of these query rows and the part's heads, [heads, rows, 1].
         It depends on all keys, and is cached in Setting.deltas.
-
-        complete: the block of the rows with all keys, and its gradients of scores, if the caller has them.
-        """
+        complete: (the rows with all keys, the gradients of their scores), if the caller has them."""
         setting, unit, grade = self.setting, self.unit, self.grade
         assert grade is not None
         at, heads = (unit.b, unit.heads.start, unit.heads.stop, grade.words), unit.heads.stop - unit.heads.start
@@ -367,7 +365,8 @@ class _Expectation:
 
 @dataclass(eq=False)
 class KeySums:
-    """Gradients of all keys, summed over the first `rows` query rows: [query heads, keys, elements] by kind ("dk")."""
+    """Gradients of all keys and their error variances, summed over the first `rows` queries: [query heads, keys,
+    elements] by kind ("dk")."""
 
     values: dict[str, Tensor]
     variances: dict[str, Tensor]
@@ -375,16 +374,15 @@ class KeySums:
 
 
 def _dtype(o: Output, problem: Any) -> torch.dtype:
-    """Returns the dtype to which an output is rounded. A float64 output is judged as if it had the call's dtype."""
+    """Returns the dtype to which an output is rounded; a float64 output counts as one of the call's dtype."""
     if o.tensor.dtype != torch.float64 or problem.dtype == "float64":
         return o.tensor.dtype
     return torch.float32 if o.kind in ("max", "sum", "lse", "dsink") else problem.torch_dtype
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Returns the result raw[o.kind] of the formulas for a block, in the form in which the operators return it: with
-    their values for rows without keys; p: precision; keyless: True if the sequence has no keys.
-    """
+    """Returns the computed result raw[o.kind] as operators return it, with their values for rows without keys; keyless:
+    True if the sequence has no keys; p: dtypes of the computation."""
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
@@ -408,7 +406,7 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
 
 
 def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
-    """Returns the gradients ("dq", "dk", ...) that outputs of a call need. If keys are also the values, dk needs dv."""
+    """Returns the gradients ("dq", "dk", ...) that outputs need. If keys are also the values, dk needs dv."""
     kinds = {o.kind for o in outputs}
     return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
 
@@ -440,7 +438,7 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
 
 
 def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:
-    """Adds addend [heads, rows, keys], of a unit's rows and these keys, to the memory `view` of a bias's gradient."""
+    """Adds `addend` [heads, rows, keys], of a part's heads and rows and these keys, to the bias gradient `view`."""
     view = replace(view, address=view.address + unit.heads.start * view.stride_head)
     if setting.problem.bias == "table":
         lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
@@ -450,7 +448,7 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:
-    """Returns the range of the output's heads that belong to a unit: its query heads, or, if by_keys, the key heads of
-    these."""
+    """Returns the output's heads that belong to a part of the call: its query heads, or, for gradients of keys, the key
+    heads of these."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads

@@ -56,17 +56,15 @@ class Windows:
     unbiased: bool = False  # True if gates lack the bias
 
     def channel_ranges(self, b: int) -> Iterator[slice]:
-        """Yields ranges of the channels of sequence b, each with about PAIRS elements in all heads and rows."""
+        """Yields ranges of channels, each with about PAIRS elements in all heads and rows of sequence b."""
         p = self.problem
         step = max(1, PAIRS // max(p.heads * int(self.extents.kv_len[b]), 1))
         return (slice(first, min(first + step, p.dim)) for first in range(0, p.dim, step))
 
     def block(self, b: int, channels: slice) -> Block:
-        """Returns sequence b as a block of attention with heads * windows * channels heads.
-
-        Each of these heads has one query row, of no elements; its keys are the window's rows, their scores the gates of
-        the channel, and their values the channel of kv.
-        """
+        """Returns the pooling of sequence b as attention with heads * windows * channels heads.
+        Each of these heads has one query, of no elements; its keys are the window's rows, their scores the gates of the
+        channel, and their values the channel of kv."""
         p, o, first = self.problem, self.operands, int(self.extents.lo[b])
         end = (first + int(self.extents.q_len[b])) * p.ratio
         x, z = (view.sequence(b, p.heads, end).double() for view in (o.kv, o.gate))
@@ -115,11 +113,9 @@ class Windows:
         return result[:, 1:].flatten(1, 2)[:, : int(self.extents.kv_len[b])]
 
     def sequence(self, b: int, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (golden's values, variances of their errors) of sequence b for each output, by name.
-
+        """Returns (exact values, variances of their errors) of sequence b for each output, by name.
         Both are [heads, windows (of out) or rows (of gradients), elements]. grade: the steps in which a correct program
-        rounds; None: a float32 program's values, which are also returned as variances.
-        """
+        rounds; None: a float32 program's values, which are also returned as variances."""
         p, e = self.problem, self.extents
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for channels in self.channel_ranges(b) if int(e.q_len[b]) else ():
@@ -139,8 +135,9 @@ class Windows:
         }
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns {output's name: (golden's values, variances of their errors)} of one block(), [heads of the block, 1,
-        1 or keys]; grade: as in sequence()."""
+        """Returns {output's name: (exact values, variances of their errors)} of one sequence's pooling as attention,
+        [heads * windows * channels, 1, 1 or keys]; grade: the steps that round, or None.
+        """
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
         if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))
@@ -163,13 +160,12 @@ class Windows:
 
 
 def serves(lowered: Any) -> bool:
-    """True if a call in the intermediate representation pools windows, or computes the gradients of pooling."""
+    """True if a call pools windows of tokens to compressed keys, or computes the gradients of this pooling."""
     return str(lowered.op_kind).startswith("pooling")
 
 
 def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> Subject:
-    """Returns the Subject that judges the outputs `captured` of a lowered call of `operator`, for which serves() is
-    True."""
+    """Returns the object that judges the outputs `captured` of a pooling call of `operator`."""
     of = getattr(lowered, "call", lowered)
     operands = lowered.fill(lowered.results()).operands[0]
     dout = None
@@ -181,8 +177,8 @@ def subject_of(operator: str, lowered: Any, captured: Mapping[str, Tensor]) -> S
 
 @dataclass(frozen=True, eq=False)
 class Pooled(Subject):
-    """The Subject for a call that pools windows: x, perhaps with a mistake, its lowered forward `of`, and the recorded
-    outputs."""
+    """Judges a call that pools windows of tokens to compressed keys: x is the call, perhaps with a mistake, `of` its
+    forward, captured the recorded outputs."""
 
     x: Windows
     of: Any
@@ -243,7 +239,7 @@ class Pooled(Subject):
 
 
 def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
-    """The dtype to which an output is rounded; for a float64 output the dtype `name`, or if "" the problem's."""
+    """Returns the dtype to which an output is rounded: its own; for float64 `name`, or if "" the call's dtype."""
     dtype: torch.dtype = tensor.dtype
     return dtype if dtype != torch.float64 else getattr(torch, name or p.dtype)
 

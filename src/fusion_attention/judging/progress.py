@@ -16,7 +16,7 @@ PATIENCE = 2.0  # seconds without a bar
 
 
 def silent(words: str, done: int, steps: int) -> None:
-    """Ignores the progress of a search."""
+    """Does nothing: the callback of a search whose progress is not shown."""
 
 
 def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:

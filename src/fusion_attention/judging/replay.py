@@ -27,7 +27,7 @@ class Replay:
 
     Attributes:
         operator: the operator's name.
-        args: its arguments by canonical name.
+        args: its arguments by parameter name.
         recorded, recomputed: outputs by name, from the file and from the new computation.
         differences: the largest absolute difference of each output; inf if shapes or positions of NaN differ.
         recording: the content of the file, if there was one.
@@ -41,7 +41,8 @@ class Replay:
     recording: Recording | None = None
 
     def __repr__(self) -> str:
-        """Returns five lines of text: four of the judgement, and the largest difference of the recomputed outputs."""
+        """Returns five lines of text: four of the verdict on the saved outputs, and the largest difference of the
+        recomputed outputs."""
         from fusion_attention.judging.calls import JudgeError
 
         replayed = f"replayed {len(self.differences)} outputs, largest difference {self.worst:.3g}"
@@ -53,7 +54,7 @@ class Replay:
 
     @functools.cached_property
     def judgement(self) -> Judgement:
-        """The verdict of the error bound on the saved outputs, computed on first use."""
+        """The verdict on the saved outputs, by expected rounding errors; computed on first use."""
         from fusion_attention.judging.calls import JudgeError, from_recording
         from fusion_attention.judging.judge import judged
 
@@ -63,7 +64,7 @@ class Replay:
 
     @property
     def worst(self) -> float:
-        """The largest difference of any output; 0.0 if all are equal."""
+        """The largest absolute difference between saved and recomputed outputs; 0.0 if all are equal."""
         return max(self.differences.values(), default=0.0)
 
 
@@ -114,7 +115,7 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 
 def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Returns every output of a recorded call, computed by `backend`, by name."""
+    """Returns the outputs of a recorded call, computed again by `backend`, by name."""
     op, args = recording.op, recording.args
     bound = bind(op, args, strict=False, check_content=False)  # the call has run, so limits do not matter
     call = complete_call(op, bound, recording.seed, args.get("offset"))
@@ -135,7 +136,7 @@ def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
 
 
 def _gradients(call: Any, recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Returns the gradients of a recorded call that has a method for them; `backend` computes their parts."""
+    """Returns the gradients of a recorded call, by name, computed by call.gradients() with the back end `backend`."""
     try:
         given = call.gradients(recording.saved, recording.upstream, lambda further: _run(further, backend))
     except KeyError as error:

@@ -40,7 +40,7 @@ def table(judgement: Judgement) -> RenderableType:
 
 
 def _figures(o: Opinion) -> str:
-    """Returns the location and size of an output's error; of a correct output, its grade."""
+    """Returns the location and size of an output's error; of a correct output, its precision in words."""
     if o.passes:
         return o.grade if o.judged.standard == "error-bound" else ""
     return "; ".join((*o.where, o.judged.reason))

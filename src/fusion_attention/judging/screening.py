@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def remarks(call: Recorded) -> tuple[str, ...]:
-    """Returns remarks on tensors with NaN.
+    """Returns a remark on each input and output of a recorded call that has NaN.
 
     Raises:
         JudgeError: all elements of an input are NaN, so that any result would be correct.
@@ -34,14 +34,13 @@ def remarks(call: Recorded) -> tuple[str, ...]:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of those values that are floating-point tensors and not empty."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             yield name, value.float() if value.dtype.itemsize == 1 else value
 
 
 def alien(result: Result) -> tuple[str, ...]:
-    """Returns remarks on outputs that are probably those of another call: in most rows they differ more from golden's
+    """Returns remarks on outputs that are probably those of another call: in most rows they differ more from the exact
     values than zeros would."""
     remarks = []
     for name, map_ in result.maps.items():

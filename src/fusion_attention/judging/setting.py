@@ -115,27 +115,27 @@ class Setting:
         return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
     def of_blocks(self, **fields: Any) -> Setting:
-        """Returns this call with changed fields of all its blocks."""
+        """Returns this call with other values in the named fields of its Blocks (ranges of heads, queries and keys)."""
         return self.changed(lambda x: replace(x, **fields))
 
     def of_problem(self, **fields: Any) -> Setting:
-        """Returns this call with changed fields of its problem."""
+        """Returns this call with changed parameters, such as scale or softcap."""
         return self.changed(problem=replace(self.problem, **fields))
 
     def of_extents(self, **fields: Any) -> Setting:
-        """Returns this call with changed lengths or bands, the fields of its Extents."""
+        """Returns this call with changed sequence lengths or edges of the mask's band."""
         e = self.extents
         arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
         return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
     def of_compressed(self, hi: np.ndarray) -> Setting:
-        """Returns this call with another bound `hi` of the visible compressed keys."""
+        """Returns this call with another bound `hi` of the visible compressed keys, int64 [sequences]."""
         second = self.extents.compressed
         assert second is not None
         return self.changed(extents=replace(self.extents, compressed=replace(second, hi=hi)))
 
     def of_operands(self, **fields: Any) -> Setting:
-        """Returns this call with changed operands (memory of q, k, v, ...)."""
+        """Returns this call with changed tensors, by name (q, k, v, ...)."""
         return self.changed(operands=replace(self.operands, **fields))
 
     @property
@@ -144,7 +144,8 @@ class Setting:
         return self.problem.group
 
     def block(self, b: int, heads: slice, rows: slice, keys: slice | None = None) -> Block:
-        """Returns query heads, rows and keys of sequence b, in float64; keys None: those that the rows may see."""
+        """Returns a range of query heads, rows and keys of sequence b, in float64, to compute attention of; keys None:
+        those that the rows may see."""
         p, e, o = self.problem, self.extents, self.operands
         first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
         kv_len = e.all_keys(b)
@@ -228,10 +229,10 @@ class Setting:
         return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
-        """Returns all of sequence b's rows of "k", "v" or "k_rope" as stored, not dequantised: [heads_kv, kv_len, dim].
+        """Returns "k", "v" or "k_rope" of sequence b as stored, not dequantised: [heads_kv, kv_len, dim].
 
-        The keys that all sequences share are first, then the sequence's, then compressed keys. self.cached keeps the
-        rows of the latest sequence.
+        The keys that all sequences share are first, then the sequence's, then compressed keys. The latest sequence is
+        cached.
         """
         if (b, name) in self.cached:
             result: Tensor = self.cached[b, name]

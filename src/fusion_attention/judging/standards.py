@@ -28,7 +28,7 @@ class Judged:
 
 class Marks(NamedTuple):
     """Properties of the rows of one sequence of an output, each [heads, rows]: nan, infinite and zero are true for a
-    row with NaN, with infinities, and of zeros only; golden: marked() of golden's rows. See Tally.marks."""
+    row with NaN, with infinities, and of zeros only; golden: a number that identifies the exact row."""
 
     nan: Tensor
     infinite: Tensor
@@ -146,7 +146,7 @@ class Tally:
 
     @property
     def largest(self) -> float:
-        """Largest absolute error; inf if a value is finite in only one of output and golden."""
+        """Largest absolute error; inf if an element is finite in only one of the output and the exact result."""
         return math.inf if self.strange else self.sums[2]
 
     @property
@@ -156,12 +156,12 @@ class Tally:
 
     @property
     def relative_rms(self) -> float:
-        """Root mean square error, divided by golden's root mean square."""
+        """Root mean square error, divided by the root mean square of the exact result."""
         return math.inf if self.strange else math.sqrt(self.sums[1] / self.size) if self.size else self.rms
 
     @property
     def passes(self) -> bool:
-        """True if the output is within the error bound."""
+        """True if no group of the output's elements has a larger error than rounding explains."""
         return not self.errors.fails()
 
     def bound(self) -> Judged:

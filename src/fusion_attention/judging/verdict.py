@@ -24,13 +24,13 @@ class Opinion:
         judged: the verdict of the requested standard.
         grade: result of the error bound: "as exact as a kernel that sums in float32", "as exact as a program in
             bfloat16", or "wrong".
-        mean, rms, largest: absolute errors against golden.
+        mean, rms, largest: absolute errors against the exact result.
         z: root mean square of (error / expected size) over all elements.
         z_tile: the same in the worst tile of 32 rows.
         where: descriptions of the location of errors.
-        worst: (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio of
-            error and expected error.
-        surface: the errors by position, for drawings; None for an output without rows.
+        worst: (sequence, head, row, element, output's value, exact value, expected error) at the largest ratio of error
+            and expected error.
+        surface: the errors by position, for drawings; None for an output without an axis of rows.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Explanation:
     """A mistake that explains the outputs: a program with this mistake would have computed them.
 
     Attributes:
-        name, means, fix: as in Mistake.
+        name, means, fix: the mistake's name, a sentence that describes the wrong kernel, and advice.
         detail: the way of making the mistake.
         outputs: the explained outputs.
         error: their remaining error, divided by its expected size.
@@ -99,7 +99,7 @@ def one_per_mistake(explanations: Iterable[Explanation]) -> tuple[Explanation, .
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """The verdict on a call.
+    """The judge's verdict on the results of a call.
 
     Attributes:
         operator: the operator's name.
@@ -134,7 +134,7 @@ class Judgement:
 
     @property
     def grade(self) -> str:
-        """The worst of the outputs' grades, which state how exact an output is (see Opinion)."""
+        """The precision, in words, of the least exact output: of a float32 kernel, of a 16-bit program, or "wrong"."""
         return max((o.grade for o in self.outputs.values()), key=lambda g: (g == WRONG, "program" in g), default="")
 
     def failing(self) -> list[str]:
@@ -147,7 +147,7 @@ class Judgement:
     __repr__ = __str__
 
     def lines(self) -> list[str]:
-        """Returns five lines: call, verdict, errors, location and explanation."""
+        """Returns five lines of text: the call, the verdict, and the errors' sizes, location and explanation."""
         bad = self.failing()
         worst = max(self.outputs.values(), key=lambda o: (not o.passes, o.z), default=None)
         each = ", ".join(f"{o.name} {times(o.z)}" for o in self.outputs.values()) or "none"
@@ -187,21 +187,21 @@ class Judgement:
         return {name: surface for name, surface in surfaces.items() if surface.order()}
 
     def pictures(self) -> str:
-        """Returns drawings of wrong outputs in block characters, heads by rows (or keys), and of the mask."""
+        """Returns block-character drawings of the errors of wrong outputs, heads by rows (or keys), and of the mask."""
         drawn = [str(text(name, surface)) for name, surface in self.drawn.items()]
         return "\n".join([*drawn, *([] if self.mask is None else self.mask.lines())]).rstrip()
 
     def _repr_html_(self) -> str:
-        """Returns the lines and the pictures as HTML for a notebook."""
+        """Returns the verdict's five lines of text, and pictures of the errors, as HTML for a notebook."""
         figures = (figure(name, surface, surface.order()[0]) for name, surface in self.drawn.items())
         return f"<pre>{html.escape(str(self))}</pre>{''.join(figures)}{self.mask_in_html()}"
 
     def mask_in_html(self) -> str:
-        """Returns the mask as preformatted text; "" without one."""
+        """Returns a drawing of the mask as preformatted HTML text; "" without a mask."""
         return "" if self.mask is None else f"<pre>{html.escape(chr(10).join(self.mask.lines()))}</pre>"
 
     def json(self) -> dict[str, Any]:
-        """Returns everything except pictures as JSON values; numbers that are not finite become strings."""
+        """Returns the verdict except pictures as JSON values; numbers that are not finite become strings."""
 
         def number(value: float) -> Any:
             return value if math.isfinite(value) else str(value)

@@ -29,8 +29,8 @@ class Step(NamedTuple):
 class Cache:
     """The KV cache of one attention layer of this package, for generation; every layer needs its own cache.
 
-    It stores keys and values of all earlier tokens (MLA: latents with rope elements), and in the sparse stage the
-    indexer's keys. The first call with the cache allocates the memory, in the dtype and on the device of its rows.
+    It stores keys and values of all earlier tokens (or low-rank latents with rope elements), and in the sparse stage
+    the indexer's keys. The first call with the cache allocates the memory, in the dtype and on the device of its keys.
 
     Args:
         batch: number of sequences; each has its own length.
@@ -61,7 +61,7 @@ class Cache:
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
-        """Returns a text with the lengths and the stored tensors."""
+        """Returns a text with the number of tokens of each sequence, and the stored tensors' shapes."""
         stored = ", ".join(f"{name} {show(rows)}" for name, rows in self._rows.items())
         return f"<Cache: {self.lengths} of {self.max_length} tokens; {stored or 'nothing stored'}>"
 
@@ -79,7 +79,7 @@ class Cache:
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
-        """Raises ValueError if rows to store (`new`, [B, S, ...] by operand) do not match x [B, S, dim], or the stored
+        """Raises ValueError if tensors to store (`new`, [B, S, ...] by name) do not match x [B, S, dim], or the stored
         ones in layer, names, shape, dtype or device; name: the layer's, for the error."""
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
@@ -112,16 +112,17 @@ class Cache:
 def step(
     cache: Cache, layer: nn.Module, ranks: Ranks | None, x: Tensor, q: Tensor, lengths: Lengths, **rows: Tensor | None
 ) -> Iterator[Step]:
-    """A context for a layer's call with a cache: appends the call's rows, and undoes this if the block raises.
+    """A context for a layer's call with a KV cache: appends the call's keys and values, and undoes this if the block
+    raises.
 
     Args:
         layer, ranks: the layer that is called, and its ranks (an error if not None).
         x: hidden states of the call's tokens, [B, S, dim].
-        q: query rows. rows: rows to append by name, [B, S, ...]; None: not stored.
+        q: queries. rows: tensors to append by name, [B, S, ...]; None: not stored.
         lengths: number of tokens of every sequence; None: S.
 
     Yields:
-        The call's operands, as a Step.
+        The call's operands (queries, all stored tensors, lengths), as a Step.
 
     Raises:
         ValueError: a cache that is full or of another layer, batch, dtype or device, or a call that cannot use one.
@@ -181,10 +182,8 @@ def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function that uses a cache: torch.compile breaks the graph at its call, and it runs uncompiled.
-
-    The reason is that the lengths of a cache are numbers in Python, which would be constants of the graph.
-    """
+    """Decorates a function that uses a KV cache: torch.compile breaks the graph at its call, and it runs uncompiled.
+    The reason is that the lengths of a cache are numbers in Python, which would be constants of the graph."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

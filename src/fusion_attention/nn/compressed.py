@@ -27,7 +27,8 @@ EPS = 1e-6
 
 
 class Compressor(nn.Module):
-    """Computes compressed keys from hidden states: projections, pooling of windows, a norm and a rotary embedding.
+    """Computes compressed keys from hidden states: per window w of `ratio` tokens, compress() averages kv by softmax
+    weights of gate + position_bias.
 
         kv, gate = kv_proj(x), gate_proj(x);  out_w = rope(kv_norm(compress(kv, gate + position_bias))_w, w * ratio)
 
@@ -35,7 +36,7 @@ class Compressor(nn.Module):
         dim: elements of a token's hidden state.
         head_dim: elements of a compressed key.
         ratio: tokens of a window.
-        overlap: windows overlap, as in compress().
+        overlap: each window also pools the tokens of the window before it.
     """
 
     def __init__(self, dim: int, head_dim: int, ratio: int, *, overlap: bool) -> None:
@@ -48,12 +49,12 @@ class Compressor(nn.Module):
         self.kv_norm = nn.RMSNorm(head_dim, eps=EPS)
 
     def compressed(self, x: Tensor, rope: Rope, step: CompressedStep | None = None) -> Tensor:
-        """Returns the compressed keys of all tokens up to those of x, [B, windows, 1, D].
+        """Returns the compressed keys of all tokens up to those of x, [B, windows, 1, head_dim].
 
         Args:
             x: hidden states, [B, S, dim].
             rope: (cos, sin) of all positions from 0 on.
-            step: the call of the layer, whose cache has the compressed keys of earlier tokens; None: no cache.
+            step: the layer's current forward, whose cache has the compressed keys of earlier tokens; None: no cache.
         """
         step, name = step or CompressedStep(None, self, x), type(self).__name__
         kv, gate = self.kv_proj(x).unsqueeze(-2), self.gate_proj(x).unsqueeze(-2)
@@ -65,7 +66,7 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(Compressor):
-    """The indexer of CompressedAttention: scores every compressed key for every row by a few small heads.
+    """The indexer of CompressedAttention: scores each compressed key e for each query by a few small heads h.
 
         q_h = rope(q_b_proj(query)_h),  k = compressed(x) of this module,  w = weights_proj(x) / sqrt(heads * head_dim)
         I_e = sum_h w_h * max(0, q_h . k_e)
@@ -75,7 +76,7 @@ class CompressedIndexer(Compressor):
     Args:
         dim: elements of a token's hidden state.
         heads, head_dim: query heads, and elements of a head.
-        top_k: number of compressed keys that a row selects.
+        top_k: number of compressed keys that a query selects.
         query_dim: elements of the query latent.
         ratio: tokens of a compressed key.
     """
@@ -87,7 +88,7 @@ class CompressedIndexer(Compressor):
         self.scorer = nn.ModuleDict({"weights_proj": nn.Linear(dim, heads, bias=False)})
 
     def forward(self, x: Tensor, query: Tensor, rope: Rope, step: CompressedStep | None = None) -> Index:
-        """Returns the indexer's query, key and weights, without a selection of keys.
+        """Returns an Index with the indexer's queries, compressed keys and head weights; its selected keys are None.
 
         Args:
             x: hidden states, [B, S, dim].
@@ -107,7 +108,7 @@ class CompressedIndexer(Compressor):
 class CompressedAttention(StagedAttention):
     """An attention layer of DeepSeek-V4: causal attention to a window of keys and to compressed keys.
 
-        kind           arguments        a row reads
+        kind           arguments        a query reads
         window         no ratio         the last `window` keys
         selected       ratio and top_k  these, and the top_k compressed keys that an indexer selects
         all            only ratio       these, and all compressed keys that it sees
@@ -131,12 +132,12 @@ class CompressedAttention(StagedAttention):
         heads: query heads; keys have one head.
         head_dim: elements of a head; the last of them are rotated, twice as many as rope has columns.
         q_rank: elements of the query's latent.
-        window: number of keys that a row sees, its own included.
+        window: number of keys that a query sees, its own included.
         ratio: tokens of a compressed key; None: no compressed keys.
-        top_k: number of compressed keys that a row selects; windows of the compressor then overlap. None: all.
+        top_k: number of compressed keys that a query selects; windows of the compressor then overlap. None: all.
         index_heads, index_dim: heads of the indexer and their elements; required with top_k.
         out_groups, out_rank: groups of heads in the output projection, and elements of each group's latent; None: dim.
-        stage: one of STAGES.
+        stage: "dense", "warmup" or "sparse".
 
     Raises:
         ValueError: sizes that contradict each other, or an unknown stage.
@@ -227,9 +228,7 @@ class CompressedAttention(StagedAttention):
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Projects x to the query latent [B, S, q_rank], q [B, S, heads, head_dim] and k [B, S, 1, head_dim].
-
-        rope: (cos, sin) of the tokens of x.
-        """
+        rope: (cos, sin) of the tokens of x."""
         query = self.q_a_norm(self.q_a_proj(x))
         q = rms_norm(self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim)), (self.head_dim,), eps=EPS)
         k = self.kv_norm(self.kv_proj(x)).unsqueeze(-2)
@@ -237,7 +236,7 @@ class CompressedAttention(StagedAttention):
 
     @untraced
     def _append(self, x: Tensor, rope: Rope, lengths: Any, cache: CompressedCache) -> tuple[Tensor, Tensor]:
-        """Computes a call with a cache, which changes only if the call succeeds; x, rope, lengths: as in forward()."""
+        """Returns forward()'s results with a cache, which changes only on success; lengths: must be None."""
         if lengths is not None:
             raise ValueError(
                 f"{type(self).__name__}: lengths: expected None with a cache, got {show(lengths)} (all its sequences "
@@ -249,7 +248,8 @@ class CompressedAttention(StagedAttention):
         return result
 
     def _computed(self, x: Tensor, rope: Rope, lengths: Any, step: CompressedStep) -> tuple[Tensor, Tensor]:
-        """Returns forward()'s results for the tokens of a step; x, rope, lengths: as in forward()."""
+        """Returns (output [B, S, dim], the indexer's scalar loss) for hidden states x [B, S, dim]. rope: (cos, sin) of
+        all positions; lengths: tokens of each sequence, or None; step: the cache during this forward."""
         name = type(self).__name__
         if x.dim() != 3:
             raise ValueError(f"{name}: x: expected padded [B, S, dim], got {show(x)}")
@@ -269,10 +269,9 @@ class CompressedAttention(StagedAttention):
     def _attended(
         self, x: Tensor, query: Tensor, q: Tensor, k: Tensor, rope: Rope, lengths: Any, step: CompressedStep
     ) -> tuple[Tensor, Tensor]:
-        """Returns the attention [B, S, heads, head_dim] of projected rows, and the indexer's loss.
-
-        x, rope, lengths: as in forward(). query, q, k: latent queries, queries and keys of the step's tokens.
-        """
+        """Returns (attention [B, S, heads, head_dim], the indexer's scalar loss). x: hidden states [B, S, dim]; query,
+        q, k: latent queries, queries and keys of its tokens; rope: (cos, sin) of all positions; lengths: tokens of each
+        sequence, or None."""
         band, no_loss = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
         if self.ratio is None:
             return attention(q, k, k, band=band, sink=self.sinks), no_loss

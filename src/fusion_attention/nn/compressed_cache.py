@@ -48,7 +48,7 @@ class CompressedCache:
 
 
 class CompressedStep:
-    """One call of a layer with or without a cache; the cache changes only in commit().
+    """One forward of a layer with or without a cache; the cache changes only in commit().
 
     Args:
         cache: the layer's cache; None: the call has complete sequences from position 0 on.
@@ -82,10 +82,7 @@ class CompressedStep:
         self.tokens = self.first + x.shape[1]
 
     def keys(self, new: Tensor, window: int) -> Tensor:
-        """Returns the stored keys of the last window, followed by those of the call: [B, tokens, 1, D].
-
-        new: keys of the call's tokens, [B, S, 1, D].
-        """
+        """Returns stored keys of the last window, then `new`, the keys of this forward: [B, tokens, 1, D]."""
         if self.cache is None:
             return new
         rows = self._joined(self.cache._keys, new)
@@ -93,7 +90,7 @@ class CompressedStep:
         return rows
 
     def pooled(self, name: str, kv: Tensor, gate: Tensor, **windows: Any) -> tuple[Tensor, int]:
-        """Returns the pooled rows of the windows that the call completes, and the number of windows before them.
+        """Returns (a weighted average of kv for each window that the call completes, number of windows before them).
 
         Args:
             name: the compressor's class, under which the cache stores its state.
@@ -108,7 +105,7 @@ class CompressedStep:
     def all_entries(self, name: str, new: Tensor) -> Tensor:
         """Returns the compressed keys of earlier calls, followed by `new`, those of the call: [B, windows, 1, D].
 
-        name: whose keys they are, "compressor" or "indexer".
+        name: class name of the module that computes them, Compressor or CompressedIndexer.
         """
         if self.cache is None:
             return new
@@ -121,8 +118,7 @@ class CompressedStep:
         return self.entries[name]
 
     def _joined(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """Returns stored rows (None: there are none) [B, tokens, ...], followed by rows of the call, `new`; ValueError:
-        they have another batch, dtype or device."""
+        """Returns rows `old` (or None), then `new`, [B, tokens, ...]; ValueError: another batch, dtype, device."""
         if old is None:
             return new
         if (len(new), new.dtype, new.device) != (len(old), old.dtype, old.device):

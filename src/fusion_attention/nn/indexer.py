@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
     def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
-        """Gives a module's __call__ the signature of `function` for type checkers; nn.Module's has none."""
+        """Returns a decorator that gives a module's __call__ the signature of `function`, for type checkers."""
 
 
 class Index(NamedTuple):
-    """The results of an indexer.
+    """The results of an indexer, a module that selects keys for sparse attention.
 
     Attributes:
         q, k: its query rows [B, S, heads, head_dim] and key rows [B, S2, 1, head_dim]; packed without the axis B.
@@ -36,7 +36,7 @@ class Index(NamedTuple):
 
 
 class LightningIndexer(nn.Module):
-    """Scores every key for every query row by a few small heads, and selects the top_k keys of largest score.
+    """Scores each key j for each query by a few small heads h, and selects the top_k keys of largest score.
 
         q_h = wq_b(query)_h,  k = k_norm(wk(x)),  w = weights_proj(x) / sqrt(heads * head_dim)
         I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the visible keys
@@ -48,11 +48,11 @@ class LightningIndexer(nn.Module):
         dim: elements of a token's hidden state.
         heads: query heads.
         head_dim: elements of a head.
-        top_k: number of keys that a row selects.
-        query_dim: elements of the input from which queries are projected (MLA's query latent); None: dim.
+        top_k: number of keys that a query selects.
+        query_dim: elements of the input from which queries are projected (a latent query); None: dim.
         group: a process group or DeviceMesh over whose ranks sequences are sharded by distributed.shard() with
             `schedule`; None: not sharded. A layer with this indexer uses the same ranks.
-        schedule: as in distributed.attention().
+        schedule: how tokens are divided over the ranks, such as "zigzag".
 
     Source: this library; the indexer of DeepSeek-V3.2.
 
@@ -92,7 +92,7 @@ class LightningIndexer(nn.Module):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> Index:
-        """Returns the indexer's query, key and weights, and the selected keys of every row.
+        """Returns an Index: the indexer's queries, keys and head weights, and the selected keys of every query.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
@@ -123,16 +123,14 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def _choose(self, index: Index, **rows: Any) -> Index:
-        """Returns the index with selected keys; rows: layout, lengths and ranks for lightning_indexer()."""
+        """Returns `index` with indices of selected keys; rows: lightning_indexer()'s layout, lengths and ranks."""
         indices, _ = functions(self.ranks).lightning_indexer(*index[:3], self.top_k, **rows)
         return index._replace(indices=indices)
 
     @untraced
     def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
-        """Returns the index over all tokens of a cache, after those of x are appended; choose: with selected keys.
-
-        lengths: the tokens of every sequence.
-        """
+        """Returns the Index of x's queries and of all keys in a cache, to which x's keys are appended. choose: True:
+        with selected keys; lengths: tokens of every sequence."""
         with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, call_lengths):
             index = index._replace(k=stored["index_k"])
             return self._choose(index, **call_lengths) if choose else index

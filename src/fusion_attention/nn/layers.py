@@ -36,7 +36,7 @@ class SparseAttention(StagedAttention):
 
     Args:
         indexer: the module that selects the keys.
-        stage: one of STAGES.
+        stage: "dense", "warmup" or "sparse".
 
     Raises:
         ValueError: an unknown stage.
@@ -56,7 +56,7 @@ class SparseAttention(StagedAttention):
         self.indexer = indexer
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns (out, loss), the results of attend() for the same arguments."""
+        """Returns attend()'s (out, loss): the attention of projected rows, and the indexer's loss."""
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -81,7 +81,7 @@ class SparseAttention(StagedAttention):
             x: hidden states, read by the indexer: [B, S, dim], or packed [T, dim].
             q: query rows, [B, S, N1, D], or packed [T, N1, D].
             k: key rows, [B, S, N2, D]; N1 is a multiple of N2.
-            v: value rows, [B, S, N2, Dv]; None: each row of k is also its value (MLA's latent).
+            v: value rows, [B, S, N2, Dv]; None: each row of k is also its value (a latent).
             query: input of the indexer's query projection; None: x.
             q_rope, k_rope: rope elements [B, S, N1, Dr], [B, S, N2, Dr].
             scale: factor on the dot products; None: 1 / sqrt(D + Dr).
@@ -138,10 +138,8 @@ class SparseAttention(StagedAttention):
         scale: float | None,
         lengths: Lengths,
     ) -> Tensor:
-        """Returns the attention over all tokens of a cache, after those of x are appended.
-
-        ropes: (q_rope, k_rope, index_rope) of attend(); lengths: the tokens of every sequence.
-        """
+        """Returns the attention [B, S, N1, Dv] of q to all tokens of a cache, to which keys and values of x are
+        appended. ropes: (q_rope, k_rope, index_rope) of attend(); lengths: the tokens of every sequence."""
         (q_rope, k_rope, index_rope), dim, chooses = ropes, k.shape[-1], self.stage == "sparse"
         index = self.indexer(x, query, rope=index_rope, choose=False) if chooses else None
         if q_rope is not None and k_rope is not None:  # copied, because decode_attention() has no rope operands
@@ -171,8 +169,8 @@ class SparseSelfAttention(SparseAttention):
         kv_heads: key heads, N2; None: N1.
         head_dim: elements of a head; None: dim / heads.
         index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
-        stage: one of STAGES.
-        group, schedule: as in LightningIndexer.
+        stage: "dense", "warmup" or "sparse".
+        group, schedule: ranks over which sequences are sharded, and how tokens are divided, as in LightningIndexer.
 
     Source: this library.
 
@@ -221,10 +219,10 @@ class SparseSelfAttention(SparseAttention):
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2], R <= head_dim.
             index_rope: the same for the indexer, R <= index_dim; None: rope.
-            lengths, tokens, cache: as in attend().
+            lengths, tokens, cache: tokens of each sequence, tokens of a sharded one, and cache, as in attend().
 
         Returns:
-            (out, loss): out has x's shape; loss is that of attend().
+            (out, loss): out has x's shape; loss is the indexer's, a scalar.
         """
         q, k, v = self.project(x, rope)
         index_rope = rope if index_rope is None else index_rope
@@ -260,8 +258,8 @@ class SparseLatentAttention(SparseAttention):
         nope_dim, rope_dim, v_dim: elements of a head's key without rope, with rope, and of its value.
         index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
         scale: factor on the dot products; None: 1 / sqrt(nope_dim + rope_dim).
-        stage: one of STAGES.
-        group, schedule: as in LightningIndexer.
+        stage: "dense", "warmup" or "sparse".
+        group, schedule: ranks over which sequences are sharded, and how tokens are divided, as in LightningIndexer.
 
     Source: this library; DeepSeek-V3.2.
 
@@ -318,10 +316,10 @@ class SparseLatentAttention(SparseAttention):
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, rope_dim / 2], [B, S, rope_dim / 2] or [T, rope_dim / 2].
-            lengths, tokens, cache: as in attend().
+            lengths, tokens, cache: tokens of each sequence, tokens of a sharded one, and cache, as in attend().
 
         Returns:
-            (out, loss): out has x's shape; loss is that of attend().
+            (out, loss): out has x's shape; loss is the indexer's, a scalar.
         """
         nope, rotated, v_dim = self.parts
         q_latent = self.q_a_layernorm(self.q_a_proj(x))

@@ -15,7 +15,7 @@ Lengths = Sequence[int] | Tensor | None
 
 
 class Ranks:
-    """The process group or DeviceMesh over whose ranks a layer's sequences are sharded, and the schedule."""
+    """A process group or DeviceMesh over whose ranks sequences are sharded; schedule: the division of tokens."""
 
     def __init__(self, group: Any, schedule: str) -> None:
         self.group, self.schedule = group, schedule
@@ -30,8 +30,7 @@ _ONE_RANK = SimpleNamespace(
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """Returns the namespace of attention functions: those of one process (ranks None), or
-    fusion_attention.distributed."""
+    """Returns the namespace of attention functions: for one process (ranks None), or fusion_attention.distributed."""
     if ranks is None:
         return _ONE_RANK
 
@@ -41,17 +40,15 @@ def functions(ranks: Ranks | None) -> Any:
 
 
 def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
-    """Returns layout, lengths and ranks for hidden states x, [B, S, dim] or packed [T, dim], as keyword arguments.
-
-    tokens: number of tokens of a complete padded sequence, if sequences are sharded over ranks.
-    """
+    """Returns the keyword arguments of attention functions with the layout of x, [B, S, dim] or packed [T, dim],
+    lengths and ranks. tokens: those of a complete padded sequence, if sequences are sharded."""
     rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
     return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Returns the number of tokens of x on all ranks, without padding; at least 1. x, lengths, ranks, tokens: as in
-    rows_of()."""
+    """Returns the number of tokens of x on all ranks, without padding, at least 1. lengths: tokens of each sequence, or
+    None; tokens: those of a complete padded sequence, if sequences are sharded."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

@@ -68,7 +68,7 @@ def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = Fa
 
 
 def rotate_end(rows: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the last R elements of rows by the angles of a table of R / 2 columns, in neighbouring pairs.
+    """Returns rows with the last R elements rotated by the angles of a table of R / 2 columns, in neighbouring pairs.
 
     Args:
         rows: [B, S, heads, D].

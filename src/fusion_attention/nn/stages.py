@@ -12,7 +12,7 @@ class StagedAttention(nn.Module):
     """The base class of attention layers with a stage of training, which is not in the state_dict.
 
     Attributes:
-        stage: one of STAGES.
+        stage: "dense", "warmup" or "sparse".
         indexer: the module that selects keys, or None; a subclass has it.
     """
 
@@ -34,7 +34,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
     Args:
         model: a module that contains at least one SparseAttention or CompressedAttention.
-        stage: one of STAGES.
+        stage: "dense", "warmup" or "sparse".
 
     Raises:
         ValueError: an unknown stage, or a model without such a layer.
@@ -67,7 +67,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def checked(stage: Stage, caller: str) -> Stage:
-    """Returns the stage if it is one of STAGES; caller: the function's name, for the error.
+    """Returns the stage if it is "dense", "warmup" or "sparse"; caller: the function's name, for the error.
 
     Raises:
         ValueError: an unknown stage.

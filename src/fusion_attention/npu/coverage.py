@@ -54,8 +54,7 @@ class Reading:
     device_tests: int = 0  # number of expressions that test whether a device is "npu"
 
     def _note(self, name: str, file: str, called: bool) -> None:
-        """Counts a use of a full name in a file, if the name belongs to one of Ascend's packages; called: True if the
-        use is a call."""
+        """Counts a use of a full name in a file, if it belongs to an Ascend package; called: True for a call."""
         root = max((root for root in ROOTS if f"{name}.".startswith(f"{root}.")), key=len, default=None)
         if root is None or name == root:
             return
@@ -68,7 +67,7 @@ class Reading:
 
 
 def read(path: Path) -> Reading:
-    """Returns all uses of Ascend's packages in a file, or in all files *.py below a folder.
+    """Returns a Reading with all uses of Ascend's packages in a file, or in all files *.py below a folder.
 
     Raises:
         OSError: the path does not exist.
@@ -107,7 +106,7 @@ def read(path: Path) -> Reading:
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
-    """True if this library has a name.
+    """True if this library has a name of Ascend's packages.
 
     Args:
         name: a full name, as Use.name.
@@ -148,15 +147,14 @@ def _sources(path: Path) -> Iterator[Path]:
 
 
 class _File:
-    """Reads one file into `reading`: first its imports, which give names their meaning, then every chain of names
-    a.b.c."""
+    """Counts uses in one file: reads its imports, which give names meaning, then every chain of names a.b.c."""
 
     def __init__(self, reading: Reading, file: str) -> None:
         self.reading, self.file = reading, file
         self.meaning: dict[str, str] = {}
 
     def read(self, tree: ast.AST) -> None:
-        """Counts all uses of names in the file's syntax tree, in the Reading that was given to the constructor."""
+        """Adds all uses of names in the file's syntax tree to the Reading that was given to the constructor."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -182,11 +180,8 @@ class _File:
                 self.reading.device_tests += _is_device(node.value)
 
     def _call(self, node: ast.Call, inner: set[int]) -> None:
-        """Counts the called name, a device test by startswith("npu"), and names given as text to getattr() and
-        hasattr().
-
-        inner: ids of nodes inside counted chains; updated, as in all methods of this class.
-        """
+        """Counts the called name, device tests by startswith("npu"), and names as text in getattr() and hasattr().
+        inner: ids of syntax nodes inside counted chains of names a.b.c, to which those of this call are added."""
         self._chain(node.func, inner, called=True)
         begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
         self.reading.device_tests += begins and any(map(_is_device, node.args))
@@ -197,7 +192,7 @@ class _File:
                 self.reading._note(f"{owner}.{literal.value}", self.file, called=False)
 
     def _chain(self, node: ast.AST, inner: set[int], *, called: bool) -> None:
-        """Counts the full name of the chain a.b.c that ends at a node, unless the node is inside a counted chain."""
+        """Counts the full name of the chain a.b.c that ends at a syntax node, unless its id is in `inner`."""
         if id(node) in inner or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
             return
         if isinstance(node, ast.Attribute) and node.attr == "is_npu":
@@ -206,8 +201,8 @@ class _File:
             self.reading._note(name, self.file, called)
 
     def _name(self, node: ast.AST, inner: set[int]) -> str | None:
-        """Returns the full name of the chain a.b.c at a node, with imports resolved; None if it does not begin with an
-        imported name. Adds its nodes' ids to `inner`."""
+        """Returns the full name of the chain a.b.c at a syntax node, with imports resolved, or None if it does not
+        begin with an imported name; adds the ids of its nodes to `inner`."""
         parts: list[str] = []
         inner.add(id(node))
         while isinstance(node, ast.Attribute):

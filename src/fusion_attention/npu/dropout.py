@@ -71,14 +71,12 @@ def _npu_dropout_gen_mask(
 
 
 def _number(value: Any) -> Any:
-    """Converts a tensor with one element or a numpy scalar to a Python number; other values are unchanged."""
     one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
     return value.item() if one or isinstance(value, np.generic) else value
 
 
 def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields (parameter name, expected value, given value), as texts, for each invalid argument of
-    _npu_dropout_gen_mask()."""
+    """Yields texts (parameter name, expected, given value) for each invalid argument of _npu_dropout_gen_mask()."""
 
     def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high

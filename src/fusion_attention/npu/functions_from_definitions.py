@@ -77,17 +77,14 @@ def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """Returns a function with the signature of the definition `op`, which only returns its arguments, a dictionary by
-    the definition's names."""
+    """Returns a function with the signature of `op` that only returns its arguments, by the definition's names."""
     return _reading(op, lambda args: args, Args)
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
     """Returns a function with the signature of `op` that calls body(dictionary of arguments by the definition's names);
     it is optimized, because every call uses it.
-
-    op: the operator definition. returns: annotation of the function's result.
-    """
+    op: the operator definition. returns: annotation of the function's result."""
     signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
@@ -131,8 +128,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """Returns the Python signature of a definition's function: its input parameters in order, without outputs; returns:
-    annotation of the result."""
+    """Returns the Python signature of a definition's function: its inputs in order; returns: result annotation."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.

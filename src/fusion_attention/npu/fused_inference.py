@@ -22,8 +22,7 @@ Tensor = torch.Tensor
 
 
 def _both(op: Op, args: Args) -> tuple[Tensor, Tensor]:
-    """Calls the operator of definition `op`; returns (attention_out, softmax_lse), the latter empty if the call does
-    not request it."""
+    """Calls the attention operator `op`; returns (attention_out, softmax_lse), the latter empty if not requested."""
     result = dispatch.results(op, fused_out.numbered(args))
     out = result["attention_out"]
     lse = result.get("softmax_lse")

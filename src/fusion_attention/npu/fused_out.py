@@ -27,8 +27,7 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Returns the arguments with torch's number of the dtype in place of a torch.dtype in `out_dtype`; -1 for an
-    unsupported dtype."""
+    """Returns the arguments with a torch.dtype in `out_dtype` replaced by torch's integer code; -1: unsupported."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
@@ -44,7 +43,7 @@ class WithOut(Protocol[P, R_co]):
     out: Callable[..., Any]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Calls the function without tensors for its results."""
+        """Calls the function, which makes new tensors for its results."""
         ...
 
 
@@ -105,9 +104,7 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
     """Gives the function `out` a signature and a docstring, both derived from `function`; returns it.
-
-    results: names of the results. rest: a further sentence of the docstring about the argument `out`.
-    """
+    results: names of the results. rest: a further sentence of the docstring about the argument `out`."""
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
@@ -131,8 +128,8 @@ Other arguments are those of {function.__name__}. Source: {op.page}.
 
 
 def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:
-    """Returns torch_npu's `_{function}_get_max_workspace`, which checks a call as `function` does, and returns an empty
-    tensor, the workspace for `.out`."""
+    """Returns torch_npu's function `_{function}_get_max_workspace`: it checks a call as `function` does, and returns an
+    empty tensor, the scratch memory (workspace) that `.out` accepts."""
     read = reader(op)
 
     @aliased
@@ -157,8 +154,7 @@ Args: those of {function.__name__}. Source: {op.page}.
 
 
 def allocated(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns new tensors (attention_out, softmax_lse) for a call of `op`; the arguments `given` determine their
-    shapes."""
+    """Returns new tensors (attention_out, softmax_lse), whose shapes the arguments `given` of `op` determine."""
     args = {**op.neutral, **numbered(given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
 

@@ -31,9 +31,7 @@ _DEVICES = ("cpu", "cuda", "host")
 
 class _Way(NamedTuple):
     """The meaning of "npu": a device of torch whose operators `base` computes, or another name of `base`.
-
-    registers_device is True for the device, False for the name.
-    """
+    registers_device is True for the device, False for the name."""
 
     base: torch.device
     registers_device: bool
@@ -52,7 +50,7 @@ def _changed(way: _Way, changes: Changes) -> None:
         return self.to(device=place(device), non_blocking=non_blocking)
 
     def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-        """Moves all parameters and buffers to the device that represents the NPU."""
+        """Moves all parameters and buffers of the module to the device that represents the NPU; returns the module."""
         return self.to(place(device))
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
@@ -138,8 +136,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
 
 
 def _wanted(device: str | torch.device) -> _Way:
-    """Returns the meaning that "npu" gets by install(device=...); raises ValueError for an unknown or missing
-    device."""
+    """Returns the meaning of "npu" after install(device=...); ValueError for an unknown or missing device."""
     name = str(device) if isinstance(device, (str, torch.device)) else ""
     kind = name.partition(":")[0]
     if kind not in _DEVICES or (kind == "cuda" and not torch.cuda.is_available()) or (kind == "host" and kind != name):

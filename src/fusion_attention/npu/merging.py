@@ -87,9 +87,7 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
     """Returns a softmax statistic, ordered by token, [S, B, N] or [T, N], from a tensor `lanes` that stores it eight
     times along its last axis.
-
-    order: the result of _head_major() if each sequence is stored as [heads, tokens]; None: as [tokens, heads].
-    """
+    order: the result of _head_major() if each sequence is stored as [heads, tokens]; None: as [tokens, heads]."""
     one = lanes[..., 0]
     if one.dim() == 3:
         return one.permute(2, 0, 1)
@@ -113,8 +111,7 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:
-    """Returns out and its statistics max_ and sum_ as float32 copies, with the kernels' statistics of empty rows (max
-    -inf, sum 0)."""
+    """Returns (out, max_, sum_) as float32 copies, with the kernels' values for empty rows (max -inf, sum 0)."""
     empty = max_ == _LOWEST
     total = torch.where(empty & (sum_ == _LARGEST), 0.0, sum_)
     peak = torch.where(empty | (total == 0), -torch.inf, max_)

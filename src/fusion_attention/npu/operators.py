@@ -111,7 +111,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among arguments, and those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

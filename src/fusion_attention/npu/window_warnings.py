@@ -27,11 +27,8 @@ DROPPED = {
 
 def watch(changes: Changes) -> None:
     """Makes transformers' attention functions for NPUs warn about ignored arguments, from the time when their module is
-    loaded; `changes` records the patches.
-
-    Other modules of transformers may still refer to a wrapped function after the changes are removed; it then still
-    warns, which is correct.
-    """
+    loaded; `changes` records the patches. Other modules of transformers may still refer to a wrapped function after the
+    changes are removed; it then still warns, which is correct."""
 
     def wrap(module: ModuleType) -> None:
         for name in FUNCTIONS:
@@ -53,8 +50,7 @@ def _tell(name: str) -> bool:
 
 
 def _warning(function: Any) -> Any:
-    """Returns a function that accepts a window and a sink too, and ignores them with a warning; `function` itself if it
-    has these parameters."""
+    """Returns a function that accepts and ignores a window and a sink, with a warning; `function` if it has both."""
     signature = inspect.signature(function)
     dropped = [name for name in DROPPED if name not in signature.parameters]
     if not dropped:

@@ -70,7 +70,7 @@ class Log:
 
     @property
     def described(self) -> str:
-        """The error code with its name, as text."""
+        """The error code with its name, as text, such as "561002 (...)"; "no code" without one."""
         return (f"{self.code} ({self.name})" if self.name else str(self.code)) if self.code else "no code"
 
     @property
@@ -89,7 +89,7 @@ def is_log(text: str) -> bool:
 
 
 def read_log(text: str) -> Log:
-    """Reads the last failed call from a log or from an exception's text.
+    """Returns the last failed call in a log or in an exception's text.
 
     Raises:
         LogError: the text is too long, or has neither a code nor an operator.
@@ -114,7 +114,7 @@ def read_log(text: str) -> Log:
 
 
 def _record_of(name: str) -> str:
-    """Returns the torch_npu function of a name in a log, npu_x for npu_x_out_symint; "" if it has no definition."""
+    """Returns the name of the torch_npu function for a name in a log, npu_x for npu_x_out_symint; "": unknown."""
     while name and name not in RECORDS:
         shorter = re.sub(r"_(symint|out|npu|call|forward)$", "", name)
         if shorter == name:

@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The finding as one line of text."""
+        """The violated rule as one line of text: parameter, expected value, actual value."""
         cann = f" ({self.cann})" if self.cann not in ("", self.param) else ""
         got = f", got {self.got}" if self.got else ""
         return f"{self.param}{cann}: expected {self.expected}{got}" if self.param else self.expected
@@ -152,7 +152,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
-    """Returns the explanation of a call from its arguments by canonical name, and its log; it reads no meta tensor."""
+    """Returns the explanation of a call from its arguments by name, and its log; it reads no meta tensor."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
     in_memory = bool(tensors) and not any(t.is_meta for t in tensors)
     result = _failures(op, args, in_memory, strict=False)
@@ -166,7 +166,7 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
 
 
 def explain_log(log: Log) -> Explanation:
-    """Returns the explanation of a log without its call: the rules that it likely refers to."""
+    """Returns the explanation of a log without its call: the rules to which the log likely refers."""
     name = log.function or log.operator
     if not name:
         what = f"{log.said} has no definition here: " if log.said else "the text names no operator: "
@@ -181,7 +181,7 @@ def explain_log(log: Log) -> Explanation:
 
 
 def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
-    """Returns a call's arguments by canonical name, or findings about arguments that the function does not accept."""
+    """Returns (a call's arguments by name, []), or ({}, findings about arguments that the function does not accept)."""
     spelled = {cann: shown for shown, cann in op.cann.items()}
     given: dict[str, Any] = {}
     for word, value in call.named.items():
@@ -228,7 +228,7 @@ def _function(op: Op) -> Any:
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
-    """Returns a finding about arguments (`given`) that a function lacks, with a suggestion; error: Python's text."""
+    """Returns a Finding about arguments `given` that a function lacks, with a suggestion; error: Python's text."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
     fix = ""
@@ -250,7 +250,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of decode_attention() (`values`) with the definition's parameters k and v for the cache."""
+    """Returns decode_attention()'s arguments `values`, with the cache as the definition's parameters k and v."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
@@ -259,8 +259,8 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Converts an argument of parameter p for bind(): tensors to device meta, a tensor of one number for an attribute
-    to that number."""
+    """Returns an argument of parameter p in the form that a check accepts: tensors on device meta, a tensor of one
+    number for a numeric attribute as that number."""
     if isinstance(p, Tensors) or (isinstance(p, Tensor) and isinstance(value, torch.Tensor)):
         return _without_memory(value)
     if isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
@@ -274,7 +274,7 @@ def _as_taken(p: Any, value: Any) -> Any:
 
 
 def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool) -> list[Finding]:
-    """Returns bind()'s failures and warnings for a call as findings; in_memory: False if tensors are on device meta."""
+    """Returns errors and warnings of a check of a call as findings; in_memory: False if tensors are on device meta."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -312,14 +312,13 @@ def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) 
 
 
 def _without_memory(value: Any) -> Any:
-    """Returns a tensor, or a list of tensors, on device meta, and other values unchanged."""
     if isinstance(value, (list, tuple)):
         return [_without_memory(one) for one in value]
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _note(op: Op, text: str) -> Finding:
-    """Returns a finding made from the text of a warning about a call of `op`."""
+    """Returns a Finding (parameter, expected and given value, fix) from the text of a warning about a call of `op`."""
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
@@ -359,7 +358,7 @@ def _likely(op: Op, log: Log) -> list[Finding]:
 
 
 def _compared_with_log(log: Log, findings: list[Finding]) -> str:
-    """Returns the end of a verdict, which compares the log's error code with the codes of the findings."""
+    """Returns the end of a verdict's text, which compares the log's error code with the codes of the findings."""
     if not findings:
         return f"; but the log has code {log.code}: another call failed, or CANN has a rule that is missing here"
     agrees = any(f.code in (log.code, SAME.get(log.code)) for f in findings)

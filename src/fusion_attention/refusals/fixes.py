@@ -38,7 +38,7 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
 
 
 def _of_lengths(title: str, change: Callable[[list[int]], list[int]], op: Op, args: Args) -> Iterator[Fix]:
-    """Yields a change of all lists of lengths of a call together, and of each list alone; title: its description."""
+    """Yields (text, changed arguments): all lists of lengths changed together, and each alone; title: the text."""
     lists = []
     for p in op.params:
         value = args.get(p.name)
@@ -89,7 +89,7 @@ def _layout(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _heads(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields fixes that set a number of heads or a page size to the size of an axis of queries or keys."""
+    """Yields (text, changed arguments) that set a number of heads or a page size to the size of an axis of q or k."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
@@ -100,7 +100,7 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields fixes of the dtype of all floating-point tensors: the query's, then bfloat16 and float16."""
+    """Yields (text, changed arguments) with one dtype for floating-point tensors: the query's, bfloat16, float16."""
     tensors = {p.name: t for p in op.tensors() if isinstance(t := args.get(p.name), torch.Tensor)}
     floating = {name: t for name, t in tensors.items() if t.is_floating_point()}
     first = next(iter(tensors), "")
@@ -113,7 +113,7 @@ def _dtype(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields fixes that remove one optional argument each."""
+    """Yields (text, changed arguments) that remove one optional argument each."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
         default = p.default if isinstance(p, Attr) else None

@@ -99,8 +99,7 @@ def _score(op: Op, rule: Rule, text: str, code: int) -> int:
 
 
 def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields one entry, in the form of likely(): the kind of rule that an error code means; nothing for an unknown
-    code."""
+    """Yields one entry, in the form of likely(): the kind of rule that an error code means; none if unknown."""
     kinds = {
         NULL_POINTER: "every required parameter (of query_rope and key_rope both or neither)",
         INVALID: "the dtypes on the operator's page, a known layout string, and ranks and axes that agree",

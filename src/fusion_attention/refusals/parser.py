@@ -141,7 +141,7 @@ class _Reader:
         return self.written
 
     def _operator(self, call: ast.Call) -> bool:
-        """Reads a call of an operator; returns False if the function's operator has no definition."""
+        """Reads a call of an operator from its syntax tree; False if the function's operator has no definition."""
         parts = _dotted(call.func).split(".")
         while parts and parts[-1] in ("out", "default"):
             parts.pop()

@@ -19,10 +19,10 @@ SEED, OFFSET = 0x5DEECE66D, 11
 
 
 class Named:
-    """The base class of case dataclasses, whose id lists the fields that differ from the defaults.
+    """The base class of dataclasses of test calls, whose id lists the fields that differ from the defaults.
 
     Attributes:
-        fresh: a number other than 0 changes the random tensors of all cases.
+        fresh: a number other than 0 changes the random tensors of all test calls.
     """
 
     fresh: ClassVar[int] = 0
@@ -35,7 +35,7 @@ class Named:
         return ",".join(changed) or "default"
 
     def generator(self) -> torch.Generator:
-        """Returns a random generator whose seed is made from the case's id."""
+        """Returns a random generator whose seed is made from the test call's id."""
         return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{self.fresh or ''}".encode()))
 
 
@@ -54,7 +54,7 @@ class Sequences(Named):
         return self.layout == "TND"
 
     def lengths(self, side: str) -> tuple[int, ...]:
-        """Returns q_len or kv_len for side "q" or "kv"."""
+        """Returns the lengths of sequences, q_len for side "q" or kv_len for side "kv"."""
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
@@ -66,7 +66,7 @@ class Sequences(Named):
 
 @dataclass(frozen=True)
 class Case(Sequences):
-    """A call of training attention, forward and backward, in CANN's terms.
+    """A test call of training attention, forward and backward, in CANN's terms.
 
     Args:
         layout: layout of query, key and value: "BSND", "BSH", "SBH", "BNSD" or "TND".
@@ -75,8 +75,9 @@ class Case(Sequences):
             with q_rest or kv_rest.
         q_rest, kv_rest: number of tokens after the last sequence (TND) or after the longest one (padded).
         disabled: number of trailing zeros in the cumulative lengths (TND).
-        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
-        sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as in
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements of a query, value and rope, and
+            factor on q . k.
+        sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: arguments of
             npu_fusion_attention_v2.
         mask: "none"; "compressed"; random masks: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
             "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], which removes all, some or none of the
@@ -88,7 +89,7 @@ class Case(Sequences):
         starts: (q_start_idx, kv_start_idx).
         dropout: "none", "bits" (a given mask) or "philox" (drawn from a seed).
         sink: True: the call has a sink.
-        softcap: as in Problem (Python API only).
+        softcap: scores become softcap * tanh(scores / softcap); 0: unchanged (Python API only).
     """
 
     layout: str = "BSND"
@@ -135,8 +136,7 @@ class Case(Sequences):
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this shape and dtype filled with NaN (integers: 255): a view into a larger buffer of NaN,
-    with permuted axes, gaps and an offset."""
+    """Returns a tensor filled with NaN (integers: 255): a view with gaps into a larger buffer of NaN."""
     fill: float = math.nan if dtype.is_floating_point else True if dtype == torch.bool else 255
     if len(shape) == 1:
         return torch.full((2 * shape[0] + 3,), fill, dtype=dtype)[3::2][: shape[0]]
@@ -147,12 +147,12 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def hostile(values: Tensor) -> Tensor:
-    """Returns a copy of values in a view into memory filled with NaN, as poisoned() makes it."""
+    """Returns a copy of `values` as a strided view into memory filled with NaN."""
     return poisoned(tuple(values.shape), values.dtype).copy_(values)
 
 
 def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
-    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]; side: "q" or "kv"."""
+    """Returns sequence b of a test call's tensor in its layout, as a view [heads, tokens, dim]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if case.layout in ("BSH", "SBH"):
         tensor = tensor.unflatten(-1, (heads, tensor.shape[-1] // heads))
@@ -164,7 +164,7 @@ def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
 
 
 def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
-    """Returns sequence b of contiguous statistics [.., 8] in the case's layout as a view [heads_q, rows, 8]."""
+    """Returns sequence b of contiguous softmax statistics [.., 8] of a test call as a view [heads_q, rows, 8]."""
     rows, heads = case.q_len[b], case.heads_q
     if not case.packed:
         return tensor[b, :, :rows]
@@ -175,7 +175,7 @@ def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
 
 
 def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
-    """Returns a tensor's shape in the case's layout with `heads` * `dim` elements per token of a side, "q" or "kv"."""
+    """Returns the shape of a tensor in a test call's layout, with heads * dim elements per token; side: "q" or "kv"."""
     b, s = len(case.q_len), case.tokens(side)
     return {
         "BSND": (b, s, heads, dim),
@@ -187,7 +187,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Returns a case's arguments by canonical name, and dy: strided views in memory of NaN."""
+    """Returns {name: argument} of a test call, and dy: strided views in memory of NaN."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -230,7 +230,7 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias of a case in the form of case.pse, in a dtype; draw: returns random numbers of a shape."""
+    """Returns the bias of a test call in the form of case.pse, or None; draw: returns random numbers of a shape."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     kind = case.pse.removeprefix("shared_")
     batch = 1 if kind != case.pse else batch
@@ -245,7 +245,7 @@ def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor 
 
 
 def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Returns the attention mask of a case in the form of case.mask, drawn by a generator; None for "none"."""
+    """Returns the random attention mask of a test call in the form of case.mask; None for "none"."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
@@ -271,7 +271,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
-    """Returns sequence b of a random mask of a case as a view [1 or heads_q, rows, keys]."""
+    """Returns sequence b of a test call's random mask as a view [1 or heads_q, rows, keys]."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.mask == "tokens":
         i, j = sum(case.q_len[:b]), sum(case.kv_len[:b])
@@ -281,13 +281,13 @@ def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
 
 
 def drop_shape(case: Case, b: int) -> tuple[int, int, int]:
-    """Returns heads, rows and keys of sequence b's dropout bits in a case."""
+    """Returns (heads, rows, keys) of the dropout bits of sequence b of a test call."""
     rows, keys = (case.q_len[b], case.kv_len[b]) if case.packed else (case.tokens("q"), case.tokens("kv"))
     return case.heads_q, rows, keys
 
 
 def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Returns the random dropout bits of a case, least significant first, with extra bits at the end."""
+    """Returns uint8 [bytes], a test call's random dropout bits, least significant first, with extra bits at the end."""
     count = sum(math.prod(drop_shape(case, b)) for b in range(len(case.q_len)))
     keep = torch.rand(count + 13, generator=generator) < case.keep_prob
     return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
@@ -297,14 +297,14 @@ def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def prefix_fits(case: Case) -> bool:
-    """True if every prefix of a case is in the range of mode 5, outside of which CANN ignores it."""
+    """True if every prefix of a test call is in the range of sparse mode 5, outside of which CANN ignores it."""
     prefix = case.prefix or ()
     bounds = zip(prefix, case.q_len, case.kv_len, strict=False)
     return len(prefix) == len(case.q_len) and all(max(0, keys - rows) <= n <= keys for n, rows, keys in bounds)
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """Returns bool [rows, keys] of sequence b of a case: true for keys in the sparse mode's band, without masks."""
+    """Returns bool [rows, keys] of sequence b of a test call: true for keys in the sparse mode's band."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -324,7 +324,7 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """Returns bool [heads_q, rows, keys] of sequence b of a case: true for visible keys; args: from arguments()."""
+    """Returns bool [heads_q, rows, keys] of sequence b of a test call: true for visible keys; args: its arguments."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

@@ -13,12 +13,12 @@ __all__ = ["check", "compare"]
 
 
 def compare(name: str, ours: Tensor, expected: Expected) -> None:
-    """Asserts that a result differs from golden's only by rounding errors: in every element, row, tile and overall.
+    """Asserts that a result differs from the float64 reference's only by rounding: per element, row, tile and overall.
 
     Args:
         name: name of the output, for the message.
         ours: the result.
-        expected: golden's values with the expected size of each error.
+        expected: the reference's values with the expected size of each error.
 
     Raises:
         AssertionError: the message has the output, the failing group, coordinates and values.
@@ -56,11 +56,11 @@ def _arranged(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
-    """Asserts by compare() that every output differs from golden's only by rounding errors.
+    """Asserts that every output differs from the float64 reference's only by rounding errors.
 
     Args:
         name: name of the call, for the message.
-        ours: results by name. expected: golden's values with error sizes, by name.
+        ours: results by name. expected: the reference's values with error sizes, by name.
     """
     assert ours.keys() == expected.keys(), f"{name}: {[*ours]}, {[*expected]}"
     for output, wanted in expected.items():

@@ -18,7 +18,7 @@ Args = dict[str, Any]
 
 @dataclass(frozen=True)
 class DecodeCase(Named):
-    """A call of npu_incre_flash_attention.
+    """A test call of npu_incre_flash_attention, torch_npu's decoding attention.
 
     Args:
         layout: layout of the query and of a stacked cache.
@@ -106,7 +106,7 @@ def logical(case: DecodeCase) -> dict[str, Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this shape and dtype filled with NaN (integers: 99), an offset view of a larger buffer."""
+    """Returns a tensor filled with NaN (integers: 99), an offset view of a larger buffer."""
     fill: float = math.nan if dtype.is_floating_point else 99
     full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
     return full[16 : 16 + math.prod(shape)].view(shape)
@@ -141,7 +141,7 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """Returns a case's page table: pages in random order, unused entries invalid; None for a cache without pages."""
+    """Returns a test call's page table in random order, unused entries invalid; None for a cache without pages."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -155,14 +155,14 @@ def pages_of(case: DecodeCase) -> Tensor | None:
 
 
 def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
-    """Returns `by_head`, a tensor [B, N1, rows, D], in the case's layout."""
+    """Returns `by_head`, a tensor [B, N1, rows, D], in the layout of a test call."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
 
 
 def arguments(case: DecodeCase) -> Args:
-    """Returns the arguments of a case's call by canonical name."""
+    """Returns {name: argument} of a test call."""
     n, table = logical(case), pages_of(case)
     valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
     flat = case.layout == "BSH" and case.integers == "channel"
@@ -190,7 +190,7 @@ def arguments(case: DecodeCase) -> Args:
 
 
 def answer(case: DecodeCase) -> Tensor:
-    """Returns the output of a case's call, [B, N1, rows, D] float64, computed by the formula with dense matrices."""
+    """Returns the output of a test call, [B, N1, rows, D] float64, computed by the formula with dense matrices."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
@@ -214,7 +214,7 @@ def answer(case: DecodeCase) -> Tensor:
 
 
 def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
-    """Returns the keys (side 0) or values (side 1) of sequence `item`, dequantised to float64; n: from logical()."""
+    """Returns keys (side 0) or values (side 1) of sequence `item`, dequantised to float64; n: all tensors."""
     rows: Tensor = n["kv"[side]][item].double()
     if not case.integers:
         return rows
@@ -226,7 +226,7 @@ def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
 
 
 def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
-    """Returns `out` as the case's int8 result; n: the result of logical()."""
+    """Returns `out` rounded to int8 as a test call requires (in float64); n: the test call's tensors, by name."""
     scale, offset = n["out_scale"].double(), n["out_offset"].double() if case.offsets else torch.zeros(1)
     if case.out == "channel":
         scale = scale.view(case.heads_q, 1, case.dim)

@@ -73,7 +73,7 @@ def expected_of(
     Args:
         program: a function that computes the results in float64, in the structure of `ours`.
         ours: the results to judge, whose dtypes determine the error sizes.
-        draws, seed: see drawn().
+        draws, seed: number of runs with random errors, and seed of the errors.
         dtype: dtype of the program's operations; None: that of each result.
 
     Returns:
@@ -97,10 +97,7 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """Asserts by compare() that results (`ours`) differ from those of a float64 program only by rounding errors.
-
-    how: options of expected_of().
-    """
+    """Asserts that results `ours` differ from a float64 program's only by rounding; how: for expected_of()."""
     wanted = dict(_leaves(expected_of(program, ours, **how)))
     for path, t in _leaves(ours):
         compare(f"{name}{path}", t.detach(), wanted[path])
@@ -157,8 +154,8 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns nested dictionaries, lists and tuples like x, with the values leaves[name] under the names that _leaves()
-    yields; name: their prefix."""
+    """Returns nested dictionaries, lists and tuples like x, with the values leaves[name]; a name is the path to the
+    value, after the prefix `name`."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

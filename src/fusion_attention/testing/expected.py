@@ -32,7 +32,7 @@ def sizes(
     Args:
         problem, extents, operands, grads: arguments of a back end's run. For a backward (with grads) the operands have
             the forward's results.
-        grade: the roundings of the program.
+        grade: the roundings of the program whose errors are expected.
 
     Returns:
         "out", "max", "sum" and "lse" of a forward; the existing ones of "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse"
@@ -61,7 +61,7 @@ def sizes(
 
 
 def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
-    """Returns the outputs of a forward, or of a backward if `grads` are given, as views of their memory."""
+    """Returns the outputs of a forward, or of a backward if `grads` are given, with views of their memory."""
     if grads is None:
         views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum, "lse": operands.stats.max}
     else:
@@ -70,10 +70,10 @@ def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
 
 
 def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Grade = KERNEL) -> dict[str, Expected]:
-    """Returns the float64 results of a lowered call with the error sizes of a right program, by name of the result.
+    """Returns the float64 results of a call with the error sizes of a right program, by name of the result.
 
     Args:
-        call: a lowered call of attention over a sequence, a cache or lists, or of its gradients.
+        call: a call, as back ends compute it, of attention over a sequence, a cache or lists, or of its gradients.
         golden: float64 results by name, which replace those computed here (except integers, which are computed here
             before rounding).
         grade: the roundings of the program.
@@ -116,11 +116,11 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns given results of a training call with the error sizes of a correct program, by name as in run().
+    """Returns given results of a training call with the error sizes of a correct program, by name ("out", "dq", ...).
 
     Args:
-        call: the lowered call.
-        results: golden's results in float64, optionally with "lse".
+        call: the call, as back ends compute it.
+        results: the reference's results in float64, optionally with "lse".
         dy: the gradient of out; None: results of the forward only.
     """
     result = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
@@ -139,11 +139,11 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
 
 
 def expected(case: Case, args: Mapping[str, Any], results: Results | None = None) -> dict[str, Expected]:
-    """Returns golden's results for a case with the error sizes of a right kernel, by name as in run().
+    """Returns the float64 reference's results of a test call with a right kernel's error sizes, by name.
 
     Args:
-        case, args: the case and its arguments().
-        results: golden's results; None: they are computed. Results of a similar call (with some NaN, for instance) may
-            be passed if its error sizes are the same.
+        case, args: the test call and its arguments().
+        results: the reference's results; None: they are computed. Results of a similar call (with some NaN, for
+            instance) may be passed if its error sizes are the same.
     """
     return dense(lowered(case, args), golden(case, args) if results is None else results, args["dy"])

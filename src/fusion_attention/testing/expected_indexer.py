@@ -20,10 +20,10 @@ from fusion_attention.torch_ops.eager import run
 
 
 def check_index(call: Any, results: Mapping[str, Results]) -> None:
-    """Asserts that results differ from golden's only by rounding errors; selected keys are compared by their scores.
+    """Asserts that results, selected keys by their scores, differ from the float64 reference's only by rounding.
 
     Args:
-        call: a lowered call of the indexer, its gradients, its statistics or its loss.
+        call: a call, as back ends compute it, of the indexer, its gradients, its statistics or its loss.
         results: for each program (a name for the message) its results by name.
 
     Raises:
@@ -58,7 +58,7 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
 
 
 def golden_of(call: Any) -> Results:
-    """Returns golden's results of a call in float64; a loss is rounded to float32."""
+    """Returns {name: result} of a call in float64, by the reference back end; a loss is rounded to float32."""
     if isinstance(call, IndexerBackward):
         return run(IndexerBackward(in_float64(call.call), call.dvalues.double(), call.indices), "golden")
     return run(in_float64(call), "golden")

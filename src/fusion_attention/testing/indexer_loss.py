@@ -38,7 +38,7 @@ LEAST = 1e-8
 
 @dataclass(frozen=True)
 class LossCase(SparseCase):
-    """A call of the indexer's loss with its gradients.
+    """A test call of the indexer's loss with its gradients.
 
     Args:
         heads, dim: heads of the indexer and elements of each.
@@ -58,7 +58,7 @@ class LossCase(SparseCase):
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
-    """Returns torch_npu's arguments for a case by canonical name: strided views in memory filled with NaN."""
+    """Returns {name: argument} of a test call for torch_npu's function: strided views in memory filled with NaN."""
     make = Maker(case)
     args = {
         "query": make.rows("q", case.heads_q, case.dim_qk),
@@ -121,7 +121,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row, for keys `tokens`."""
+    """Returns the indexer's (scores [tokens], products [heads, tokens], q, k, weights) of a row, for keys `tokens`."""
     q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -129,7 +129,7 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the statistics (max, sum) of scores [heads, keys] and a sink [heads] or None, per head; 0, 0 if empty."""
+    """Returns the softmax (max, sum), [heads] each, of scores [heads, keys] and a sink or None; 0, 0 if empty."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -140,8 +140,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """Returns the lowered call of torch_npu's function for a case, or of the Python API if
-    torch_npu has no such call."""
+    """Returns a test call of torch_npu's function, or else of the Python API, as back ends compute it."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
@@ -155,12 +154,12 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
 
 
 def by_python(case: LossCase) -> bool:
-    """True if only the Python API has a case's call: the loss over all visible keys with a sink."""
+    """True if only the Python API has this test call: the loss over all visible keys with a sink."""
     return case.sink and not case.count
 
 
 def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of indexer_loss() by canonical name, from torch_npu's (`args`) for the same case."""
+    """Returns {name: argument} of indexer_loss(), from torch_npu's (`args`) for the same test call."""
     given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
     lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
@@ -169,13 +168,12 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results of a case in float64; the loss is rounded to float32."""
+    """Returns {name: result} of a test call in float64, by the reference back end; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results of a case by the formulas, row by row in float64 (the loss in float32), with which golden's
-    results are compared."""
+    """Returns {name: result} of a test call by the formulas, row by row in float64; the loss is float32."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)
@@ -192,7 +190,7 @@ def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yields (sequence, row, keys) of every row of a case that reads a key."""
+    """Yields (sequence, row, keys) of every row of a test call that reads a key; args: its arguments."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if tokens := tokens_of(case, args, b, row):

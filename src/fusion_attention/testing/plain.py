@@ -60,7 +60,7 @@ def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns scores beneath the case's softcap, and their derivative."""
+    """Returns (softcap * tanh(scores / softcap), its derivative), or (scores, 1.0) without a softcap."""
     if not case.softcap:
         return scores, 1.0
     tanh = (scores / case.softcap).tanh()
@@ -68,7 +68,7 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the dropout mask of sequence b of a case, [heads_q, rows, keys], 1: kept; or 1.0 without dropout."""
+    """Returns the dropout mask of sequence b of a test call, [heads_q, rows, keys], 1: kept; or 1.0 without dropout."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
         return 1.0
@@ -105,7 +105,7 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
 
 
 def _results(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns a tensor of zeros for every output of a case, by name."""
+    """Returns {name: zeros} for every output of a test call; args: its arguments."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
@@ -117,7 +117,7 @@ def _results(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns every output and gradient of a case in float64, by name as in run(), computed with dense matrices."""
+    """Returns {name: tensor} of every output and gradient of a test call in float64, computed with dense matrices."""
     results = _results(case, args)
     for b in range(len(case.q_len)):
         _plain_sequence(case, args, b, results)
@@ -125,7 +125,7 @@ def plain(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Results) -> None:
-    """Computes sequence b of a case, and writes its part of the results."""
+    """Computes sequence b of a test call with dense matrices, and writes its part of `results`."""
     group, scale = case.heads_q // case.heads_kv, case.scale
 
     def rows(name: str) -> Tensor:

@@ -71,7 +71,7 @@ def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]
 
 
 def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
-    """Returns a case's lowered call: of torch_npu's function, or of fa.attention() if torch_npu has no such call."""
+    """Returns a test call of torch_npu's function, or else of attention(), in the form that back ends compute."""
     if case.npu:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
@@ -89,7 +89,7 @@ def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
 
 
 def attention(call: DenseCall, backend: str = "auto") -> tuple[Tensor, ...]:
-    """Returns (out, max, sum) of a lowered call on a back end; statistics have one number per row and head."""
+    """Returns (out, max, sum) of a call on a back end; max and sum have one number per row and head."""
     return tuple(eager.run(DenseForward(call), backend).values())
 
 
@@ -103,10 +103,10 @@ def attention_backward(
     dbias: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of a lowered call in the order of GRADIENTS; those that it does not have are empty.
+    """Returns the gradients of a call in the order of GRADIENTS (dq, dk, dv, ...), empty for absent inputs.
 
     Args:
-        call: the lowered forward.
+        call: the forward call, as back ends compute it.
         dout: the gradient of out. out, stats: results of attention().
         dlse: the gradient of lse, or None.
         dbias: False: the bias's gradient is not computed, and empty.
@@ -118,7 +118,7 @@ def attention_backward(
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results of a case in float64, by name as in run(), for the lowered call of `args`."""
+    """Returns {name: output or gradient} of a test call with arguments `args` in float64, by the reference back end."""
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)

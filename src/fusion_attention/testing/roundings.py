@@ -86,9 +86,7 @@ _LEAST_BYTES = 2**24
 
 class Copies:
     """Copies of the memory of tensors: `count` of each storage, with other errors in each.
-
-    A storage gets copies when an operation with errors first writes to it. Views share the copies of their storage.
-    """
+    A storage gets copies when an operation with errors first writes to it. Views share the copies of their storage."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -116,7 +114,7 @@ class Copies:
         return self._view(self.memory[storage._cdata][1], t)
 
     def _view(self, memory: Tensor, t: Tensor) -> Tensor:
-        """Returns the elements of a tensor t in `memory`, the copies of its storage."""
+        """Returns the elements of a tensor t in `memory`, the copies of its storage: [copies, *shape]."""
         elements = memory.view(t.dtype)
         return elements.as_strided((self.count, *t.shape), (elements.shape[1], *t.stride()), t.storage_offset())
 
@@ -172,7 +170,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of torch's operation `func`, named `base`; computes its copies with errors too."""
+        """Returns the result of torch's operation `func`, named `base`; also computes its copies with errors."""
         if base in _EXACT:
             return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
@@ -287,7 +285,6 @@ class Roundings(TorchDispatchMode):
         return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
 
     def _has_copies(self, x: Any) -> bool:
-        """True if x, a tensor, list or dictionary, contains a tensor with copies."""
         return any(isinstance(t, Tensor) and self.copies.of(t) is not None for t in tree_leaves(x))
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
@@ -297,7 +294,7 @@ class Roundings(TorchDispatchMode):
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
     def _error(self, size: Tensor) -> Tensor:
-        """Replaces `size` by random errors between -size and size, and returns them."""
+        """Returns random errors between -size and size, which replace the values of `size`."""
         return size.mul_(self.noise(size.numel()).view(size.shape))
 
     def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:
@@ -320,9 +317,7 @@ class Roundings(TorchDispatchMode):
 
     def _added(self, total: Tensor, squares: Tensor, terms: Any, products: bool) -> Tensor:
         """Returns sums with the errors of adding float32 terms in any order, and of one rounding of the result.
-
-        variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)
-        """
+        variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)"""
         if total.dtype != torch.float64:
             return total
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
@@ -356,18 +351,17 @@ class Noise:
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """Computes prims.var over the axes `dims`, which torch's decompositions of norms use, from other operations."""
+    """Returns the variance of x over the axes `dims`, computed from mean, square and sum."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """Returns the spacing of a dtype's smallest numbers."""
+    """Returns the spacing of a dtype's smallest (denormal) numbers."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def _is_float(x: object) -> bool:
-    """True if x is a tensor of float64 or complex128."""
     return isinstance(x, Tensor) and x.dtype in (torch.float64, torch.complex128)
 
 
@@ -382,7 +376,6 @@ def _aligned(copies: Tensor, rank: int) -> Tensor:
 
 
 def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Returns the arguments with change(tensor) in place of every float64 tensor."""
     return [change(x) if _is_float(x) else x for x in args]
 
 
@@ -397,10 +390,8 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 def _exact(base: str, result: Any, args: Any) -> Any:
     """Returns a bool tensor, true for elements of `result` that were computed without rounding; None if unknown.
-
     base: the name of the torch operation that computed it from `args`. A product is exact if a factor is a power of
-    two, a quotient if the divisor is one, a sum or difference if a term is 0.
-    """
+    two, a quotient if the divisor is one, a sum or difference if a term is 0."""
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)

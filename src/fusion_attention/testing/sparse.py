@@ -29,7 +29,7 @@ WILD = 1 << 30  # an invalid page number
 
 @dataclass(frozen=True)
 class Rows(Sequences):
-    """Layout, lengths and causality of any sparse case.
+    """Layout, lengths and causality of a test call of sparse attention, the indexer or its loss.
 
     Args:
         layout: "BSND" or "TND".
@@ -63,10 +63,11 @@ class Rows(Sequences):
 
 @dataclass(frozen=True)
 class SparseCase(Rows):
-    """A call of sparse attention, forward and backward.
+    """A test call of sparse attention, forward and backward.
 
     Args:
-        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in ir.problem.Problem.
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements of a query, value and rope, and
+            factor on q . k.
         shares_kv: values are the first dim_v elements of the key's rows.
         block: tokens of a block, which an entry of a list selects. count: entries of a list.
         lists: "random" (distinct blocks), "all" (every block, in random order), "repeated" (few blocks, repeated),
@@ -91,10 +92,10 @@ class SparseCase(Rows):
 
 @dataclass(frozen=True)
 class IndexerCase(Rows):
-    """A call of the indexer, forward and backward.
+    """A test call of the indexer, forward and backward.
 
     Args:
-        heads, dim, top_k: as in ir.problem.IndexerProblem. weights: the dtype of weights.
+        heads, dim, top_k: query heads, elements of a head, and selected keys. weights: the dtype of weights.
         exact: operands are small integers, so every sum is exact in every dtype, and many scores are equal.
     """
 
@@ -109,7 +110,7 @@ class IndexerCase(Rows):
 
 
 def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
-    """Returns sequence b of a tensor of rows of a case as a view [tokens, ...]; side: "q" or "kv"."""
+    """Returns sequence b of a test call's tensor of rows as a view [tokens, ...]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if not case.packed:
         return tensor[b, :length]
@@ -118,26 +119,26 @@ def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
 
 
 class Maker:
-    """Draws tensors whose memory is NaN (or 255) outside of sequences."""
+    """Draws a test call's tensors, whose memory is NaN (or 255) outside of sequences."""
 
     def __init__(self, case: Rows) -> None:
         self.case, self.generator = case, case.generator()
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
     def draw(self, *shape: int, whole: bool = False) -> Tensor:
-        """Draws normally distributed numbers; whole: integers from -2 to 2."""
+        """Returns a tensor of this shape with normally distributed numbers; whole: integers from -2 to 2."""
         if whole:
             return torch.randint(-2, 3, shape, generator=self.generator).float()
         return torch.randn(shape, generator=self.generator)
 
     def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of rows of a side, "q" or "kv", [..., *inner], filled with NaN (integers: 255)."""
+        """Returns a tensor with a row [*inner] per token, filled with NaN (integers: 255); side: "q" or "kv"."""
         case = self.case
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
 
     def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, whole: bool = False) -> Tensor:
-        """Draws the rows of every sequence on a side, "q" or "kv", [..., *inner]; whole: integers from -2 to 2."""
+        """Returns a tensor with a random row [*inner] per token; side: "q" or "kv"; whole: integers from -2 to 2."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
             sequence = part(self.case, tensor, side, b)
@@ -157,7 +158,7 @@ class Maker:
         return pool
 
     def table(self) -> Tensor:
-        """Draws a block table, pages in random order; entries after a sequence's last page are invalid."""
+        """Returns a random block table, int32 [sequences, pages]; entries after a sequence's last page are invalid."""
         case = self.case
         counts = [-(-n // case.page) for n in case.kv_len]
         numbers = torch.randperm(sum(counts) + 2, generator=self.generator).to(torch.int32)
@@ -168,20 +169,19 @@ class Maker:
 
 
 def lengths_of(case: Rows) -> dict[str, Any]:
-    """Returns the lengths of a case as CANN's arguments: cumulative if packed."""
+    """Returns {name: lengths} of a test call as CANN's arguments: cumulative if packed."""
     q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
     kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
 
 
 def bound_of(case: Rows) -> dict[str, Any]:
-    """Returns the Python API's arguments ratio and residual for a case."""
+    """Returns the Python API's arguments {ratio, residual} of a test call."""
     return {"ratio": case.ratio, "residual": list(case.residual) or None}
 
 
 def bounded(call: Call, args: Mapping[str, Any]) -> Call:
-    """Returns a lowered indexer call, changed to the ratio and residual in `args`, parameters that
-    npu_lightning_indexer does not have."""
+    """Returns an indexer call with the ratio and residual in `args`, which npu_lightning_indexer lacks."""
     if args.get("ratio", 1) == 1:
         return call
     e, behind = call.extents, 0 if args["residual"] is None else np.array(args["residual"], np.int64)
@@ -190,12 +190,12 @@ def bounded(call: Call, args: Mapping[str, Any]) -> Call:
 
 
 def layouts_of(case: Rows) -> dict[str, Any]:
-    """Returns the layouts and the sparse mode of a case."""
+    """Returns {name: argument} for the layouts and the sparse mode of a test call."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns a case's arguments of npu_sparse_flash_attention, and dy, by canonical name: views in memory of NaN."""
+    """Returns {name: argument} of npu_sparse_flash_attention for a test call, and dy: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -224,7 +224,7 @@ def arguments(case: SparseCase) -> dict[str, Any]:
 
 
 def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
-    """Returns sparse_indices of a case: a list for every row and each of `heads` heads; make: draws tensors."""
+    """Returns selected blocks of a test call, int [.., heads, entries], a list per row and head; make: draws them."""
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
@@ -237,7 +237,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
-    """Returns the blocks that a row of sequence b selects, in list order, randomly drawn in the form of case.lists."""
+    """Returns the blocks that a row of sequence b selects, drawn in the form of case.lists, such as "repeated"."""
     seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
     mixed = torch.randperm(seen, generator=generator)
     if case.lists == "none" or not all_:
@@ -250,7 +250,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns a case's arguments of npu_lightning_indexer, and dy, by canonical name: views in memory of NaN."""
+    """Returns {name: argument} of npu_lightning_indexer for a test call, and dy: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
@@ -273,7 +273,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """Returns the lowered call of npu_sparse_flash_attention, or of fa.sparse_attention() if `args` have dim_v."""
+    """Returns the call of npu_sparse_flash_attention, or of sparse_attention() if `args` have dim_v, for back ends."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
@@ -287,22 +287,21 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
-    """Returns a back end's results: out, max, sum and (without pages) the gradients; dy: the gradient of out."""
+    """Returns a back end's {name: result}: out, max, sum and (without pages) the gradients; dy: the gradient of out."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Call) -> Call:
-    """Returns a call with problem and tensors in float64."""
+    """Returns a call with parameters and tensors in float64."""
     dtypes = {name: "float64" for name in ("dtype", "weights_dtype") if hasattr(call.problem, name)}
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
     return replace(call, problem=replace(call.problem, **dtypes), tensors=tensors)
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results of a case in float64: out, max, sum and (without pages) the gradients, as compute()
-    returns them."""
+    """Returns {name: result} of a test call in float64, by the reference back end: out, max, sum, gradients."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 
@@ -319,18 +318,18 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
-    """Returns the lowered call of npu_lightning_indexer."""
+    """Returns the call of npu_lightning_indexer with the arguments `args`, as back ends compute it."""
     return bounded(indexer_call(bind(indexer.TORCH, args)), args)
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
-    """Returns (indices, values) of an indexer's call by the named back end."""
+    """Returns (indices, scores) of the keys that an indexer's call selects on the named back end."""
     indices, values = run(call, backend).values()
     return indices, values
 
 
 def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
-    """Returns a back end's gradients of an indexer's values at given indices; dy: the gradient of the values."""
+    """Returns a back end's gradients of an indexer's scores of the keys `indices`; dy: the scores' gradient."""
     return run(IndexerBackward(call, dy, indices), backend)
 
 

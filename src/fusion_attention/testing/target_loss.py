@@ -18,7 +18,7 @@ from fusion_attention.torch_ops.eager import run
 
 @dataclass(frozen=True)
 class TargetCase(LossCase):
-    """A call of the indexer's loss with a given target, and its gradients.
+    """A test call of the indexer's loss with a given target, and its gradients.
 
     Args:
         target: "part" (sums to less than 1), "unit" (sums to 1), "zero", or "nan" (a NaN in every third row).
@@ -43,7 +43,7 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
-    """Returns a case's arguments of indexer_target_loss() by canonical name; targets that no row reads are NaN."""
+    """Returns {name: argument} of indexer_target_loss() for a test call; targets that no row reads are NaN."""
     make = Maker(case)
     args = {
         "query_index": make.rows("q", case.heads, case.dim),
@@ -65,7 +65,7 @@ def arguments(case: TargetCase) -> dict[str, Any]:
 
 
 def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
-    """Returns a target of `count` probabilities for a row, of the kind case.target; make: draws numbers."""
+    """Returns a target of `count` probabilities for a row, of kind case.target, such as "zero"; make: draws them."""
     p = (2 * make.draw(count)).softmax(-1) * {"zero": 0.0, "part": 0.6}.get(case.target, 1.0)
     if case.target == "nan" and row % 3 == 0:
         p[0] = torch.nan
@@ -73,13 +73,13 @@ def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
 
 
 def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
-    """Returns a case's lowered call of the Python API; names: of the results to compute, if not the default ones."""
+    """Returns a test call, as back ends compute it; names: of the results to compute, if not the default ones."""
     call = lower_target(bind(api_target_definition.RECORD, args))
     return replace(call, names=names or call.names)
 
 
 def golden(call: TargetLoss) -> Results:
-    """Returns golden's results of the call in float64; the loss is rounded to float32."""
+    """Returns {name: result} of the call in float64, by the reference back end; the loss is rounded to float32."""
     return run(in_float64(call), "golden")
 
 

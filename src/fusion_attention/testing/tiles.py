@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 
 def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts a bool matrix [..., rows, keys] (true: blocked) to tiles; those at its ends are padded with false.
+    """Converts a bool matrix [..., rows, keys] (true: blocked) to 128 x 128 tiles; the last are padded with false.
 
     Returns:
         blocked_tiles: int32 [..., R, C], for each tile its index in blocked_bits; -1: all blocked, -2: nothing blocked.

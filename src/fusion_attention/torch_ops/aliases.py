@@ -55,13 +55,13 @@ def connect(ways: Ways) -> None:
 
 
 def crosses(device: torch.device) -> bool:
-    """True if this device exists only by name."""
+    """True if this device exists only by name, such as "npu", and another device computes for it."""
     return _ways is not None and device.type == _ways.device
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
-    """Wraps a function by crossing(), so that it accepts tensors on a device that exists only by name, and makes its
-    TypeErrors suggest parameter names; host: see crossing()."""
+    """Wraps a function so that it accepts tensors on a device that exists only by name, such as "npu", and that its
+    TypeErrors suggest parameter names; host: number of last results that stay in host memory."""
     return crossing(suggested(function), host)
 
 
@@ -69,7 +69,7 @@ def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] |
     """Wraps a function so that it also accepts tensors on a device that exists only by name.
 
     Args:
-        function: computes on aliases.
+        function: computes on aliases, tensors over the same memory on the computing device.
         host: number of last results that stay in host memory.
         names: if the function takes one dictionary, the interface's name of each key; None: it takes arguments.
 
@@ -125,7 +125,7 @@ def _elsewhere(
 
 
 class _Crossing:
-    """The conversion of one call's tensors to aliases, and of its results back to the device by name."""
+    """Converts a call's tensors to aliases (the same memory on the computing device), and its results back."""
 
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
@@ -135,7 +135,7 @@ class _Crossing:
         self.odd = False  # a tensor on the device is of a subclass, which must see torch's operators
 
     def into(self, value: Any) -> Any:
-        """The value with tensors replaced by aliases, also in lists, tuples and dictionaries."""
+        """Returns the value with tensors replaced by aliases, also in lists, tuples and dictionaries."""
         kind = type(value)
         if kind in _TENSOR_TYPES:
             return self._alias(value)
@@ -163,14 +163,14 @@ class _Crossing:
         return self.aliases[-1]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context that applies autocast's state on the device by name to the computing device."""
+        """Returns a context that applies autocast's state on the device by name to the computing device."""
         if not torch._C._is_any_autocast_enabled():
             return nullcontext()
         dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """A result of the function, whose CPU tensors are replaced by tensors that say they are on the device npu."""
+        """Returns a result whose tensors, also in lists, are replaced by tensors on the device by name."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

@@ -29,10 +29,8 @@ class _Once(_SingleLevelFunction):
 
 def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Runs compute(), which returns gradients; differentiating them raises.
-
     reads: the tensors that compute() reads. torch's once_differentiable is not sufficient: it returns the gradients as
-    constants if the upstream gradient is one.
-    """
+    constants if the upstream gradient is one."""
     read = tuple(reads)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
         with enable_single_level_autograd_function():
@@ -43,11 +41,9 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
 
 
 def constants(upstream: Iterable[Tensor | None]) -> None:
-    """Raises if `upstream`, gradients of attention's statistics, are not zero, since statistics have no derivative.
-
+    """Raises if `upstream`, gradients of softmax statistics, are not zero, since statistics have no derivative.
     Zeros are legal: reentrant checkpointing makes them for unused outputs. NaN counts as zero: the logarithm makes it
-    from a zero gradient if the sum of a row without keys is 0.
-    """
+    from a zero gradient if the sum of a row without keys is 0."""
     for t in upstream:
         if t is not None and not t.is_meta and bool(t.nan_to_num(0.0).any()):
             raise NotImplementedError(
@@ -59,9 +55,7 @@ def constants(upstream: Iterable[Tensor | None]) -> None:
 @contextmanager
 def below() -> Iterator[None]:
     """A context in which autograd does not see an operator, because the caller records its derivative.
-
-    Outer levels of torch.func still record theirs.
-    """
+    Outer levels of torch.func still record theirs."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
         yield
 

@@ -35,9 +35,7 @@ def is_traced(args: Iterable[Any]) -> bool:
 
 def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
     """Casts the named tensors in args to autocast's dtype if it is on, as scaled_dot_product_attention does.
-
-    names[0] is q, whose device decides.
-    """
+    names[0] is q, whose device decides."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return  # the usual case, tested first because it is faster than reading a tensor's device
     q = args[names[0]]
@@ -51,17 +49,15 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def drops(keep_prob: Any) -> bool:
-    """True if keep_prob is a number below 1; bind() reports values that are not numbers."""
+    """True if keep_prob is a number below 1; other checks report values that are not numbers."""
     return isinstance(keep_prob, _NUMBERS) and bool(keep_prob < 1)
 
 
 def results(
     op: Op, args: Mapping[str, Any], backend: str = "auto", *, complete: bool = False, reads: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Runs a call of `op` on a back end; returns its results by canonical name; in a trace, absent ones are empty.
-
-    complete: as in eager.results(). reads: as in bind(); False if the caller made the data that rules would read.
-    """
+    """Runs a call of `op` on a back end; returns {name: result}; in a trace, absent ones are empty. complete: with all
+    results that a derivative reads. reads: check the content of tensors; False if the caller made it."""
     if is_traced(args.values()):
         return traced.results(op, args, backend)
     with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
@@ -69,9 +65,7 @@ def results(
 
 
 def in_order(op: Op, args: Mapping[str, Any], like: torch.Tensor) -> Any:
-    """The results of a call of `op` as a tuple in the operator's order; absent ones are empty, in the dtype of `like`.
-
-    args: arguments by canonical name.
-    """
+    """Returns the results of a call of `op` as a tuple in the operator's order; absent ones are empty, in the dtype of
+    `like`. args: arguments by name."""
     result = results(op, args)
     return tuple(result[name] if name in result else like.new_empty(0) for name in op.results)

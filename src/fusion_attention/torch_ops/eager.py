@@ -27,20 +27,20 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
-    """Runs a lowered call on a back end and returns its results by the names of outputs, without autograd."""
+    """Runs a call on a back end and returns {name: result}, without autograd."""
     results = call.results()
     compute(call, results, backend)
     return results
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """Runs a checked call and returns its results by name, with the derivatives that the operator definition declares.
+    """Runs a checked call and returns {name: result}, with the derivatives that the operator definition declares.
 
     Results that were not requested may be among them.
 
     Args:
         bound: the call.
-        backend: as in plan().
+        backend: "auto", or the name of a back end.
         complete: return all results that a derivative reads, even if they were not requested.
         how: further arguments of Op.lower: seed and offset for dropout, the format of statistics.
     """
@@ -74,10 +74,8 @@ def _trained(
     backend: str,
     prepared: Prepared | None,
 ) -> Results:
-    """Runs a lowered call (bare: without tensors) on `inputs`, with autograd; names: the inputs that the call reads.
-
-    prepared: the prepared call, or None.
-    """
+    """Runs a call on `inputs` with autograd, and returns {name: result}. bare: the call without tensors; names: the
+    inputs that it reads; prepared: the prepared call, or None."""
     # Inputs without a gradient are detached, so that backward does not run through, and free, their graph.
     tensors = [
         t.detach() if t is not None and t.requires_grad and name not in op.trained else t
@@ -88,10 +86,7 @@ def _trained(
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
     """Prepares a call at its second use, for later calls that differ only in memory: stores its plan and views in the
-    call cache, unless prepare() returns None.
-
-    bound: the checked call. call: the lowered one. backend: the back end's name, or "auto".
-    """
+    cache of `bound`, the checked call, if possible. backend: the back end's name, or "auto"."""
     prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None
@@ -105,7 +100,7 @@ def _prepare(bound: Bound, call: Any, backend: str) -> None:
 
 
 class _Run(torch.autograd.Function):
-    """The autograd function of a call; its backward uses the gradients of the lowered call."""
+    """The autograd function of a call of any operator; its backward runs the operator's gradient call."""
 
     @staticmethod
     def forward(

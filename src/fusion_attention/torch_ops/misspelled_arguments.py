@@ -26,7 +26,7 @@ def suggested(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeError) -> TypeError:
-    """A TypeError with a suggestion if a keyword is not a parameter of the function, else the given error."""
+    """Returns a TypeError with a suggestion if a keyword is not a parameter of the function, else the given error."""
     parameters = inspect.signature(function).parameters
     unknown = [name for name in given if name not in parameters]
     if not unknown or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -37,10 +37,8 @@ def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeE
 
 
 def misused(function: Callable[..., object], given: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
-    """The TypeError that Python raises for arguments that do not match a function's signature.
-
-    given: positional arguments; named: keyword arguments.
-    """
+    """Returns the TypeError that Python raises for arguments that do not match a function's signature; given:
+    positional arguments; named: keyword arguments."""
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     first = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     error = misspelt(function, named, TypeError())

@@ -23,11 +23,11 @@ _PACKED = ("slopes", "sink")  # operands that the core reads as contiguous float
 
 
 class Prepared:
-    """Plan, views and shapes of results for all calls that differ only in memory; it holds no tensor of a caller.
+    """Plan, views and shapes of results for all calls that differ only in memory; it holds no caller's tensor.
 
     Attributes:
-        bare: (lowered call without tensors, names of the arguments that are its inputs), which autograd uses; None if
-            an input is not an argument itself.
+        bare: (call without tensors, as back ends compute it, names of the arguments that are its inputs), which
+            autograd uses; None if an input is not an argument itself.
     """
 
     __slots__ = ("_begins", "_call_names", "_core", "_exact", "_names", "_plan", "_templates", "_views", "bare")
@@ -35,7 +35,7 @@ class Prepared:
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
-        """Plans the call on a back end; views: its operands without memory; sources: from _source(), by operand."""
+        """Plans the call on a back end; views: of its tensors, without memory; sources: by tensor, from _source()."""
         self.bare: tuple[Differentiable, tuple[str, ...]] | None = None
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
@@ -48,14 +48,14 @@ class Prepared:
         self._core = p.module.prepare(p.problem, p.schedule, call.operands(memory), self._names)
 
     def results(self, args: Mapping[str, Any], complete: bool) -> dict[str, Tensor]:
-        """Runs a call and returns its results by name; complete: with statistics even if they were not requested."""
+        """Runs a call and returns {name: result}; complete: with softmax statistics even if they were not requested."""
         names, further = self._call_names
         if further is not None:
             return further.make(*self.run(args, stats=complete or further.stats))
         return dict(zip(names if complete else names[:1], self.run(args, stats=complete), strict=False))
 
     def run(self, args: Mapping[str, Any], *, stats: bool) -> list[Any]:
-        """Allocates and writes the results; stats False: all but the first may be None."""
+        """Allocates, writes and returns the results; stats False: all but the first may be None."""
         core = self._core  # another thread may reset it meanwhile
         first, *others = self._templates
         if core is not None:
@@ -70,10 +70,9 @@ class Prepared:
 
 
 def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
-    """Prepares a call for all calls that differ only in memory; None if each call has to be lowered.
-
-    To determine the argument of each operand, the call is lowered again with meta tensors, one storage per argument.
-    """
+    """Returns the plan and views for all calls that differ from `call` only in memory; None if each has to be
+    converted. To determine the argument of each operand, the call is converted again with meta tensors, one storage per
+    argument."""
     lower = bound.op.lower
     if lower is None or not call.repeats or not len(call.extents):
         return None
@@ -103,13 +102,12 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
 
 
 def _first(tensors: Any) -> Tensor:
-    """The tensor, or the first of a list of tensors."""
     result: Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
     return result
 
 
 def _stand_in(tensors: Any, widened: bool) -> Any:
-    """A meta tensor with the shape, strides and dtype of an argument, or contiguous and in float32 if `widened`."""
+    """Returns a meta tensor with shape, strides and dtype of an argument, or contiguous float32 if `widened`."""
     if not isinstance(tensors, torch.Tensor):
         return type(tensors)(_stand_in(t, widened) for t in tensors)
     if widened:
@@ -122,8 +120,7 @@ def _source(
 ) -> tuple[str, Source, Source]:
     """Returns (argument, start, view) for `operand`: the argument whose memory it is in, and two functions of a call's
     arguments by name: to a tensor at the operand's address, and to the operand. widened: True if the operand is a
-    float32 copy of the argument.
-    """
+    float32 copy of the argument."""
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):
@@ -143,5 +140,4 @@ def _source(
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """A contiguous float32 copy of a tensor."""
     return tensor.float().contiguous()

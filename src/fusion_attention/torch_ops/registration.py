@@ -20,7 +20,7 @@ def register(
     library: torch.library.Library = _LIBRARY,
     keys: tuple[str, ...] = ("CPU", "CUDA"),
 ) -> None:
-    """Registers an operator.
+    """Registers an operator with torch.
 
     Args:
         schema: its name and arguments in torch.library's syntax.
@@ -57,7 +57,7 @@ def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
 
 
 def _no_vmap(*args: Any) -> Any:
-    """The implementation for torch.vmap of operators that do not support it: raises NotImplementedError."""
+    """Raises NotImplementedError: the implementation for torch.vmap of operators that do not support it."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )

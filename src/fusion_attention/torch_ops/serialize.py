@@ -59,8 +59,7 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """Serializes a call of `op` on a back end to the arguments of a torch operator with schema CALL; args: by canonical
-    name.
+    """Returns the arguments of a torch operator that represent a call of `op` on a back end in a trace; args: by name.
 
     A list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
     declared one; bind() reports wrong types later.
@@ -109,7 +108,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
 
 
 def settings_of(backend: str) -> str:
-    """The current settings as text "backend,strict,check_content", which a traced call stores."""
+    """Returns the current settings as text "backend,strict,check_content", which a traced call stores."""
     settings = current()
     return f"{chosen(backend)},{settings.strict:d},{settings.check_content:d}"
 
@@ -123,7 +122,7 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """The line of text that a trace stores for a call, parsed.
+    """The parsed line of text that a trace stores for a call of an operator.
 
     Attributes:
         strict, check_content: True if set when the call was traced; None: settings at run time decide.
@@ -142,7 +141,7 @@ class Text:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Text:
-    """Parses the line of text that pack() made; results are cached."""
+    """Returns the parsed line of text that a trace stores for a call; results are cached."""
     name, settings, ints, floats, lists, words = text.split(";", 5)
     backend, strict, content = settings.split(",")
     op = RECORDS[name]
@@ -157,7 +156,7 @@ def read(text: str) -> Text:
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
-    """The inverse of pack(): returns a call's arguments by canonical name; text: the result of read()."""
+    """Returns {name: argument} of a call, the inverse of pack(); text: the parsed line that the trace stores."""
     names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
@@ -170,12 +169,12 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """Checks arguments by canonical name, which unpack() returned, and returns the checked call."""
+    """Checks the arguments `args`, by name, of a call in a trace, and returns the checked call."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """Checks a call in a trace, unless it has symbolic sizes or lengths (arrays), which it checks when it runs."""
+    """Checks a call in a trace; one with symbolic sizes or lengths (arrays) is checked when it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
     is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))

@@ -22,19 +22,19 @@ Tensor = torch.Tensor
 
 
 def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, call: str) -> tuple[Text, dict[str, Any]]:
-    """Returns (parsed text `call`, arguments by canonical name) from the arguments of a registered operator."""
+    """Returns (parsed text `call`, {name: argument}) from the arguments of a registered operator."""
     text = read(call)
     return text, unpack(tensors, arrays, ints, floats, text)
 
 
 def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
-    """Checks and lowers a call from the parsed text and its arguments by canonical name; seed: drawn, or None."""
+    """Checks a call from the parsed text and its arguments, and converts it for back ends; seed: drawn, or None."""
     assert text.op.lower is not None
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """Returns the tensors of `by_name` in the order of names, or an empty one like `like` if absent."""
+    """Returns the tensors of `by_name` in the order of names, with an empty one like `like` for each absent name."""
     return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 
@@ -139,7 +139,7 @@ register(
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor | None = None) -> dict[str, Tensor]:
-    """Runs a call as a registered operator; returns results by name, absent ones empty. seed: a drawn seed."""
+    """Runs a call as a registered operator; returns {name: result}, absent ones empty. seed: a drawn seed."""
     packed = pack(op.name, args, seed, backend)
     return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))
 
@@ -147,10 +147,8 @@ def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor
 def gradients(
     op: Op, args: Mapping[str, Any], results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], backend: str
 ) -> dict[str, Tensor]:
-    """Returns the gradients of a call's tensors by canonical name, computed by a registered operator.
-
-    results, upstream: the call's results, and their gradients, by name.
-    """
+    """Returns {name: gradient} of a call's tensors, computed by a registered operator; results, upstream: the call's
+    results and their gradients, by name."""
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]

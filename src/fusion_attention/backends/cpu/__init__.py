@@ -74,7 +74,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str | None = None) -> Schedule:
-    """Returns the core's plan of an operation; variant: an instruction set of this machine, by default the fastest.
+    """Returns the native core's plan of an operation; variant: an instruction set of this machine, None: the fastest.
 
     The boundaries of tiles depend only on a sequence's lengths, so the bits of its results do not depend on other
     sequences, packing or the number of threads.
@@ -94,11 +94,8 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """Returns the plan for `extents` with other key lengths and bands of the same sequences: `planned`, updated, if it
-    is a decode plan and still suits, else a new plan.
-
-    planned: the plan of the operation for the previous lengths.
-    """
+    """Returns the native core's plan for `extents`, which has other key lengths and bands of the same sequences:
+    `planned` (the previous plan), updated in place, if it is a decode plan and still suits, else a new plan."""
     if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
     return schedule(problem, extents, op_kind)
@@ -115,7 +112,7 @@ def attention_forward(
     schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
     operands: Operands,
 ) -> None:
-    """Writes out and the statistics (max, sum) of every row, by the kernel of the schedule's type."""
+    """Writes out and the softmax's max and sum of every query row; the type of the schedule selects the kernel."""
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
@@ -132,10 +129,10 @@ def attention_forward(
 
 
 def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
-    """Returns a function for repeated forward calls on other tensors of equal layouts; None if this plan has none.
+    """Returns a function that repeats a forward on other tensors of equal shapes and strides; None for some plans.
 
-    The function takes the tensors in the order of `names` (ir/places.py), and returns False if it did not write the
-    means of V for empty rows. operands: those of the first call.
+    The function takes tensors in the order of `names`, and returns False if it did not write the means of V for rows
+    without visible keys. operands: views of the first call's tensors.
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer | PreparedSparse
     if isinstance(schedule, IndexerPlan):
@@ -153,14 +150,14 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Returns operands that cache their arguments for the native core; None for operands of the indexer."""
+    """Returns `operands` with a cache of the native core's arguments; None for operands of the indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients from the saved out and statistics; dbias is added to unless grads.owns_dbias."""
+    """Writes all gradients from the saved out and softmax statistics; dbias is added to unless grads.owns_dbias."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()

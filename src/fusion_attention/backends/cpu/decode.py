@@ -31,7 +31,8 @@ _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """Returns true if only the decode kernel supports the problem's layout of keys or format of the result."""
+    """Returns true if the dense kernel does not support how keys are stored (pages, integers, shared) or how results
+    are, so that the decode kernel must compute the problem."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
@@ -54,10 +55,9 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """Returns bool [sequences], true for sequences that the decode kernel computes, in general those with few query
-    rows.
+    """Returns bool [sequences]: true for those that the decode kernel computes, in general with few query rows.
 
-    It depends only on the problem and on the lengths of the complete sequence, not of the chunk of it in this call.
+    It depends only on the problem and the complete sequences' lengths, not on the chunk of one that is computed.
     """
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
@@ -76,7 +76,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
 
 @dataclass(eq=False)
 class Schedule:
-    """The plans of a forward: `decode` for the sequences of the decode kernel, `dense` for others or None."""
+    """The plans of a forward: `decode` for some sequences, `dense` for the others (None: there are none)."""
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
@@ -94,8 +94,8 @@ class Schedule:
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
-        """Sets the key lengths and bands of `extents`, for the same sequences, in the decode plan; if they need another
-        plan, changes nothing and returns False."""
+        """Sets key lengths and bands of the same sequences in the decode plan, from `extents`; returns False, and
+        changes nothing, if they need another plan."""
         if self.dense is not None or not (self.decodes_all or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
@@ -103,7 +103,8 @@ class Schedule:
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
-    """Returns the plan of the decode kernel, of the dense forward, or of both if sequences need different ones.
+    """Returns the native core's plan of the decode kernel, of the dense forward, or of both if sequences need different
+    ones.
 
     variant: an instruction set of this machine, None: the fastest.
     """
@@ -122,7 +123,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out (0 for rows without a key) and statistics of every row; returns the number of rows without a key."""
+    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -136,18 +137,15 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """Returns an object whose run() repeats run() of this module on other tensors, given in the order of `names`; only
-    for a schedule without a dense plan.
-
-    operands: those of the first call; later tensors have equal layouts.
-    """
+    """Returns an object whose run() repeats this module's run() on other tensors of equal shapes and strides, in the
+    order of `names`; only for a schedule without a dense plan. operands: views of the first call's tensors."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 
 
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:
-    """Returns the operands as the arguments (addresses and strides) of the core's decode kernel; floats: keeps float32
-    copies of slopes and sinks alive meanwhile."""
+    """Returns the addresses and strides of all operands, in the order of the native decode kernel's arguments; floats:
+    keeps float32 copies of slopes and sinks alive."""
     dtype = p.torch_dtype
     stored = _STORED.get(p.kv_dtype, dtype)
     return (
@@ -174,7 +172,8 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns the core's arguments (addresses, sizes, strides) for stored rows, in pages or contiguous."""
+    """Returns address, element size and strides of stored keys or values, contiguous or in pages, as the native core
+    reads them; raises TypeError if their dtype is not `dtype`."""
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
         if pool.dtype is not dtype or table.dtype is not torch.int32:
@@ -187,8 +186,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
 
 
 def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
-    """Returns the core's arguments for the scales and offsets of stored integers, (None, None) without them, (scales,
-    None) without offsets. kind: Problem.dequant_k or dequant_v."""
+    """Returns (scales, offsets) of stored integers as addresses and strides for the native core; None for absent ones.
+    kind: "none", or the axis of the scales."""
     if kind == "none" or dequant is None:
         return None, None
     offset = None if dequant.offset is None else _cache(dequant.offset, torch.float32)
@@ -196,7 +195,7 @@ def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
 
 
 def _per_channel(values: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """Returns (address, two strides) of float32 numbers [heads, channels]; None for None."""
+    """Returns (address, stride of a head, stride of a channel) of float32 numbers [heads, channels]; None for None."""
     if values is None:
         return None
     if values.dtype is not torch.float32:

@@ -35,8 +35,8 @@ def dequantized(stored: torch.Tensor, dequant: Dequant | None, b: int, which: sl
 
 
 def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tensor:
-    """Returns results x [heads_q, rows, dim_v] in the problem's format of out: unchanged, or for int8 x * scale +
-    offset, rounded and saturated."""
+    """Returns results x [heads_q, rows, dim_v] as out stores them: unchanged, or for an int8 output x * out_scale +
+    out_offset, rounded and saturated."""
     if problem.out_quant == "none":
         return x
     assert operands.out_scale is not None
@@ -48,8 +48,8 @@ def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tens
 
 
 def _rows(problem: Problem, cache: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:
-    """Returns the rows at positions `which` of sequence b, [heads_kv, keys, dim] in float32; rows of `common` keys,
-    which all sequences share, have the first positions."""
+    """Returns keys or values at positions `which` of sequence b, [heads_kv, keys, dim] in float32. The first positions
+    are rows of `common`, a prefix of all sequences."""
     shared, parts = problem.common_keys, []
     if common is not None and which.start < shared:
         stop = min(which.stop, shared)
@@ -60,8 +60,8 @@ def _rows(problem: Problem, cache: RowView | PagedView, common: RowView | None, 
 
 
 def _numbers(problem: Problem, view: RowView | PagedView, b: int, which: slice) -> torch.Tensor:
-    """Returns the rows at positions `which` of sequence b in a view, [heads_kv, keys, dim] in float32; a byte has two
-    int4, which are unpacked."""
+    """Returns the rows at positions `which` of sequence b of a strided view, [heads_kv, keys, dim] in float32; int4
+    pairs in bytes are unpacked."""
     heads = problem.heads_kv
     if problem.kv_dtype != "int4":
         return view.sequence(b, heads, which.stop)[:, which].float()

@@ -26,7 +26,7 @@ _BUFFERS = 5
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """Returns a sentence for each property of the problem that this kernel does not support."""
+    """Returns a sentence for each property of the problem that int8 attention (rounded weights) does not support."""
     p = problem
     table = (
         ("bias", p.bias, ("none", "matrix")),
@@ -45,7 +45,7 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedule of a call; rows: the number of query rows that are computed at a time."""
+    """The division of int8 attention into blocks of query rows; rows: the number of query rows per block."""
 
     problem: Problem
     rows: int
@@ -57,13 +57,13 @@ class Schedule:
 
 
 def plan(problem: Problem) -> Schedule:
-    """Returns the schedule of a problem: blocks of query rows whose scores for all heads fit the memory limit."""
+    """Returns the size of a block of query rows whose scores, for all heads, fit the memory limit."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out (0 for rows without a key) and statistics of every row; returns the number of rows without a key."""
+    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -74,7 +74,7 @@ def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operan
 
 
 class _Block:
-    """Computes attention of the query rows `rows` of sequence b, for all heads."""
+    """Computes attention of the query rows `rows` (a range) of sequence b, for all heads."""
 
     def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
         self.problem, self.operands, self.b, self.rows = problem, operands, b, rows
@@ -93,7 +93,7 @@ class _Block:
         self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
-        """Writes out, max and sum of the block's rows; returns the number of empty rows, counted for every head."""
+        """Writes out, max and sum of the block's rows; returns the number of (row, head) pairs without visible keys."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         count = rows.stop - rows.start
         peak = torch.full((p.heads_q, count, 1), -math.inf)
@@ -137,8 +137,8 @@ class _Block:
         return scores.masked_fill(((key < self.first) | (key >= self.end)) | self._blocked(keys), -math.inf)
 
     def _blocked(self, keys: slice) -> torch.Tensor:
-        """Returns bool, broadcasting to [heads_q, rows, keys], true for keys of a range that the blocked matrix hides;
-        a single False without a matrix."""
+        """Returns bool, broadcasting to [heads_q, rows, keys], true for keys that the mask matrix hides; a single False
+        without one."""
         p, view, rows = self.problem, self.operands.blocked, self.rows
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)
@@ -151,8 +151,8 @@ class _Block:
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
-    """Returns the one scale of all keys of sequence b, so that their integers can be multiplied exactly; None if heads,
-    channels or tokens have different scales, or there are offsets."""
+    """Returns the scale of sequence b's keys if all heads, channels and tokens have the same one and no offsets, else
+    None; integer products are then exact."""
     if dequant is None:
         return 1.0
     if dequant.offset is not None or p.dequant_k != "channel":

@@ -21,7 +21,7 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """Returns the core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward.
+    """Returns the native core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward.
 
     variant: an instruction set of this machine, None: the fastest.
     """
@@ -33,7 +33,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """Returns the core's plan of the indexer's loss; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the native core's plan of the indexer's loss; variant: an instruction set, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, max(p.heads_kv, 1), p.dim_qk, 0, p.dim_rope
     attention = *sizes, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype, False, 0, 1
@@ -44,8 +44,8 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 def indexer_topk(
     problem: IndexerProblem, extents: Extents, schedule: _native.IndexerPlan, operands: IndexerOperands
 ) -> None:
-    """Runs a plan of indexer_topk, which writes operands.indices, and their scores (operands.values) if
-    problem.has_values; or of indexer_lse, which writes operands.stats."""
+    """Runs a plan: of indexer_topk, which writes the selected keys (operands.indices) and, if problem.has_values, their
+    scores (operands.values); or of indexer_lse, which writes max and sum of all scores (operands.stats)."""
     if len(extents):
         schedule.run(torch.get_num_threads(), lists_of(problem, operands))
 
@@ -54,7 +54,7 @@ indexer_lse = indexer_topk
 
 
 def lists_of(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...]:
-    """Returns the operands of indexer_topk and indexer_lse as arguments of the native core."""
+    """Returns addresses and strides of the indexer's operands and results, in the native core's order."""
     dtype = torch.float32 if problem.wide_values else problem.torch_dtype
     return _arguments(problem, operands, values=rows_of(operands.values, dtype) if operands.values else None)
 
@@ -66,8 +66,8 @@ def indexer_backward(
     operands: IndexerOperands,
     grads: IndexerGrads,
 ) -> None:
-    """Writes dq, dk and dweights of `grads` from its dvalues, the gradient of the selected scores; list entries that a
-    row does not read add nothing."""
+    """Writes dq, dk and dweights of `grads` from grads.dvalues, the gradient of the selected keys' scores; list entries
+    that a row does not read add nothing."""
     if len(extents):
         dout = rows_of(grads.dvalues, problem.torch_dtype)
         schedule.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
@@ -105,14 +105,14 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 
 
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
-    """Returns the core's description of an indexer with `heads` heads of `dim` elements and lists of `count` keys."""
+    """Returns the tuple that describes an indexer to the native core; count: the number of keys that a row selects."""
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
     wide = isinstance(p, IndexerProblem) and p.wide_values
     return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide, 0, p.ratio
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
-    """Returns the indexer's operands, and `more` by name, as the native core's arguments."""
+    """Returns addresses and strides of the indexer's operands, and of `more` by name, in the native core's order."""
     return arguments(
         q=rows_of(o.q, p.torch_dtype),
         k=key_rows(o.k, p.torch_dtype, len(o.q.address)),
@@ -125,7 +125,7 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
-    """Returns the memory of the gradients `g` as arguments of the native core, by name."""
+    """Returns address and strides of each gradient that the native core writes, by its name."""
     wide = wide_keys(g.dk, p.torch_dtype)
     dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
     return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}

@@ -23,7 +23,7 @@ _DIGITS = 53 - 1 - 8
 
 @torch.no_grad()
 def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
-    """Overwrites out and sum of the empty rows that, by problem.empty_rows, return the mean of V."""
+    """Overwrites out by the mean of V, and sum by kv_len, for rows without visible keys, as problem.empty_rows says."""
     heads = problem.heads_q
     for b, tile, rows in _tiles(extents):
         empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
@@ -51,7 +51,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to grads.dv (and rounds it again) what empty rows that return the mean of V contribute."""
+    """Adds to grads.dv dout / number of keys for rows without visible keys whose result is the mean of V."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
@@ -78,10 +78,10 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
 
 
 def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (tile, overlap): tiles of a complete sequence that overlap a chunk of it, and the overlap.
+    """Yields (tile, overlap), ranges of positions: fixed tiles of a complete sequence that overlap a chunk of it, and
+    the overlap. Products are over complete tiles, because the bits of torch's products depend on sizes.
 
-    Positions count from the chunk's first token. Products are over complete tiles, because the bits of torch's products
-    depend on sizes. first, length: the chunk; full: length of the complete sequence; size: positions of a tile.
+    Positions count from the chunk's first token. first, length: the chunk; full: the sequence's length; size: a tile's.
     """
     for start in range(first // size * size, first + length, size):
         tile = slice(start - first, min(start + size, full) - first)
@@ -89,8 +89,8 @@ def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[s
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """Yields (sequence, tile, overlap) for all sequences with keys: fixed tiles of query rows of the complete sequence,
-    and the rows of this call's chunk in the tile. Both count from the chunk's first row."""
+    """Yields (sequence, tile, overlap) for all sequences with keys: a fixed range of query rows of the complete
+    sequence, and the computed chunk's rows in it, both counted from the chunk's first row."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
@@ -115,8 +115,8 @@ def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, ro
 
 
 def _kept_sum(unmasked: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns sum_n unmasked * values, [heads, m, d], from bool unmasked [heads, m, n] and values [heads, n, d]; NaN of
-    masked values does not count.
+    """Returns sum_n unmasked * values, [heads, m, d], from bool unmasked [heads, m, n] and values [heads, n, d]; masked
+    NaN adds nothing.
 
     Values are rounded to multiples of a unit, whose sums are exact in float64, so bits do not depend on the order of
     addition or the number of threads.

@@ -26,19 +26,19 @@ _Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
-    """Returns the core's plan of a dense forward; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the native core's plan of a dense forward; variant: an instruction set, None: the fastest."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
     return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """Returns the core's plan of a dense backward; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the native core's plan of a dense backward; variant: an instruction set, None: the fastest."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out (0 for empty rows) and statistics of every row; returns the number of empty rows."""
+    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -52,8 +52,8 @@ def prepare_forward(
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients `grads`, without the contributions of empty rows that return the mean of V, which
-    add_mean_gradients() adds; returns the number of these rows. dbias is written if grads.owns_dbias, else added to."""
+    """Writes the gradients `grads`; dbias is overwritten if grads.owns_dbias, else added to. Rows without visible keys
+    whose result is the mean of V contribute nothing (add_mean_gradients() adds that); returns their number."""
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -77,7 +77,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
 
 
 class Floats:
-    """A context whose address() converts tensors to float32, and keeps the copies alive until its end."""
+    """A context whose address() converts tensors to float32; the copies live until the context ends."""
 
     def __enter__(self) -> Floats:
         self._references: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ class Floats:
         self._references.clear()
 
     def address(self, values: torch.Tensor | None) -> int:
-        """Returns the address of the values as a contiguous float32 array; 0 for None."""
+        """Returns the address of a contiguous float32 array of the values, a copy if necessary; 0 for None."""
         if values is None:
             return 0
         self._references.append(values.to(torch.float32).contiguous())
@@ -97,7 +97,7 @@ class Floats:
 
 
 def problem_of(p: Problem) -> tuple[Any, ...]:
-    """Returns a problem of dense attention as the tuple of numbers that the native core reads."""
+    """Returns the properties of a dense attention problem as the tuple of numbers that the native core reads."""
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     more = p.softcap, p.has_blocked_tiles, p.wide_results
@@ -105,8 +105,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    """Returns the int64 arrays [sequences] that the native core reads: lengths and edges of bands (EXTENT_ROWS), then
-    lengths of compressed keys, or positions of a chunk, if there are any."""
+    """Returns int64 arrays [sequences] for the native core: lengths and edges of bands (EXTENT_ROWS), then lengths of
+    compressed keys or positions of a chunk, if there are any."""
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi
@@ -115,7 +115,7 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
 
 @dataclass(eq=False)
 class KeptOperands(Operands):
-    """Operands that many runs use, with a cache of their arguments for the native core."""
+    """Operands that many runs use, with a cache of the addresses and strides that the native core reads."""
 
     arguments: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -123,10 +123,8 @@ class KeptOperands(Operands):
 def core_arguments(
     make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """Returns make(p, o, floats), the core's arguments for operands `o`; if `o` is KeptOperands, it is computed once.
-
-    floats: makes float32 copies and keeps them alive; arguments that have copies are not cached.
-    """
+    """Returns make(p, o, floats), addresses and strides of operands `o` for the native core; cached in `o` if it is
+    KeptOperands and no float32 copy was made. floats: makes float32 copies and keeps them alive."""
     if not isinstance(o, KeptOperands):
         return make(p, o, floats)
     result = o.arguments.get(make)
@@ -138,11 +136,8 @@ def core_arguments(
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """Returns the operands as arguments (addresses and strides) of the native core; out: the dtype of o.out, None: that
-    of the problem's results.
-
-    floats: keeps float32 copies alive while the core reads them.
-    """
+    """Returns addresses and strides of all operands, in the order of the native core's arguments; floats: keeps float32
+    copies alive. out: the dtype of o.out, None: that of the problem's results."""
     dtype = p.torch_dtype
     out = out or (torch.float32 if p.wide_results else dtype)
     return (
@@ -166,8 +161,8 @@ def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None =
 
 
 def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, int, int]:
-    """Returns the core's arguments for blocked tiles: (view of tile numbers, address of the bits of distinct tiles,
-    number of distinct tiles)."""
+    """Returns the native core's arguments for a mask of tiles: (address and strides of the tile indices, address of the
+    bits of partly masked tiles, number of such tiles)."""
     if tiles.keep.dtype is not torch.int32:
         raise TypeError(f"fusion_attention: native core: expected numbers of tiles in int32, got {tiles.keep.dtype}")
     if bits is None:
@@ -178,8 +173,8 @@ def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, in
 
 
 def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
-    """Returns the core's arguments (base address, offsets, strides, dim) for a view of contiguous rows; raises
-    TypeError if its dtype is not `dtype`."""
+    """Returns (base address, offsets of sequences, stride of a head, stride of a token, dim) of contiguous rows, for
+    the native core; raises TypeError if their dtype is not `dtype`."""
     if not isinstance(view, RowView):
         raise TypeError(f"fusion_attention: native core: expected a view of contiguous rows, got {type(view).__name__}")
     first, address = view.keep[0], view.address
@@ -192,6 +187,7 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
-    """Returns the core's arguments (address, offsets, strides, dtype) for a matrix; dtype: the core's number."""
+    """Returns (base address, offsets of sequences, strides of head, row and key, dtype) of a matrix over (row, key)
+    pairs, for the native core; dtype: the core's number of it."""
     first = () if view.first is None else (view.first,)
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype, *first

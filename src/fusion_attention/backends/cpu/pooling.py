@@ -13,10 +13,10 @@ from fusion_attention.ir.problem import Extents
 
 @dataclass(frozen=True, eq=False)
 class PoolingPlan:
-    """The core's arguments for the lengths of a call.
+    """The native core's arguments for pooling sequences of given lengths.
 
     Args:
-        problem, lengths: the problem and its lengths, as the core's arguments.
+        problem, lengths: properties of the pooling and lengths of the sequences, as tuples that the native core reads.
         dtype: dtype of the rows.
         sums: largest number of partial sums of the bias's gradient; 0: no such gradient.
         variant: an instruction set of this machine, None: the fastest.
@@ -36,8 +36,8 @@ class PoolingPlan:
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """Returns the core's plan of an operation: op_kind "pooling", or else its gradients. variant: an instruction set of
-    this machine, None: the fastest."""
+    """Returns the native core's plan of pooling ("pooling") or of its gradients (any other op_kind). variant: an
+    instruction set of this machine, None: the fastest."""
     dtype = getattr(torch, p.dtype)
     # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
     # for each position of a window, it cannot be that large.
@@ -48,7 +48,7 @@ def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str
 
 
 def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, o: PoolingOperands) -> None:
-    """Writes `o.out`, the pooled row of every window of every sequence."""
+    """Writes o.out: for every window of rows, their sum weighted by the softmax of their gates."""
     kv, gate, out = (rows_of(view, schedule.dtype) for view in (o.kv, o.gate, o.out))
     operands = kv, gate, _place(o.bias), out, None, None, 0
     _native.pool(torch.get_num_threads(), schedule.problem, schedule.lengths, operands, schedule.variant)
@@ -57,12 +57,11 @@ def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, o:
 def pooling_backward(
     problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, o: PoolingOperands, g: PoolingGrads
 ) -> None:
-    """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the bias if g.dbias is a tensor."""
+    """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the gates' bias if g.dbias is a tensor."""
     kv, gate, dout, dkv, dgate = (rows_of(view, schedule.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
     operands = kv, gate, _place(o.bias), dout, dkv, dgate, _place(g.dbias)
     _native.pool_gradients(torch.get_num_threads(), schedule.problem, schedule.lengths, operands, schedule.variant)
 
 
 def _place(tensor: torch.Tensor | None) -> int:
-    """Returns the address of a tensor's memory; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -13,10 +13,8 @@ from fusion_attention.memory import empty
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
-    """Returns the core's plan of attention to selected keys, of its backward or else its forward.
-
-    variant: an instruction set of this machine, None: the fastest.
-    """
+    """Returns the native core's plan of attention to selected keys: of the backward if `backward`, else of the forward.
+    variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
@@ -25,7 +23,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 
 
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
-    """Writes out and statistics of every row of every sequence; out is 0 for empty rows."""
+    """Writes out and softmax statistics of every query row; out is 0 for rows without visible keys."""
     with Floats() as floats:
         plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
@@ -39,7 +37,7 @@ def prepare_sparse(
 
 
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients `grads` from the saved statistics and the saved out in `operands`."""
+    """Writes the gradients `grads` of attention to selected keys, from the saved out, max and sum in `operands`."""
     p, g, dtype = problem, grads, problem.torch_dtype
     wide = wide_keys(g.dk, dtype)
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -63,13 +61,13 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """Returns float32 if gradients of keys, dk, are stored in float32 and `dtype` is another; else None."""
+    """Returns torch.float32 if the gradient dk is stored in it, and `dtype` (of operands) is another; else None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
-    """Returns the core's arguments for a view of keys, contiguous or in pages; None for None. Raises TypeError if its
-    dtype is not `dtype`. sequences: number of sequences."""
+    """Returns address and strides of keys or values, contiguous or in pages, for the native core; None for None. Raises
+    TypeError if their dtype is not `dtype`. sequences: number of sequences."""
     if view is None:
         return None
     if not isinstance(view, PagedView):
@@ -85,8 +83,8 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """Returns the operands of attention to selected keys in the order of the core's arguments; more: further arguments
-    by name, such as gradients."""
+    """Returns addresses and strides of the operands of attention to selected keys, in the order of the native core's
+    arguments; more: those of further tensors by name, such as gradients."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),
@@ -112,9 +110,9 @@ def arguments(
     dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
     v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None, target: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Returns the tensors of a call with selected keys or of the indexer, in the order of the core's arguments.
+    """Returns its arguments as a tuple in the native core's order, for attention to selected keys and the indexer.
 
-    Each is a result of rows_of() or key_rows(), or None. sink, dsink: addresses of float32 numbers; 0: none.
+    Each is a tensor's address and strides, a result of rows_of() or key_rows(), or None; sink, dsink: addresses or 0.
     """
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys

@@ -53,7 +53,7 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def nothing(*_: Any) -> None:
-    """Returns None: this back end has no schedules and no prepared calls."""
+    """Returns None: the float64 back end has no schedules, and no functions that repeat a call."""
 
 
 schedule = reschedule = prepare = keep = nothing

@@ -24,7 +24,7 @@ _INF = float("inf")
 
 @dataclass(frozen=True, eq=False)
 class _Sequence:
-    """One sequence in float64; key and value heads are repeated so that every tensor has heads_q heads."""
+    """Operands, scores and dropout of one sequence in float64; key and value heads are repeated to heads_q heads."""
 
     q: torch.Tensor  # [heads_q, q_len, dim_qk]
     k: torch.Tensor  # [heads_q, kv_len, dim_qk]
@@ -47,10 +47,8 @@ def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
 def _visible(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool.
-
-    keys: those of the sequence, then its compressed ones. A row is in_band if its band has a key, blocked or not.
-    """
+    """Returns (visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool; in_band: the row's
+    interval (band) contains a key, masked or not. keys: those of the sequence, then its compressed ones."""
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     row = np.arange(q_len)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in extents.row_interval(b, row))
@@ -137,9 +135,9 @@ def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) ->
 def _dequantised(
     problem: Problem, views: tuple[RowView | PagedView, RowView | None], b: int, length: int, dequant: Dequant | None
 ) -> torch.Tensor:
-    """Returns keys or values [heads_kv, length, dim] of sequence b, with the common prefix first.
+    """Returns keys or values [heads_kv, length, dim] of sequence b; the first may be a prefix of all sequences.
 
-    Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, of the common prefix or None.
+    Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, and of the prefix or None.
     """
     own, common = views
     shared = min(problem.common_keys, length)
@@ -165,10 +163,8 @@ def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch
 
 
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
-    """Returns sequence b with scores scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus bias.
-
-    Keys are dequantised first.
-    """
+    """Reads sequence b in float64 and returns it with its scores: scale * (q . k + q_rope . k_rope), capped if there is
+    a softcap, plus bias; -inf for keys that are not visible. Integers are dequantised."""
     device = operands.q.keep[0].device
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     kv_heads = _kv_heads(problem, device)
@@ -217,7 +213,8 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len for the mean of V, else 0."""
+    """Returns the softmax's (max, sum), [heads_q, q_len, 1], before dropout. A row without visible keys has max -inf,
+    and the sum kv_len if its result is the mean of V, else 0."""
     heads, q_len, kv_len = s.scores.shape
     # A sink acts as an additional key without a value; without a sink its score is -inf, which has no effect.
     sink = s.scores.new_full((heads, q_len, 1), -_INF)
@@ -235,11 +232,11 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
 def _weights(
     problem: Problem, operands: Operands, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns (softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, computed from the statistics.
+    """Returns (softmax, weights, live), each [heads_q, q_len, kv_len], and divisor [heads_q, q_len, 1], from the
+    softmax's max and sum: weights / divisor is the probability of each live pair, before dropout.
 
-    softmax (bool) marks the visible pairs of rows that are not empty. live (bool) also marks all keys of empty rows
-    that return the mean of V. weights / divisor is the probability of each live pair, before dropout. A key with score
-    -inf is not visible, so that NaN of its value does not reach the result.
+    softmax (bool): visible pairs. live (bool): also all keys of rows without visible keys whose result is the mean of
+    V. A key with score -inf is not visible, so NaN of its value does not reach the result.
     """
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
@@ -269,7 +266,7 @@ def weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor
 
 @torch.no_grad()
 def attention_forward(problem: Problem, extents: Extents, schedule: None, operands: Operands) -> None:
-    """Writes out = sum_j M_j * P_j * v_j and the statistics of every row; M = keep / keep_prob."""
+    """Writes out = sum_j M_j P_j v_j, and max and sum of each softmax; P: probabilities, M = keep / keep_prob."""
     for b in range(len(extents)):
         s = _load(problem, extents, operands, b)
         row_max, row_sum = _statistics(problem, operands, s)
@@ -286,14 +283,14 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
 
 @torch.no_grad()
 def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients that are not None, from the saved out and statistics (of these keys, or of more).
+    """Writes the gradients that are not None, from the saved out and softmax statistics (of these keys, or of more).
 
     dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D),  M = keep / keep_prob
     dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS
     dS' = dS, or beneath a cap dS * (1 - tanh^2)
     dsink = -sum_i D_i * exp(sink - max_i) / sum_i
 
-    An empty row that returns the mean of n keys adds M * dout / n to dv; other gradients of empty rows are 0.
+    A row without visible keys adds M * dout / n to dv if its result is the mean of n values; else its gradients are 0.
     """
     dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device=operands.q.keep[0].device)
     if grads.dbias is not None and grads.owns_dbias:
@@ -340,8 +337,8 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
 def _store_shared(
     problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
 ) -> None:
-    """Sums per_query_head, a gradient [heads_q, keys, dim] of sequence b, over the query heads of each key head, and
-    stores the sums in two views: the first kv_len keys in views[0], compressed keys in views[1] (or None)."""
+    """Sums per_query_head, a gradient [heads_q, keys, dim] of sequence b, over the query heads of each key head; stores
+    the first kv_len keys in the view views[0], compressed keys in views[1] (or None)."""
     _, keys, dim = per_query_head.shape
     total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
     total.index_add_(0, _kv_heads(problem, total.device), per_query_head)
@@ -352,7 +349,7 @@ def _store_shared(
 
 
 def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:
-    """Adds dscores, dS [heads_q, q_len, kv_len] of sequence b (times scale if problem.bias_scaled), to grads.dbias."""
+    """Adds dscores, dS [heads_q, q_len, kv_len] of sequence b (times scale if the bias is scaled), to grads.dbias."""
     assert grads.dbias is not None
     gradient = problem.scale * dscores if problem.bias_scaled else dscores
     q_len, kv_len = gradient.shape[1:]

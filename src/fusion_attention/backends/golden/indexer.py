@@ -57,9 +57,9 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the gradients of the selected values: dI of a key is the sum of dvalues over the entries that list it.
+    """Writes an indexer's dq, dk and dweights; dI_j: sum of dvalues (of selected scores) over the list entries j.
 
-    dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q,  S = q . k
+    dw_h = sum_j dI_j * max(0, S_hj), dS = dI * w * [S > 0], dq = dS k, dk = sum_h dS^T q, S = q . k
     """
     assert operands.indices is not None
     assert grads.dvalues is not None

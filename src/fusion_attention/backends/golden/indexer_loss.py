@@ -31,7 +31,7 @@ _LEAST = 1e-8  # lower bound of probabilities in the logarithms
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """One sequence's inputs, products q . k (dots), and scores I = sum_h w_h * max(0, dots) (total)."""
+    """An indexer's inputs for one sequence, products q . k (dots), and scores I = sum_h w_h * max(0, dots) (total)."""
 
     q: Tensor  # [heads, q_len, dim]
     k: Tensor  # [1, kv_len, dim]
@@ -66,7 +66,7 @@ def _statistics(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
-    """Writes max_j I_j and sum_j exp(I_j - max) over the keys in the band; -inf and 0 if it is empty."""
+    """Writes max_j I_j and sum_j exp(I_j - max) of every row over its visible keys; -inf and 0 without any."""
     assert operands.stats is not None
     for b in range(len(extents)):
         scores = _scores(operands, extents, b, problem.heads).total
@@ -76,7 +76,8 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
 
 
 def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> Tensor:
-    """Returns a matrix [q_len, kv_len]: how often a row counts each key; 0 outside its band."""
+    """Returns float64 [q_len, kv_len] of sequence b: how often each row's list contains each key (without lists 1); 0
+    for keys that the row does not see."""
     shown = _shown(extents, b, problem.ratio, operands.loss.device)
     if not problem.select_count:
         return shown
@@ -89,7 +90,8 @@ def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossO
 def _target(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: Tensor
 ) -> Tensor:
-    """Returns p [q_len, kv_len]: the mean over heads of the attention's probabilities, from its saved statistics."""
+    """Returns p [q_len, kv_len] of sequence b: the mean over heads of the attention's probabilities, from its saved max
+    and sum; 0 where `times` (how often each key counts) is 0."""
     p, (q_len, kv_len) = problem, times.shape
     assert operands.q is not None
     assert operands.k is not None
@@ -118,8 +120,8 @@ def _target(
 def _attended(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, y: Tensor, times: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, dI [q_len, kv_len]) of sequence b with the attention's distribution as target; y: the indexer's
-    distribution; times: how often each key counts (0: hidden); both [q_len, kv_len]."""
+    """Returns (loss, dI [q_len, kv_len]) of sequence b with the attention's probabilities as target; y: the indexer's
+    probabilities; times: how often each key counts (0: hidden); both [q_len, kv_len]."""
     seen = times > 0
     p = _target(problem, extents, operands, b, times).where(seen, 0)
     factor = p.clamp(min=_LEAST) if problem.select_count else p
@@ -130,8 +132,8 @@ def _attended(
 def _entries(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (key of each element, bool: true if the row's list reads the element), both in the shape of `target`
-    [q_len, entries], for sequence b."""
+    """Returns (key, read), both [q_len, entries] like `target`, of sequence b: the key of each element of the target
+    (of the row's list, or all keys in order), and true if the row reads it."""
     if not problem.select_count:
         key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
         return key, key >= 0
@@ -144,10 +146,10 @@ def _entries(
 def _given(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, y: Tensor, times: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, dI [q_len, kv_len]) of sequence b for the target that the caller passes (operands.target).
+    """Returns (loss, dI [q_len, kv_len]) of sequence b for the target that the caller passes (operands.target); also
+    writes the indexer's probability of each element of the target, if operands.index.values is given.
 
-    It also writes the indexer's probability of each element of the target, if operands.index.values is given. y: the
-    indexer's distribution [q_len, kv_len]. times: how often each key counts, [q_len, kv_len].
+    y: the indexer's probabilities; times: how often each key counts; both [q_len, kv_len].
     """
     assert operands.target is not None
     q_len, kv_len = y.shape
@@ -171,9 +173,9 @@ def _given(
 def indexer_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: None, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the loss, summed over all rows, and its gradients in the indexer's q, k and weights, from dI.
+    """Writes the loss sum_j p_j (ln p_j - ln y_j) of all rows, and the indexer's dq, dk and dweights, with dI = y - p:
 
-    dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q
+    dw_h = sum_j dI_j * max(0, S_hj), dS = dI * w * [S > 0], dq = dS k, dk = sum_h dS^T q, S = q . k
     """
     total = torch.zeros((), dtype=torch.float64, device=operands.loss.device)
     for b in range(len(extents)):

@@ -9,8 +9,8 @@ Tensor = torch.Tensor
 
 
 def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: float) -> Tensor:
-    """Returns the rows that windows first to first + count - 1 pool, [heads, windows, ratio or (with overlap) 2 ratio,
-    dim].
+    """Returns the rows in windows first to first + count - 1, [heads, windows, ratio, dim], or with overlap 2 ratio
+    rows: the previous window's, then its own.
 
     rows: [heads, rows, channels] of a sequence. absent: the value of rows before the first window.
     """
@@ -24,7 +24,7 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (rows, gates with the bias of each position) of sequence b, float64 [heads, rows, channels]."""
+    """Returns (rows, their gates plus position bias) of sequence b, both float64 [heads, rows, channels]."""
     kv, z = (view.sequence(b, p.heads, rows).double() for view in (o.kv, o.gate))
     if o.bias is not None:
         z = z + o.bias.double()[torch.arange(rows, device=z.device) % p.ratio]
@@ -43,7 +43,7 @@ def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> Non
 
 @torch.no_grad()
 def pooling(p: PoolingProblem, extents: Extents, schedule: None, o: PoolingOperands) -> None:
-    """Writes out = sum_p softmax_p(z) kv of every window of positions p; z: gates with the bias, kv: rows."""
+    """Writes out = sum_p softmax_p(z) kv_p over positions p of each window, per channel; z: gates + position bias."""
     assert o.out is not None
     for b, (count, rows) in enumerate(zip(extents.q_len.tolist(), extents.kv_len.tolist(), strict=True)):
         if count:
@@ -55,7 +55,7 @@ def pooling(p: PoolingProblem, extents: Extents, schedule: None, o: PoolingOpera
 
 @torch.no_grad()
 def pooling_backward(p: PoolingProblem, extents: Extents, schedule: None, o: PoolingOperands, g: PoolingGrads) -> None:
-    """Writes the gradients, with P = softmax_p(z):
+    """Writes the gradients of rows, gates and position bias, with P = softmax_p(z), z = gates + bias:
 
     dkv_p = P_p dout,  dz_p = P_p (dout kv_p - sum_p P_p dout kv_p),  dbias = the sum of dz over rows of a position
     """

@@ -36,7 +36,6 @@ ALL = ("forward", "query", "key", "decode")
 
 
 def against_triton() -> list[str]:
-    """Returns the reasons why Triton cannot compile the kernels: it is missing, or has an untested version."""
     try:
         import triton
     except ImportError:
@@ -49,7 +48,7 @@ def against_triton() -> list[str]:
 
 
 def interpreted() -> bool:
-    """Returns True if kernels run under Triton's interpreter, on the CPU."""
+    """Returns True if kernels run in Triton's interpreter, on the CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -94,7 +93,7 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def refused(table: Iterable[tuple[str, object, tuple[object, ...]]]) -> list[str]:
-    """Returns a sentence for each row (property, given value, accepted values) whose value is not accepted."""
+    """Returns a sentence for each (property, given value, accepted values) of `table` whose value is not accepted."""
     return [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
@@ -144,7 +143,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
-    """Returns the schedule of an operation on given lengths; the first run on a device adds the device's tables."""
+    """Returns an operation's schedule for given lengths; its tables of tiles are made in the first run on a device."""
     from fusion_attention.backends.triton.common import launching
     from fusion_attention.backends.triton.decode import launch as launch_decode
 
@@ -175,7 +174,7 @@ _imported = functools.lru_cache(importlib.import_module)
 
 
 def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
-    """Returns (module, name of the function) that runs the schedule, for example (decode.launch, "run")."""
+    """Returns (module, name of its function) that launches a schedule's kernels, such as (decode.launch, "run")."""
     home, name = (OF_SELECTED if isinstance(problem, Problem) and problem.selects else LAUNCHES)[schedule.op_kind]
     if schedule.decodes:
         home, name = "decode.launch", "run"
@@ -183,24 +182,22 @@ def _launches(problem: AnyProblem, schedule: Schedule) -> tuple[Any, str]:
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
-    """Updates `schedule` to other key lengths of the same rows, and returns it; CUDA graphs that were captured with it
-    then use these lengths."""
+    """Sets other key lengths of the same query rows in `schedule`, in place, and returns it; CUDA graphs that were
+    captured with it then use these lengths."""
     schedule.update(extents)
     return schedule
 
 
 def nothing(*_: Any) -> None:
-    """Returns None: there are no prepared calls."""
+    """Returns None: this back end has no functions that repeat a call."""
 
 
 prepare = keep = nothing
 
 
 def _run(problem: Any, extents: Extents, schedule: Schedule, operands: Any, grads: Any = None) -> None:
-    """Runs the kernels of the schedule's operation: it reads `operands` and writes its results to the views in
-    `operands` or `grads`. Results have the same bits in every run, except the dbias of a broadcast bias, whose sums
-    have no fixed order.
-    """
+    """Launches the kernels of the schedule's operation, which write the results to the views in `operands` or `grads`.
+    Results have the same bits in every run, except the dbias of a broadcast bias, whose sums have no fixed order."""
     from fusion_attention.backends.triton.common import layout_table
 
     if not len(extents):

@@ -76,10 +76,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _ends(lengths: Tensor) -> Tensor:
-    """Returns cumulative lengths with a leading 0."""
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _longest(lengths: Tensor) -> int:
-    """Returns the largest of the lengths."""
     return int(lengths.max()) if lengths.numel() else 0

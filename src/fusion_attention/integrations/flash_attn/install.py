@@ -117,7 +117,6 @@ def _absent(module: ModuleType, name: str) -> Any:
 
 
 def _always(*_: Any, **__: Any) -> bool:
-    """Returns True for any arguments."""
     return True
 
 

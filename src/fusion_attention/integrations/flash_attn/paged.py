@@ -100,13 +100,13 @@ def flash_attn_with_kvcache(
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, q_len: Any, kv_len: Any, *, alibi_slopes: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [T1, N1, D], lse [T1, N1]) of packed rows q [T1, N1, D] over pages, without a derivative.
+    """Returns (out [T1, N1, D], lse [T1, N1]) of packed queries over a paged cache, without a derivative.
 
     Args:
-        q: packed rows.
+        q: packed queries [T1, N1, D].
         k, v: pools of pages, [pages, page size, N2, D].
         table: the page table, int32 [B, pages per sequence].
-        q_len, kv_len: rows and cached tokens of each sequence.
+        q_len, kv_len: query tokens and cached tokens of each sequence.
         alibi_slopes: float32 [N1] or [B, N1], or None.
         how: further arguments of attention(), such as scale and band.
     """
@@ -235,10 +235,8 @@ def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
     """Stores new tokens `fresh` [B, new, N2, D] in a cache, after the `before` tokens of each sequence.
-
     rows: each sequence's index on the cache's first axis; None: sequence b is at b. table: page table of a cache in
-    pages, or None.
-    """
+    pages, or None."""
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

@@ -22,7 +22,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """flash_attn.layers.rotary.apply_rotary_emb: rotates the first R elements of every row by its token's position.
+    """flash_attn.layers.rotary.apply_rotary_emb: rotates the first R elements of every head by its token's position.
 
     Args:
         x: [B, S, N, D], or packed [T, N, D] with cu_seqlens.

@@ -22,7 +22,7 @@ _ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
-    """Returns the Band of visible keys for flash-attn's window (left, right), aligned to the last key; -1: no limit on
+    """Returns the Band (range of keys) for flash-attn's window (left, right), aligned to the last key; -1: no limit on
     that side; causal: right counts as 0."""
     left, right = (n if type(n) is int else int(n) for n in window)
     if causal:
@@ -50,10 +50,8 @@ def numbers(tensor: Tensor) -> list[int]:
 
 
 def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
-    """Returns the length of each sequence from cumulative lengths `ends` with a leading 0; in a trace, as a tensor.
-
-    name: the argument's name, for the error.
-    """
+    """Returns the length of each sequence from cumulative lengths `ends` with a leading 0; while torch traces, as a
+    tensor. name: the argument's name, for the error."""
     if is_traced((ends,)):
         return ends.diff().long()
     result = numbers(ends)

@@ -122,7 +122,7 @@ def _flex_attention(
 
 
 def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = None, block_mask: Any = None) -> str:
-    """Describes the arguments of attention() to which a mask and a score_mod are converted.
+    """Returns as text the arguments of attention() to which a block_mask and a score_mod are converted.
 
     Masks that are bands are computed fastest, then masks with tiles of 128 x 128. The arguments are those of
     flex_attention().
@@ -222,8 +222,8 @@ def _is_block_mask(mask: Any) -> bool:
 def _converted(
     score_mod: Callable[..., Any] | None, mask: Any, shape: Shape, dtype: torch.dtype
 ) -> tuple[Visible, Terms]:
-    """Returns (visible keys, terms added to the score): a mask (BlockMask or mask_mod) and a score_mod in the forms
-    that attention() computes. A mask that the score_mod contains (-inf) becomes part of the visible keys."""
+    """Returns (visible keys, terms added to the score): a mask (BlockMask or mask_mod) and a score_mod, converted to
+    arguments of attention(). Keys that the score_mod hides (-inf) become part of the mask."""
     if not (shape.items and shape.heads and shape.rows and shape.keys):
         return _EVERY, Terms()
     visible = _EVERY
@@ -254,7 +254,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Calls attention() with the converted mask `visible` and score_mod `terms`; returns (out [B, N, S1, Dv], lse [B,
-    N, S1]), lse None if `stats` is False."""
+    N, S1], or None without `stats`)."""
     dtype = q.dtype
     if terms.by_row is not None:
         q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
@@ -277,7 +277,7 @@ def _attend(
 
 def _packs(visible: Visible, terms: Terms) -> bool:
     """True if the batch items can be computed as packed sequences with a band: the score_mod adds no bias matrix, and
-    ALiBi slopes only if each sequence's keys begin at the index of its rows."""
+    ALiBi slopes only if each sequence's queries and keys begin at the same index."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
@@ -308,7 +308,6 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, 
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Returns (out, lse) of attention(q, k, v, **words); lse is None unless words has return_lse=True."""
     result = attention(q, k, v, **words)
     return result if isinstance(result, tuple) else (result, None)
 
@@ -323,9 +322,7 @@ def _tokens_outside(q: Tensor) -> bool:
 
 def _uncompiled(layer: Layer) -> Callable[..., Any]:
     """Wraps torch.compile so that it returns flex_attention() of this module unchanged, without compiling it.
-
-    Programs compile torch's flex_attention with fullgraph=True, which this one does not support.
-    """
+    Programs compile torch's flex_attention with fullgraph=True, which this one does not support."""
 
     @functools.wraps(layer.below)
     def compile(model: Any = None, **options: Any) -> Any:  # torch.compile's parameter name

@@ -38,7 +38,7 @@ class Visible:
     bits: Tensor | None = None
 
     def blocked(self, rows: int, keys: int) -> Tensor:
-        """Returns the mask as bool [B or 1, N or 1, rows, keys], true for an invisible key, from the tiles."""
+        """Returns the mask as bool [B or 1, N or 1, rows, keys], true for an invisible key, from its tiles."""
         assert self.tiles is not None
         assert self.bits is not None
         full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
@@ -54,8 +54,8 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call (batch, query heads, query rows per item, keys per item), and the device on which its
-    functions run."""
+    """The sizes of an attention call (batch, query heads, queries per item, keys per item), and the device on which
+    mask_mod and score_mod run."""
 
     items: int
     heads: int
@@ -65,16 +65,14 @@ class Shape:
 
 
 def of_block_mask(mask: Any, shape: Shape) -> Visible:
-    """Returns the visible keys of torch's BlockMask in a call of the given shape."""
+    """Returns the keys that torch's BlockMask shows to each query, as a band or as 128 x 128 tiles."""
     grid, block = _grid(mask, shape)
     return _visible_of(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """Returns the keys that a mask_mod shows to each row, as a band or as tiles of the mask (Visible).
-
-    mod: a function of (batch, head, row, key) that returns True for a visible key.
-    """
+    """Returns the keys that a mask_mod shows to each query, as a band or as 128 x 128 tiles.
+    mod: a function of (batch, head, row, key) that returns True for a visible key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
@@ -83,11 +81,9 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns (state of every block [B or 1, N or 1, R, C], (rows, keys) of a block); states are 0 (no key visible), 1
-    (the mask function decides) and 2 (all visible).
-
-    mask: torch's BlockMask. R, C: numbers of blocks of rows and of keys.
-    """
+    """Returns (state of every block [B or 1, N or 1, R, C], (queries, keys) of a block); states are 0 (no key visible),
+    1 (the mask function decides) and 2 (all visible).
+    mask: torch's BlockMask. R, C: numbers of blocks of queries and of keys."""
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -110,10 +106,8 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
-    """Returns bool [B or 1, N or 1, down, across], true for listed blocks.
-
-    counts, indices: kv_num_blocks and kv_indices of a BlockMask. down, across: numbers of blocks of rows and of keys.
-    """
+    """Returns bool [B or 1, N or 1, down, across], true for the blocks that a BlockMask's indices list. counts,
+    indices: kv_num_blocks and kv_indices of a BlockMask. down, across: numbers of blocks of queries and of keys."""
     numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
         numbers, positions = numbers[None], positions[None]
@@ -149,11 +143,9 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """Returns the tiles of a mask and each row's visible keys; the mask function `mod` runs only in tiles that overlap
-    a partial block.
-
-    grid, block: the blocks' states and a block's (rows, keys), from _grid().
-    """
+    """Returns the 128 x 128 tiles of a mask and each query's visible keys; the mask function `mod` runs only in tiles
+    that overlap a partial block.
+    grid, block: the BlockMask's block states [B, N, R, C] and (queries, keys) of a block."""
     if (grid == 1).any():  # size 1 of the batch and of the heads becomes the call's if `mod` depends on them
         sizes = list(grid.shape)
         for axis, size in enumerate((shape.items, shape.heads)):
@@ -191,7 +183,7 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
     """Returns [B, N, tiles down, tiles across]: the minimum or maximum of the states of the blocks that overlap each
     tile.
 
-    grid, block: the blocks' states and a block's (rows, keys), from _grid(). fold: np.minimum or np.maximum.
+    grid, block: block states [B or 1, N or 1, R, C] and (queries, keys) of a block. fold: np.minimum or np.maximum.
     """
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
@@ -203,11 +195,8 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
 
 
 def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
-    """Returns (first visible key, end after the last one, number of visible keys) of each row, int64 [B, N, rows],
-    counting only keys in full tiles.
-
-    is_full: bool [B, N, tiles down, tiles across].
-    """
+    """Returns (first visible key, end after the last one, number of visible keys) of each query, int64 [B, N, queries],
+    counting only keys in full tiles. is_full: bool [B, N, tiles down, tiles across]."""
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
     first = np.where(is_full, starts, _FAR).min(-1, initial=_FAR)
@@ -220,11 +209,11 @@ def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
 def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two bool [n, TILE, TILE]: the visible keys of n tiles, and which entries are within the mask's rows and
+    """Returns two bool [n, TILE, TILE]: the visible keys of n tiles, and the entries within the mask's queries and
     keys.
 
-    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: the blocks' states and a
-    block's (rows, keys), from _grid().
+    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: block states [B or 1, N
+    or 1, R, C] and (queries, keys) of a block.
     """
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
@@ -260,8 +249,8 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """Returns the Visible of a mask from its tiles and each row's visible keys: with a band, for padded items or packed
-    sequences, if one equals the mask."""
+    """Returns a mask as a band if one equals it, for padded items or packed sequences, else as tiles, from its tiles
+    and each query's visible keys `rows`."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -279,11 +268,8 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns fields of Visible, the band (and lengths) that equal a mask of padded items; None if there is no such
-    band.
-
-    first, end: [B or 1, rows], each row's first visible key and the end after its last.
-    """
+    """Returns the band (and lengths) that equal a mask of padded items, as fields of Visible; None if no band does.
+    first, end: [B or 1, queries], each query's first visible key and the end after its last."""
     items, rows = first.shape
     item, row = np.divmod(np.arange(items * rows), rows)
     edges = _Edges(first.ravel(), end.ravel(), item, row)
@@ -300,18 +286,16 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """Returns a band that was derived from one item for all items of the batch: a prefix (one number per item) is
-    repeated."""
+    """Returns a band, derived from one item, for all items of the batch: repeats the prefix length, which is per
+    item."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
 
 
 def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns fields of Visible, the band and lengths of packed sequences that equal a mask; None if there are none.
-
-    first, end: [B or 1, rows], each row's first visible key and the end after its last.
-    """
+    """Returns the band and lengths of packed sequences that equal a mask, as fields of Visible; None if no band does.
+    first, end: [B or 1, queries], each query's first visible key and the end after its last."""
     sequences = [segment for item in zip(first, end, strict=True) for segment in _sequences_of(*item, shape.keys)]
     begin, q_len, start, kv_len = (np.array(column) for column in zip(*sequences, strict=True))
     sequence = np.repeat(np.arange(len(sequences)), q_len)
@@ -329,8 +313,8 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _sequences_of(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, int, int, int]]:
-    """Splits an item into sequences (first row, rows, first key, keys): no row of a sequence sees a key of another.
-    Rows without keys, and keys that no row sees, become separate sequences."""
+    """Splits a batch item into sequences (first query, queries, first key, keys) whose queries see only their own keys.
+    Queries without keys, and keys that no query sees, become separate sequences."""
     rows = len(first)
     empty = end == 0
     behind = np.maximum.accumulate(end)
@@ -355,8 +339,8 @@ def _sequences_of(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[i
 
 
 class _Edges(NamedTuple):
-    """For each row of all sequences: its visible keys first <= j < end (0, 0: none), the number of its sequence, and
-    its index in the sequence."""
+    """For each query of all sequences: its visible keys first <= j < end (0, 0: none), the number of its sequence, and
+    its index in the sequence; int64 [queries]."""
 
     first: np.ndarray
     end: np.ndarray
@@ -365,11 +349,8 @@ class _Edges(NamedTuple):
 
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
-    """Returns the Band in which every row sees exactly the keys of `edges`, and rows after q_len see none; None if no
-    band does.
-
-    q_len, kv_len: int [sequences].
-    """
+    """Returns the band in which every query sees exactly the keys of `edges`, and queries after q_len see none; None if
+    no band does. q_len, kv_len: int [sequences]."""
     square = bool((q_len == kv_len).all())
     for align in ("end", "start") if square else ("start", "end"):  # prefers the shorter description
         for band in _candidates(edges, q_len, kv_len, align):
@@ -379,8 +360,8 @@ def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
 
 
 def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
-    """Yields the bands that may equal the visible keys `edges`; their limits follow from rows that do not see the first
-    or the last key. align: "start" or "end", the corner where the bands' diagonals begin."""
+    """Yields the bands that may equal the visible keys `edges`; their limits follow from queries that do not see the
+    first or the last key. align: "start" or "end", the corner where the bands' diagonals begin."""
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
@@ -401,7 +382,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
 
 
 def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> bool:
-    """True if a band has exactly the visible keys `edges` of every row; q_len, kv_len: int [sequences]."""
+    """True if every query sees exactly the keys `edges` in a band; q_len, kv_len: int [sequences]."""
     first, end, sequence, row = edges
     lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
     left = np.maximum(0, row + lo)
@@ -414,7 +395,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """Returns the Visible of a mask function `mod` if it depends on row - key alone and equals a band; else None."""
+    """Returns the band that equals the mask function `mod`; None if `mod` does not depend on row - key alone."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 

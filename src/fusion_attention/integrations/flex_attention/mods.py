@@ -34,10 +34,8 @@ class _Indexed(TorchFunctionMode):
 
 
 def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Evaluates mod for every pair of row and key in n blocks: [n, R, K] from b, h [n], rows [n, R], keys [n, K].
-
-    mod is called with four scalar tensors, as in torch.
-    """
+    """Evaluates mod for every pair of query and key in n blocks: returns [n, R, K] from b, h [n], rows [n, R], keys [n,
+    K]. mod is called with four scalar tensors, as in torch."""
     over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
     with _Indexed():
@@ -51,7 +49,7 @@ def at_points(mod: Mod, *points: Tensor) -> Any:
 
 
 def depends(mod: Mod, axis: int, device: torch.device) -> bool:
-    """True if the value of mod(batch, head, row, key) depends on its argument number `axis` (0 to 3)."""
+    """True if mod(batch, head, row, key) depends on its argument number `axis` (0 to 3)."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     in_dims = tuple(0 if i == axis else None for i in range(4))
     points = [zero.expand(1) if i == axis else zero for i in range(4)]
@@ -67,15 +65,13 @@ def depends(mod: Mod, axis: int, device: torch.device) -> bool:
 
 
 class Absolute(Exception):
-    """Raised when a function reads an absolute position, not only a distance."""
+    """The error of a function that reads an absolute position, and not only a distance between positions."""
 
 
 class Position:
     """The index of a row or key of which only the distance to another Position is known.
-
     The difference of two Positions is a tensor. A function that accepts Positions has the same value for all pairs of
-    row and key at that distance. Operations that need the index itself raise Absolute.
-    """
+    row and key at that distance. Operations that need the index itself raise Absolute."""
 
     def __init__(self, shift: Any) -> None:
         self._shift = shift
@@ -153,7 +149,7 @@ _ENTRIES = 4  # results for different shapes
 
 
 class _Cache(OrderedDict[Any, Any]):
-    """The results that remembered() stores on an object; a copied or pickled object gets an empty cache."""
+    """A cache of results that is stored on a function or mask; a copied or pickled object gets an empty one."""
 
     def __reduce__(self) -> Any:
         return _Cache, ()
@@ -258,9 +254,7 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
     """Yields comparable values of an object's attributes that its __call__ reads, or that `names` lists; visited,
     owners: objects yielded so far; updated.
-
-    For a property it yields a new object, so that no state with it equals another: a property may compute anything.
-    """
+    For a property it yields a new object, so that no state with it equals another: a property may compute anything."""
     call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(value, torch.nn.Module):
         call = type(value).forward
@@ -286,7 +280,6 @@ def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: li
 
 
 def _cell(cell: types.CellType) -> Any:
-    """Returns the content of a closure's cell; None before it is filled."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -39,10 +39,8 @@ class Terms:
 
 
 def refused(got: str, hint: str) -> BackendError:
-    """Returns the error for a score_mod that cannot be expressed by attention's arguments.
-
-    got: description of the unsupported operation. hint: advice for the user.
-    """
+    """Returns the BackendError for a score_mod that cannot be expressed by attention's arguments.
+    got: description of the unsupported operation. hint: advice for the user."""
     return BackendError(
         "flex_attention: score_mod: expected score * f + t or c * tanh(score * f) + t, with a number c, an f that does "
         f"not depend on the key, and a t that does not depend on the score; got {got}; {hint}"
@@ -53,8 +51,8 @@ def refused(got: str, hint: str) -> BackendError:
 
 
 class _Form(NamedTuple):
-    """The form factor * s, or cap * tanh(factor * s), of a score s. by_row: True if s also has a factor that varies by
-    row."""
+    """The form factor * s, or cap * tanh(factor * s), of a score s; by_row: True if a factor that varies by query also
+    multiplies s."""
 
     factor: float
     cap: float | None
@@ -223,10 +221,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Interpreted:
-    """Runs a score_mod on a symbolic score: a call returns the terms that are added for a pair of row and key.
-
-    After a call, `form` has the factor and the cap of the score.
-    """
+    """Runs a score_mod on a symbolic score: a call with (b, h, row, key) returns the term that it adds to the score.
+    After a call, `form` has the factor and the cap of the score."""
 
     def __init__(self, score_mod: Callable[..., Any], dtype: torch.dtype) -> None:
         self.score_mod, self.dtype = score_mod, dtype
@@ -261,14 +257,14 @@ class _Structure(NamedTuple):
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
-    """Converts a score_mod to a factor, a softcap, slopes, a bias or a mask, and returns them as Terms.
+    """Converts a score_mod to arguments of attention(): a factor, a softcap, slopes, a bias or a mask.
 
     Args:
         score_mod: torch's function of (score, batch, head, row, key).
-        shape: the sizes of the call.
+        shape: batch, heads, queries and keys of the call.
         dtype: dtype of the query; a bias has it too if that is exact, else the dtype of scores.
         alone: True if there is no block_mask; only then may hidden keys become a mask.
-        past: True if a block_mask hides all keys after their row, where the function's values have no effect.
+        past: True if a block_mask hides all keys after their query, where the function's values have no effect.
     """
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
@@ -278,7 +274,7 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
-    """Computes the Terms that terms() returns, with the same parameters, without a cache of them."""
+    """Converts a score_mod to arguments of attention(), without a cache; the parameters are those of terms()."""
     bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
@@ -311,7 +307,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
-    """Evaluates a score_mod (`bias`) to find the indices on which its added term and its factor depend."""
+    """Finds the indices (batch, head, query, key) on which a score_mod's (`bias`) added term and factor depend."""
     with torch.no_grad():
         varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
@@ -327,23 +323,19 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """Returns `shape` with size 1 for the indices on which a function does not depend.
-
-    varies: for batch, head, row and key, True if the function depends on it.
-    """
+    """Returns the sizes `shape` with 1 for the indices on which a function does not depend.
+    varies: for batch, head, query and key, True if the function depends on it."""
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
 
 
 def _pairs(at: Shape) -> Tensor:
-    """Returns int64 [B * N, 2]: all pairs (item, head) of a shape."""
     return torch.cartesian_prod(*(torch.arange(n, device=at.device) for n in (at.items, at.heads)))
 
 
 def _matrix(values: mods.Mod, at: Shape) -> Tensor:
-    """Returns a function's values [B, N, S1, S2] at every pair of row and key of a shape, computed
-    in chunks of rows."""
+    """Returns the values [B, N, S1, S2] of a function of (b, h, q_idx, kv_idx) at all indices below the sizes `at`."""
     rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
     rows_at_once = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
@@ -354,10 +346,10 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns Terms for the values that a score_mod adds to scores, [B or 1, N or 1, S1 or 1, S2 or 1]: a mask if all
-    are 0 or -inf, else a bias.
+    """Returns the mask or bias for the values that a score_mod adds to scores [B or 1, N or 1, S1 or 1, S2 or 1]: a
+    mask if all are 0 or -inf.
 
-    bias: the interpreted score_mod. alone: True if there is no block_mask; only then may -inf become a mask.
+    bias: the score_mod on a symbolic score. alone: True if there is no block_mask; only then may -inf become a mask.
     """
     if values.requires_grad:
         return Terms(bias=values)
@@ -368,12 +360,10 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Returns Terms for the numbers that a score_mod adds at each distance row - key, values [B, N, S2 + S1 - 1] for
-    distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
-
-    at: shape of the bias. bias: the interpreted score_mod. alone: True if there is no block_mask; past: True if it
-    hides all keys after their row. heads: query heads of the call.
-    """
+    """Returns slopes or a bias for the numbers that a score_mod adds at each distance row - key, values [B, N, S2 + S1
+    - 1] for distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
+    at: sizes of the bias. bias: the score_mod on a symbolic score. alone: True if there is no block_mask; past: True if
+    it hides all keys after their query. heads: query heads of the call."""
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
@@ -414,7 +404,7 @@ def _spread(values: Tensor, at: Shape) -> Tensor:
 
 
 def _visibility(bias: _Interpreted) -> mods.Mod:
-    """Returns the mask function of a bias: True where it is not -inf."""
+    """Returns a mask_mod that is True where the score_mod adds another number than -inf."""
 
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
@@ -426,10 +416,8 @@ def _visibility(bias: _Interpreted) -> mods.Mod:
 
 
 def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
-    """Compares the terms with score_mod at random pairs and scores; raises BackendError if they differ.
-
-    bias: the interpreted function, for its dtype. shape: the sizes of the call.
-    """
+    """Compares the converted terms with score_mod at random indices and scores; raises BackendError if they differ.
+    bias: the score_mod on a symbolic score, read for its dtype. shape: the sizes of the call."""
     random = torch.Generator().manual_seed(0)
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]

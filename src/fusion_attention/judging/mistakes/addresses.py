@@ -80,7 +80,7 @@ def values_confused(case: Case) -> Iterator[Try]:
 
 
 def _capacity(case: Case) -> np.ndarray | None:
-    """Returns the number of keys that a call's tensor or pages can store, per sequence; None for packed sequences."""
+    """Returns int [sequences], the keys that a call's tensor or pages can store; None for packed sequences."""
     s = case.setting
     count, k = len(s.extents), s.operands.k
     if isinstance(k, PagedView):
@@ -92,7 +92,7 @@ def _capacity(case: Case) -> np.ndarray | None:
 
 
 def _longer(case: Case, lengths: np.ndarray) -> Setting:
-    """Returns a call with other numbers of keys (lengths, per sequence); the band's edges move with the last key."""
+    """Returns the call with other numbers of keys (`lengths` [sequences]); its mask's band moves with the last key."""
     s, e = case.setting, case.setting.extents
     edges = {n: np.where(finite(a), a + (lengths - e.kv_len), a) for n, a in (("lo", e.lo), ("hi", e.hi))}
     return s.of_extents(kv_len=lengths, **edges)

@@ -95,11 +95,8 @@ def page_wrong(case: Case) -> Iterator[Try]:
 
 
 def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, int]]:
-    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows of output o of the call
-    `case`.
-
-    In such a pair, the kernel reads this block of the paged KV cache `k` in place of the one in the page table.
-    """
+    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows of output o: a kernel that
+    reads this block of the paged KV cache `k` in place of the one in the page table makes these errors."""
     s, size = case.setting, k.page_size
     length, blocks = int(s.extents.kv_len[b]), int(k.pool.shape[0])
     pages = length // size  # an exchanged last, partial page has other keys
@@ -147,7 +144,7 @@ def _reread(s: Setting, change: Callable[[Tensor], Tensor], view: RowView | Page
 
 
 def _next(s: Setting, view: Any) -> Any:
-    """Returns a view that has the next token's scales for each token; the last slot of a sequence is unchanged."""
+    """Returns a view of scales that has the next token's for each token; the last token of a sequence is unchanged."""
     if isinstance(view, RowView):
         return replace(view, address=view.address + view.stride_token)
     if view is None:
@@ -173,7 +170,7 @@ def _transposed(rows: Tensor) -> Tensor:
 
 
 def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yields (detail, change of scales): a call (`case`) with the scales of another head, token or channel."""
+    """Yields (description, function that gives scales [heads, tokens, elements] to another head, token or channel)."""
     p, o = case.setting.problem, case.setting.operands
     if p.heads_kv > 1:
         yield "scales prepared [D, N2], not [N2, D]", _transposed

@@ -33,12 +33,9 @@ def bounds(hi: np.ndarray, ratio: int) -> Edges:
 
 
 def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, wrong upper edge of the band over compressed keys), from a wrong number of tokens after the last
-    one.
-
-    All arrays have a number per sequence: hi is the correct edge, tokens - q_len + 1; keys: numbers of compressed keys,
-    of `ratio` tokens each.
-    """
+    """Yields (description, wrong upper edge of the band over compressed keys), from a wrong number of tokens after the
+    last one. Arrays have a number per sequence: hi is the correct edge, tokens - q_len + 1; keys: numbers of compressed
+    keys, of `ratio` tokens each."""
     residual = hi + q_len - 1 - keys * ratio
     for detail, other in (("keys % ratio for tokens % ratio", keys % ratio), ("0 for tokens % ratio", 0 * keys)):
         if (other != residual).any():
@@ -46,7 +43,7 @@ def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -
 
 
 def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
-    """Yields the call s with another upper edge `hi` of the band over compressed keys, if a row then sees others."""
+    """Yields the call s with another upper edge `hi` of the compressed keys' band, if a query then sees other keys."""
     changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
     for b, rows in enumerate(s.extents.q_len.tolist()):
         row = np.arange(rows)
@@ -56,7 +53,7 @@ def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
 
 
 def _tries(case: Case, edges: Callable[[Setting, Compressed], Edges]) -> Iterator[Try]:
-    """Yields variants of a call with compressed keys: with edges(call, the keys) as upper edges of their band."""
+    """Yields variants of a call with compressed keys, each with a wrong upper edge of their band from edges()."""
     s, second = case.setting, case.setting.extents.compressed
     for detail, hi in () if second is None else edges(s, second):
         yield from (Try(detail, changed) for changed in _bounded(s, hi))

@@ -18,7 +18,8 @@ _LOOP = "over tiles (of keys for dq, of rows for dk and dv)"
 
 
 def _of_backward(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake that is possible only in a backward; the arguments are those of changing()."""
+    """Returns a mistake that only a backward can make; ways: takes a call and its parameters, returns {description: the
+    call with the mistake}."""
     return changing(name, means, fix, lambda s, p: {} if s.grads is None else ways(s, p))
 
 
@@ -43,7 +44,7 @@ def _neighbours(heads: int) -> list[tuple[str, int]]:
 
 
 def _of_other(s: Setting, x: Block, by: int) -> tuple[Tensor, ...]:
-    """Returns (dout, out, max, sum) of the query heads that are `by` heads after those of block x of a call."""
+    """Returns (dout, out, max, sum), [heads, rows, ...], of the query heads that are `by` heads after block x's."""
     heads = (torch.arange(x.heads.start, x.heads.stop) + by) % s.problem.heads_q
     return tuple(t[heads] for t in s.block(x.b, slice(0, s.problem.heads_q), x.rows, slice(0, 0)).saved)
 

@@ -37,7 +37,7 @@ class Case:
     cached: dict[Any, Any] = field(default_factory=dict)  # results of once(), which several mistakes use
 
     def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
-        """Returns what(case, o), computed in the first call and then cached, because several mistakes use it."""
+        """Returns what(case, o), cached per output o, because the searches for several mistakes use it."""
         if (what, o.name) not in self.cached:
             self.cached[what, o.name] = what(self, o)
         result: Result = self.cached[what, o.name]
@@ -73,8 +73,8 @@ class Mistake:
 
 
 def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake that depends only on the call: ways(call, its problem) returns {description: the call with the
-    mistake}, one entry for each way to make it."""
+    """Returns a mistake that depends only on the call: ways(call, its parameters) returns {description: the call with
+    the mistake}."""
 
     def tries(case: Case) -> Iterator[Try]:
         return (Try(detail, changed) for detail, changed in ways(case.setting, case.setting.problem).items())
@@ -83,18 +83,18 @@ def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem],
 
 
 def wrong_outputs(case: Case) -> list[Output]:
-    """Returns the outputs of a call, except statistics, of which some rows are wrong."""
+    """Returns the outputs of the judged call `case` of which some rows are wrong, without softmax statistics."""
     statistics = ("max", "sum", "lse")
     return [o for o in case.outputs if o.kind not in statistics and any(w.any() for w in case.wrong.get(o.name, ()))]
 
 
 def out_of(case: Case) -> Output | None:
-    """Returns the attention output of a call if some of its rows are wrong, else None."""
+    """Returns the attention output of the judged call `case` if some of its rows are wrong, else None."""
     return next((o for o in wrong_outputs(case) if o.kind == "out"), None)
 
 
 def wrong_area(case: Case, o: Output) -> list[Tensor]:
-    """Returns the rows of output o of a call that may be wrong: bool [heads, rows] per sequence.
+    """Returns the rows of output o of the judged call `case` that may be wrong: bool [heads, rows] per sequence.
 
     Some rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows
     between the first and last wrong row if half of them are.
@@ -111,7 +111,8 @@ def wrong_area(case: Case, o: Output) -> list[Tensor]:
 
 
 def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]:
-    """Returns a function that marks the rows of a block that may be wrong in output o: bool [heads, rows, 1]."""
+    """Returns a function from a range of heads and rows of a sequence to bool [heads, rows, 1], true for rows that may
+    be wrong in output o."""
     areas = [] if o is None else wrong_area(case, o)
     return lambda x: areas[x.b][x.heads, x.rows, None]
 
@@ -167,10 +168,9 @@ def of_results(
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Returns the variance of the errors of changed rows: multiplied by after^2 / before^2, the ratio of the rows' sums
-    of squares, if that exceeds 1; unchanged for statistics.
-
-    A function for Setting.errors; before, after: the rows without and with the change, [heads, rows, elements].
+    """Returns the error variances of changed rows: multiplied by after^2 / before^2, the ratio of the rows' sums of
+    squares, if that exceeds 1; unchanged for softmax statistics.
+    before, after: the rows without and with the change, [heads, rows, elements].
     """
     if kind in ("max", "sum", "lse"):
         return variance
@@ -180,34 +180,34 @@ def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, 
 
 
 def finite(edge: np.ndarray) -> np.ndarray:
-    """Returns bool, true where an edge of a band is finite."""
+    """Returns bool [sequences], true where the edge of a mask's band is finite."""
     return np.abs(edge) < INFINITE // 2
 
 
 def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
-    """Returns the edge of a band, per sequence, shifted by a number of keys; an infinite edge stays infinite."""
+    """Returns the edge of a mask's band, per sequence, shifted by a number of keys; an infinite edge stays infinite."""
     return np.where(finite(edge), edge + by, edge)
 
 
 def opened(s: Setting) -> Setting:
-    """Returns the call s without the band: rows see all keys that the mask matrix does not remove."""
+    """Returns the call without its mask's band: queries see all keys that the mask tensor does not remove."""
     e = s.extents
     lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
     return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
 
 
 def without_matrix(s: Setting) -> Setting:
-    """Returns the call s without the mask matrix."""
+    """Returns the call without its mask tensor."""
     return s.of_problem(has_blocked=False, has_blocked_tiles=False)
 
 
 def unmasked(s: Setting) -> Setting:
-    """Returns the call s with all keys visible to all rows."""
+    """Returns the call with all keys visible to all queries."""
     return without_matrix(opened(s))
 
 
 def same_band(one: Setting, other: Setting) -> bool:
-    """True if the bands of two variants of a call, `one` and `other`, give every row the same keys."""
+    """True if the mask's bands of two variants of a call show every query the same keys."""
     for b in range(len(one.extents)):
         rows = np.arange(one.extents.q_len[b])
         (lo, hi), (low, high) = (s.extents.row_interval(b, rows) for s in (one, other))

@@ -21,7 +21,7 @@ def _changed(case: Case, detail: str, change: Callable[[Lists], Lists]) -> Itera
 
 
 def _without(x: Lists, number: int) -> Lists:
-    """Returns the lists x without the entry at position `number`; -1: without the last one that is read."""
+    """Returns the selected blocks x without the entry at position `number`; -1: without the last one that is read."""
     at = torch.arange(x.entries.shape[-1])
     count = x.read.sum(-1, keepdim=True)
     return x._replace(read=x.read & (at != (count - 1 if number < 0 else number)))
@@ -34,7 +34,7 @@ def shortened(case: Case) -> Iterator[Try]:
 
 
 def _with_ends(x: Lists, key: int) -> Lists:
-    """Returns the lists x with entries of -1, which mean no key, read as key number `key`; key -1: the last key."""
+    """Returns the selected blocks x with entries of -1 (no block) read as key number `key`; key -1: the last key."""
     ends = x.entries < 0
     return x._replace(entries=x.entries.masked_fill(ends, key % max(x.keys, 1)), read=x.read | ends)
 
@@ -76,7 +76,7 @@ def block_size(case: Case) -> Iterator[Try]:
 
 
 def _complete(x: Lists) -> Lists:
-    """Returns the lists x, read up to their first -1, also beyond the number of keys that the row sees."""
+    """Returns the selected blocks x, read up to their first -1, also beyond the number of keys that the query sees."""
     return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
 
 

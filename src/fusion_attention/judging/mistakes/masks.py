@@ -32,7 +32,7 @@ def _bands(s: Setting) -> bool:
 
 
 def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
-    """Yields the variant `changed` of a call, described by `detail`, if its band differs from the call's."""
+    """Yields the variant `changed` of a call, described by `detail`, if its mask's band shows other keys."""
     if not same_band(case.setting, changed):
         yield Try(detail, changed)
 
@@ -114,7 +114,8 @@ class _Tiled:
     right: int | None = 0
 
     def visible(self, b: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Returns the pairs of rows and keys of sequence b that a kernel with this mask sees: bool [rows, keys]."""
+        """Returns bool [rows, keys], true for the pairs of the given queries and keys of sequence b that a kernel with
+        this mask sees."""
         count, length = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         edges = self.extents.row_interval(b, np.arange(count))
         some = edges[0] < edges[1]
@@ -141,11 +142,8 @@ class _Tiled:
         return replace(x, visible=x.visible & band, in_band=band.any(-1))
 
     def explains(self, case: Case) -> bool:
-        """True if the visible keys of this mask and of the call's band differ in most wrong rows and in few correct
-        ones (for gradients of keys: the rows that see a key, in most wrong keys).
-
-        False if the tiles hide no pair, which is the mistake `mask-ignored`.
-        """
+        """True if the visible keys of this mask and of the call's band differ in most wrong rows of the outputs and in
+        few correct ones (rows of gradients of keys are keys). False if the tiles hide no pair."""
         band, hides = _Tiled(self.extents), False
         for o in case.outputs:
             for b, wrong in enumerate(case.wrong.get(o.name, ())):
@@ -164,7 +162,8 @@ class _Tiled:
 
 
 def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterator[Try]:
-    """Yields variants of a call for all sizes of tiles and all (detail, left, right) of `edges`, of a _Tiled."""
+    """Yields a variant of a call for each pair of tile sizes and each (description, left, right) of `edges`, in which a
+    kernel moves the band's edges in tiles by left and right keys, or omits them (None)."""
     s = case.setting
     if s.problem.select_count or s.problem.compressed_ratio or s.extents.prefix.any():
         return

@@ -31,11 +31,11 @@ class Loop:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each key of the loop in its sequence, [keys]."""
+        """The position of each key in its sequence, int64 [keys]."""
         return torch.arange(self.first, self.first + self.scores.shape[-1])
 
     def tiles(self, size: int) -> Iterator[slice]:
-        """Yields the tiles of keys that begin at multiples of a size."""
+        """Yields, as slices of these keys, the tiles of keys that begin at multiples of `size`."""
         end = self.first + self.scores.shape[-1]
         for start in range(self.first // size * size, end, size):
             yield slice(max(start - self.first, 0), min(start + size, end) - self.first)
@@ -51,7 +51,7 @@ class Sums:
     total: Tensor
 
     def result(self, kind: str) -> Tensor:
-        """Returns the output of a kind: "out", "max", "sum" or "lse"."""
+        """Returns one of the outputs "out", "max", "sum" or "lse", [heads, rows, elements or 1]."""
         if kind == "out":
             return self.values / self.total
         return {"max": self.top, "sum": self.total, "lse": self.top + self.total.log()}[kind]
@@ -67,15 +67,14 @@ def exponentials(scores: Tensor) -> Tensor:
 
 
 def summed(scores: Tensor, values: Tensor) -> Sums:
-    """Returns the correct sums of a softmax over all keys at once, of scores and values as in Loop."""
+    """Returns the correct softmax sums over all keys, of scores [heads, rows, keys] and values [.., keys, elements]."""
     weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
 def suits(case: Case) -> bool:
-    """True if a call's attention output has wrong rows and its weights depend on the scores alone (no dropout, lists,
-    sinks or quantised weights), so that programs for a Loop can compute it.
-    """
+    """True if the judged call's attention output has wrong rows and its weights depend on the scores alone (no dropout,
+    selected keys, sinks or quantised weights)."""
     p, s = case.setting.problem, case.setting
     return (
         s.grads is None and p.dropout == "none" and not p.selects and not p.compressed_ratio and not p.has_sink
@@ -84,7 +83,7 @@ def suits(case: Case) -> bool:
 
 
 def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
-    """Returns the loop over the keys of block x and of adjacent tiles, which a wrong kernel may read; p: precision."""
+    """Returns the scores and values of the keys of block x and of adjacent tiles, which a wrong kernel may read."""
     keys = slice(max(x.keys.start - SIZES[-1], 0), min(x.keys.stop + SIZES[-1], x.kv_len))
     x = formulas.narrowed(s.block(x.b, x.heads, x.rows, keys), p)
     every = formulas.scores_of(replace(x, visible=torch.ones_like(x.visible)))[0]
@@ -114,7 +113,7 @@ def sampled(case: Case, count: int) -> Iterator[tuple[Loop, Tensor, float]]:
 
 
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
-    """Yields a variant of a call for each of the candidates that explains its first _SCREENED wrong output rows."""
+    """Yields a variant of a call for each wrong program in `candidates` that explains its first wrong output rows."""
     samples = [*sampled(case, _SCREENED)] if suits(case) else []
     for way in candidates if samples else ():
         left = (float((way.program(loop).result("out") - mine).norm()) / error for loop, mine, error in samples)
@@ -123,7 +122,7 @@ def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
 
 
 def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
-    """Returns a variant of a call in which another program computes the wrong rows; other arguments: see Way."""
+    """Returns a variant of a call in which `program` computes the wrong rows; weights: its softmax weights, or None."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
     nan = o is not None and bool(o.tensor.isnan().any())  # of rows without visible keys
@@ -178,11 +177,9 @@ def _maxima(loop: Loop, size: int, order: str) -> Tensor:
 
 
 def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """Returns the weights of a loop's keys in the sum of values [heads, rows, keys], and the sum of weights
-    [heads, rows, 1], of an online softmax.
-
-    size, order: as for _maxima(); rescaled: for each of the two sums, True if it is rescaled when the maximum rises.
-    """
+    """Returns the weights of keys in the sum of values [heads, rows, keys], and the sum of weights [heads, rows, 1], of
+    an online softmax. size: keys of a tile; order: a key of _ORDERS; rescaled: for each of the two sums, True if it is
+    rescaled when the maximum rises."""
     tops = _maxima(loop, size, order)
     right, wrong = exponentials(loop.scores), (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
     values, total = (right if is_rescaled else wrong for is_rescaled in rescaled)
@@ -190,7 +187,8 @@ def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bo
 
 
 def online(loop: Loop, **how: Any) -> Sums:
-    """Returns the sums of an online softmax over a loop, not all of them rescaled; how: see _partly_rescaled()."""
+    """Returns the sums of an online softmax over the keys of `loop`, not all of them rescaled; how: tile size, order
+    and rescaled sums."""
     values, total = _partly_rescaled(loop, **how)
     return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total)
 
@@ -213,7 +211,7 @@ def rescale_missing(case: Case) -> Iterator[Try]:
 
 
 def padded(loop: Loop, size: int) -> Sums:
-    """Returns sums of a softmax over a loop whose last tile of `size` keys is padded by zero scores and values."""
+    """Returns the softmax sums over the keys of `loop` if zero scores and values pad the last tile of `size` keys."""
     one = summed(loop.scores, loop.values)
     count = -loop.length % size
     top = one.top.clamp_min(0.0)

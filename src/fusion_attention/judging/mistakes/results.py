@@ -40,8 +40,8 @@ def base_two(case: Case) -> Iterator[Try]:
 
 
 def _statistics_of(change: Callable[[Block], Block]) -> Callable[..., Tensor]:
-    """Returns a function for Setting.returns that replaces max, sum and lse by those of the block change(block), and
-    leaves the output unchanged."""
+    """Returns a function that replaces the softmax statistics max, sum and lse in a judged call's results by those of
+    change(block), and leaves the output unchanged."""
 
     def changed(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         if kind == "out":
@@ -110,11 +110,9 @@ def swapped(case: Case) -> Iterator[Try]:
 
 
 def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
-    """Returns output o of a call, a softmax statistic of `heads` heads, read in another order from the same memory.
-
+    """Returns output o of a call, a softmax statistic [heads, rows], read in another order from the same memory.
     how: "token" (heads of a token are adjacent), "item" (tokens of a head in a sequence), "head" (tokens of a head in
-    a packed tensor). None if the layout has no such order, or if view, the output's rows, has it already.
-    """
+    a packed tensor). None if the layout has no such order, or if view, the output's rows, has it already."""
     e = case.setting.extents
     count, starts = len(e), e.q_start
     ones = np.ones(count, np.int64)

@@ -103,9 +103,8 @@ _Key = tuple[str, int, int]  # kind, size and number of a tile
 
 
 def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the ways of making a mistake in a call, (kind of treatment, keys of a tile, number of the tile), that
-    explain sampled wrong rows, the one with the smallest remaining error first; mistake: its name.
-    """
+    """Returns the tiles, (kind of mistake, keys of a tile, number of the tile), that explain sampled wrong rows of a
+    call if the named mistake is made with them, the one with the smallest remaining error first."""
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
     for loop, mine, error in sampled(case, 8):
@@ -116,10 +115,9 @@ def _candidates(case: Case, mistake: str) -> list[_Key]:
 
 
 def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
-    """Yields ((kind, size, tile), a row's remaining error) for each way of making a mistake; NaN if no key remains.
-
-    loop, mine: the row's keys and the recorded row; possible: the ways that explain earlier rows, None for the first.
-    """
+    """Yields ((kind, size, number) of a tile, a row's remaining error) for each tile with which the mistake is made;
+    NaN if no key remains. loop, mine: the row's keys and the recorded row; possible: the tiles that explain earlier
+    rows, None for the first."""
     for kind, name in _KINDS.items():
         for size in SIZES if "tile" in kind else (1, *SIZES):
             if name == mistake and (possible is None or any(key[:2] == (kind, size) for key in possible)):
@@ -132,10 +130,10 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
 
 
 def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
-    """Returns the error of a row (mine: as recorded) that remains if one tile of `size` keys is treated wrongly, per
-    tile.
+    """Returns, per tile of `size` keys, the error of a row (mine: as recorded) that remains if the mistake `kind` is
+    made with this tile.
 
-    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none. kind: the wrong treatment.
+    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none.
     """
     number = loop.positions // size - loop.first // size
     tiles = int(number[-1]) + 1

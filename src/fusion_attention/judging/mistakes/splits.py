@@ -35,12 +35,12 @@ class Split:
         return max(-(-each // self.unit) * self.unit, 1)
 
     def of(self, loop: Loop) -> list[slice]:
-        """Returns the splits of a loop's keys, as ranges of its keys."""
+        """Returns the splits as slices of the keys of `loop`."""
         return [*loop.tiles(self.size(loop.length))]
 
 
 def _splits(case: Case) -> list[Split]:
-    """Returns the ways to split the keys of a call; of ways that split all sequences equally, only one."""
+    """Returns the ways in which a kernel may split the keys of a call; of ways with equal splits, only one."""
     k, lengths = case.setting.operands.k, sorted({int(n) for n in case.setting.extents.kv_len})
     units = sorted({*_UNITS, *((k.page_size,) if isinstance(k, PagedView) else ())})
     splits = [Split(0, size) for size in SIZES] + [Split(count, unit) for count in _COUNTS for unit in units]
@@ -53,7 +53,6 @@ def _splits(case: Case) -> list[Split]:
 
 
 def _live(lse: Tensor) -> Tensor:
-    """Returns 1 for splits with a visible key, else 0, in the shape of their lse."""
     return (lse != -math.inf).to(lse)
 
 
@@ -77,8 +76,8 @@ def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], 
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """Returns the Sums of a softmax over a loop's keys, merged from the results of splits with wrong weights; how:
-    split and weigh, as in _merged()."""
+    """Returns the softmax sums over the keys of `loop`, merged from splits with wrong weights; how: split, and weigh, a
+    function of the splits' lse, max and sum."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 
@@ -101,7 +100,7 @@ def tile_softmax(case: Case) -> Iterator[Try]:
 
 
 def without(loop: Loop, split: Split, number: int) -> Sums:
-    """Returns the sums of a softmax over a loop's keys without those of split `number`."""
+    """Returns the softmax sums over the keys of `loop` without those of split `number`."""
     missing = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
     for at in split.of(loop)[number : number + 1]:
         missing[at] = True

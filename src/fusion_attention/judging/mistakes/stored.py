@@ -45,7 +45,7 @@ def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Gra
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
-    """Returns (recorded row, golden's row), both [elements], of up to _SAMPLES wrong rows of output o of a call."""
+    """Returns (recorded row, exact row), both [elements], of up to _SAMPLES wrong rows of output o."""
     s, results = case.setting, []
     for b, h, r in case.wrong_rows_of(o, _SAMPLES):
         heads, rows = slice(h, h + 1), slice(r, r + 1)
@@ -58,11 +58,9 @@ def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
 def _changed(
     case: Case, o: Output, detail: str, change: Callable[[Tensor, At], Tensor], errors: Callable[..., Tensor] = grown
 ) -> Try:
-    """Returns a variant of a call in which the wrong rows of output o are changed, as `detail` says in a few words.
-
-    change: (golden's rows [heads, rows, elements], their block or unit) -> the rows that a wrong kernel returns.
-    errors: a function for the variances of their errors, as in Setting.errors.
-    """
+    """Returns a variant of the judged call in which the wrong rows of output o are changed, as `detail` says in a few
+    words. change: (exact rows [heads, rows, elements], their block) -> the rows that a wrong kernel returns. errors: a
+    function that changes the variances of their errors."""
     wrong = wrong_rows(case, o)
 
     def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: At, p: Precision) -> Tensor:

@@ -51,7 +51,8 @@ class Sample:
     last: int
 
     def of(self, subset: Subset, by: int = 0) -> Tensor:
-        """Returns the sum of a subset of contributions [elements], with the vectors of keys (rows) `by` before."""
+        """Returns the sum [elements] of the contributions in `subset`, computed with the vectors of the keys (or
+        queries) `by` before."""
         terms = self.moved[by] if by else self.terms
         terms = terms if subset.head < 0 else terms[subset.head : subset.head + 1]
         if subset.tiles == "all":
@@ -68,7 +69,7 @@ def counted(x: Block, factor: Tensor) -> Block:
 
 
 def _sampled(case: Case, o: Output) -> list[Sample]:
-    """Returns golden's contributions to up to _SAMPLES wrong rows of output `o` of a call, a gradient."""
+    """Returns the exact contributions to up to _SAMPLES wrong rows of a gradient, output `o` of the judged call."""
     s, e, results = case.setting, case.setting.extents, []
     for b, head, row in case.wrong_rows_of(o, _SAMPLES):
         at = slice(row, row + 1)
@@ -89,7 +90,7 @@ def _sampled(case: Case, o: Output) -> list[Sample]:
 
 
 def _vectors(x: Block, kind: str) -> Tensor:
-    """Returns vectors of block x whose weighted sum a gradient of a kind is, [heads or 1, rows or keys, elements]."""
+    """Returns block x's vectors, [heads or 1, queries or keys, elements], whose weighted sum is the gradient `kind`."""
     vectors: Tensor = x.saved[0] if kind == "dv" else getattr(x, _VECTORS[kind])
     return vectors
 
@@ -104,7 +105,7 @@ def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
-    """Yields subsets of the contributions to sampled rows: by query head of `group`, by tile, and by both."""
+    """Yields subsets of the contributions to sampled gradient rows: by query head, by tile of keys, and by both."""
     length = 16 * max(x.terms.shape[1] for x in samples)
     for head in range(-1, group if group > 1 else 0):
         if head >= 0:
@@ -142,7 +143,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
 
 
 def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
-    """Yields variants of a call for each change of contributions that explains wrong gradients and suits() accepts."""
+    """Yields a variant of a call for each wrong treatment of contributions that explains it and suits() accepts."""
     s = case.setting
     if s.grads is None or s.problem.shares_kv:
         return
@@ -164,7 +165,7 @@ def _detail(o: Output, change: Change) -> str:
 
 
 def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
-    """Returns a function for Setting.edits that applies a change to the contributions to the wrong rows of output o."""
+    """Returns a function from a block to one in which the contributions to the wrong rows of output o are changed."""
     subset, s, areas = change.subset, case.setting, wrong_area(case, o)
 
     def edit(x: Block) -> Block:
@@ -207,11 +208,9 @@ def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -
 
 
 def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
-    """Returns block x with a gradient of a kind that sums the vectors of a neighbouring tile in place of one tile's.
-
-    of_terms: positions of the block's keys (or rows) that it sums; stale: bool, true for those of the tile; by: the
-    distance from the vectors that are read to the tile's.
-    """
+    """Returns block x with the gradient `kind` computed from the vectors of a neighbouring tile in place of one tile's.
+    of_terms: positions of the block's keys (or queries) that it sums; stale: bool, true for those of the tile; by: the
+    distance from the vectors that are read to the tile's."""
     by_keys = kind in ("dk", "dk_rope", "dv")
     rows, keys = (slice(0, x.q_len), x.keys) if by_keys else (x.rows, slice(0, s.extents.all_keys(x.b)))
     every = _vectors(s.block(x.b, x.heads, rows, keys), kind)

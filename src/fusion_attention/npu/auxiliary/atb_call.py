@@ -22,8 +22,8 @@ def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
 
 
 def read(op: Op, lengths: Any) -> np.ndarray:
-    """Returns lengths (a list or tensor) as an int64 array on the host; in a trace, where they have no values, raises
-    NotImplementedError with the name of the operator `op`."""
+    """Returns lengths (list or tensor) as an int64 array on the host; NotImplementedError in a trace, where they have
+    no values, with the name of the operator `op`."""
     result = to_array(lengths)
     if isinstance(result, np.ndarray):
         return result
@@ -80,6 +80,5 @@ def attend(
 
 
 def _pages(cache: Tensor) -> Tensor:
-    """Returns a paged cache [pages, slots, heads, elements] as [pages, slots, heads * elements]; with one head a view,
-    also of a slice of the elements."""
+    """Returns a paged cache [pages, slots, heads, elements] as [pages, slots, heads * elements]."""
     return cache[:, :, 0] if cache.shape[2] == 1 else cache.flatten(2)

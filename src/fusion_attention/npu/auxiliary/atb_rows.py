@@ -38,6 +38,6 @@ def _npu_rotary_embedding(
 
 
 def _slots(cache: Tensor, rows: Tensor) -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...], into which `rows` can be stored; of a cache in format NZ
-    ([pages, fragments of a row, slots, elements]) the fragments come after the slots."""
+    """Returns a view of a paged cache as [pages, slots, ...], to store `rows` in; a cache in the tiled format NZ is
+    [pages, fragments of a row, slots, elements]."""
     return cache if atb_rows.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -121,9 +121,7 @@ def _last(slot_indices: Tensor) -> Tensor:
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Returns the arguments (indices per axis, rows) of index_put() that writes updates [..., *rest] to target at
     indices [..., axes].
-
-    If several rows have equal indices, all write the last of these rows, and only it has a gradient.
-    """
+    If several rows have equal indices, all write the last of these rows, and only it has a gradient."""
     axes = indices.shape[-1]
     positions, rows = (
         indices.reshape(-1, axes).long(),
@@ -138,8 +136,8 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...], into which `rows` can be stored; mode: "Norm" or an NZ
-    format, of which the fragments of a row come after the slots."""
+    """Returns a view of a paged cache as [pages, slots, ...], to store `rows` in; mode: "Norm", or a tiled NZ format,
+    whose cache is [pages, fragments of a row, slots, elements]."""
     return cache.transpose(1, 2) if caches.is_fragmented(cache, rows, mode) else cache
 
 
@@ -155,10 +153,8 @@ def lines(cache: Tensor, mode: str) -> Tensor:
 
 def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) -> None:
     """Stores rows in caches at the given slots; all rows are read before any is written.
-
     A row with a negative slot is not stored; of rows with equal slots, the last one is stored. caches_and_rows: pairs
-    of a cache [pages, slots, ...] and rows [rows, ...]. slot_indices: int [rows], numbers of slots of all pages.
-    """
+    of a cache [pages, slots, ...] and rows [rows, ...]. slot_indices: int [rows], numbers of slots of all pages."""
     if not slot_indices.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
     # Rows without a slot repeat the row of the largest slot; if no row has a slot, the existing content is rewritten.
@@ -176,7 +172,7 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
     """Returns the slot of every token of all sequences, concatenated: int [tokens], -1 for none.
 
-    index: the operator's index argument. mode: its cache_mode, by which an element of index is a token's position in
+    index: places of tokens in the cache. mode: the cache's mode, by which an element of index is a token's position in
     its sequence ("Norm"), a token's slot, or, with "BLK" in the mode, a slot in the page of the next tokens.
     """
     if mode == "Norm":

@@ -22,8 +22,7 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Returns a decorator: the function that it makes checks a call against the operator definition, then calls the
-    body.
+    """Returns a decorator whose function checks a call against the operator definition, then calls the body.
 
     The body's parameters are names of the definition; it gets these arguments, with defaults for attributes that are
     None.
@@ -57,7 +56,7 @@ def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Ma
     the rules that read memory, if sizes are numbers and lengths are not tensors.
 
     Raises:
-        ContractError: with all failures of the first stage that fails.
+        ContractError: it lists all failures of the first group of rules that fails.
     """
     if not is_traced(args.values()):
         bound = bind(op, args)

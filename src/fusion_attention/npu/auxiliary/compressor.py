@@ -29,7 +29,7 @@ def compressor(
 
 @crossing
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Returns windows of padded rows kv [B, S, ...], pooled by softmax weights from gate, as compress() does; float64
+    """Returns windows of padded rows kv [B, S, ...], averaged by softmax weights from gate: [B, windows, ...]; float64
     is computed by the reference back end.
 
     bias: added to the gates by position in a window, or None. windows: ratio, overlap and the earlier tokens.

@@ -74,8 +74,7 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
 
 
 def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
-    """Returns [T, elements], the sum of each token's rows, weighted by probs [T, K]; probs None: each token has one
-    row.
+    """Returns [T, elements], the sums of tokens' rows weighted by probs [T, K]; None: each token has one row.
 
     permuted: rows in the order of experts. positions: int [T * K], the row of each of a token's choices.
     """

@@ -114,7 +114,6 @@ def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Te
 
 
 def _halves(input: Tensor, dim: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Splits the input of a GEGLU along `dim`; returns (linear half, half for the activation) in float32. left: True if
-    the activated half comes first."""
+    """Returns (linear half, activated half) of a GEGLU's input along `dim` in float32; left: activated half first."""
     a, b = input.float().chunk(2, dim)
     return (b, a) if left else (a, b)

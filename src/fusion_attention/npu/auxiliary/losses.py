@@ -67,8 +67,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    """Returns the gradient of the logits, float32 [rows, classes], from dloss, the gradient of the loss; p:
-    softmax(logits).
+    """Returns the gradient of the logits, float32 [rows, classes], from the loss's, dloss; p: softmax(logits).
 
     target: class of each row. weight: factor of each class, or None. how: the call's attributes.
     """

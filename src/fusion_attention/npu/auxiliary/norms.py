@@ -34,9 +34,7 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32, not differentiable).
-
-    The mean of squares is over gamma's axes, the last ones of x; epsilon is added to it.
-    """
+    The mean of squares is over gamma's axes, the last ones of x; epsilon is added to it."""
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)

@@ -52,7 +52,6 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """Returns a list or tuple of tensors, or None, unchanged, and one tensor as a tuple."""
     return (given,) if isinstance(given, Tensor) else given
 
 

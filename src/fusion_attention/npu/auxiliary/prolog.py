@@ -43,8 +43,8 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks and computes a call of `op` with the arguments `given`; returns (query, query_rope, cq: the normalised
-    latent query) and writes keys to the caches."""
+    """Checks and computes a call of `op`, which projects, normalises and rotates tokens' hidden states for multi-head
+    latent attention; returns (query, query_rope, cq: the normalised latent query), and writes keys to the caches."""
     given = {**given, **checked(op, given)}
     shape, uk, caches = given["token_x"].shape[:-1], given["weight_uk"], (given["kv_cache"], given["kr_cache"])
     heads, dim, latent = uk.shape

@@ -22,7 +22,7 @@ def rounded(x: Tensor, largest: int) -> Tensor:
 
 
 def _numbered(name: str, args: Args) -> Args:
-    """Returns the arguments with torch's number of a dtype in place of the torch.dtype in the argument `name`."""
+    """Returns the arguments with torch's integer code in place of the torch.dtype in the argument `name`."""
     return {**args, name: quantised.number_of(args[name])}
 
 
@@ -99,8 +99,8 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns (scale, offset) in float32 from a scale argument: a float tensor is the scale (offset None); int64 has
-    the bits of a float32 scale and a 9-bit offset."""
+    """Returns (scale, offset) in float32: of a float tensor the tensor itself and None; of int64 elements the bits of a
+    float32 scale and a 9-bit offset."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)
@@ -109,7 +109,7 @@ def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _signed(bits: Tensor, count: int) -> Tensor:
-    """Interprets the lowest `count` bits as a two's complement number."""
+    """Returns the lowest `count` bits of integers as signed (two's complement) numbers."""
     half = 1 << (count - 1)
     return (bits ^ half) - half
 

@@ -55,10 +55,8 @@ def npu_kv_quant_sparse_flash_attention(args: Args) -> Tensor:
 
 def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Returns the pages of caches [pages, ...] that a page table uses, and the table with the pages renumbered.
-
     Only these pages are dequantized, because a call usually reads a small fraction of a cache. Invalid page numbers
-    are not changed.
-    """
+    are not changed."""
     pages = caches[0].shape[0]
     if table is None or table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):  # None, or refused later
         return caches, table

@@ -78,8 +78,8 @@ def npu_mrope(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    """Returns x rotated by angles with these cosines and sines: x * cos + turned(x) * sin in float32; mode: "half"
-    pairs element i with i + D / 2, others with the adjacent one."""
+    """Returns x rotated: x * cos + turned(x) * sin in float32, where turned() maps pairs of elements (a, b) to (-b, a);
+    mode: "half" pairs element i with i + D / 2, others with the adjacent one."""
     x32 = x.float()
     return (x32 * cos + _turned(x32, mode) * sin).to(x.dtype)
 

@@ -57,8 +57,7 @@ def npu_moe_gating_top_k(
 
 
 def _normalised(args: Args) -> Args:
-    """Returns the arguments of npu_moe_init_routing_v2 with None for empty tensors, and a pair for an
-    active_expert_range of one number."""
+    """Returns npu_moe_init_routing_v2's arguments with None for empty tensors and active_expert_range as a pair."""
     tensors = {name: args[name] for name in ("scale", "offset")}
     present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
     some = args["active_expert_range"]
@@ -104,7 +103,7 @@ def _expanded(
         rows: in the order of experts.
         there: bool [rows], true for active ones.
         scale, offset: the operator's arguments, or None.
-        mode: its quant_mode: 0 static, 1 a scale per row, else unquantized.
+        mode: the operator's quant_mode: 0 static, 1 a scale per row, else unquantized.
         token, expert: int [rows], the token and the expert of each row.
     """
     result = rows.masked_fill(~there.unsqueeze(1), 0)
@@ -122,10 +121,8 @@ def _expanded(
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], kind: int, experts: int) -> Tensor:
     """Returns the numbers of rows of the active experts, in the form that expert_tokens_num_type (`kind`) requests.
-
     expert: int [rows]. bounds: first and end of the active experts. experts: number of all experts. kind 0: cumulative
-    counts; 1: counts; else: pairs (expert, count) of experts with rows, then zeros.
-    """
+    counts; 1: counts; else: pairs (expert, count) of experts with rows, then zeros."""
     ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)
     if kind == 0:

@@ -56,13 +56,13 @@ def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
 
 
 def _format_of(input: Tensor) -> int:
-    """Returns the number of the format that a tensor without a stored format has, by its number of axes."""
+    """Returns the number of the NPU memory format that a tensor has by its number of axes: NCHW, NCDHW, else ND."""
     return _BASE.get(input.dim(), _ND)
 
 
 def _wanted(op: Op, given: Args) -> int:
-    """Returns the number of the format to which a call of `op` casts; given: its arguments, whose acl_format is a
-    number or a tensor of the format."""
+    """Returns the number of the NPU memory format to which a call of `op` casts; given: its arguments, whose acl_format
+    is a number or a tensor of the format."""
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]
@@ -70,7 +70,7 @@ def _wanted(op: Op, given: Args) -> int:
 
 
 def get_npu_format(input: Tensor) -> int:
-    """Returns the format that npu_format_cast set; by default 0 (NCHW) for 4 axes, 30 (NCDHW) for 5, else 2 (ND).
+    """Returns the NPU format that npu_format_cast set, else 0 (NCHW) for 4 axes, 30 (NCDHW) for 5, 2 (ND) for others.
 
     Args:
         input: any tensor.
@@ -111,5 +111,4 @@ def npu_transpose_batchmatmul(
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:
-    """Returns the integers of a sequence or a tensor as a list of int."""
     return [int(n) for n in (values.tolist() if isinstance(values, Tensor) else values)]

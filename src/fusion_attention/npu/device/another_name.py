@@ -89,8 +89,7 @@ DEVICES = _Devices()  # one for all threads; without a base it does nothing
 
 
 def place(base: torch.device, device: Any) -> torch.device:
-    """Returns the device that computes for "npu", "npu:i", an index, or None (the current one): `base`, on a GPU with
-    the given index."""
+    """Returns the device that computes for "npu", "npu:i", i or None (the current one): base, or its GPU i."""
     if base.type == "cpu":
         device_module.number(device)
         return base
@@ -110,8 +109,7 @@ def enter(base: torch.device, changes: Changes) -> None:
 
 
 def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wraps the patched function layer.below: its argument at `position`, or with the name `name`, is replaced by
-    word(argument)."""
+    """Wraps the patched function layer.below: word() converts its argument at `position`, or with the name `name`."""
 
     @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

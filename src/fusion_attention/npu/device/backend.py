@@ -27,7 +27,7 @@ _loaded = ""  # the type of the computing device, after the device is loaded
 
 
 def load(base: str) -> None:
-    """Loads the device unless it is loaded.
+    """Loads the C++ library of the torch device "npu", unless it is loaded.
 
     Args:
         base: the computing device: "cpu" or "cuda".
@@ -74,9 +74,7 @@ def _draw() -> tuple[int, int]:
 
 def _start_engine() -> None:
     """Runs the first backward of the process, so that autograd starts its threads before "npu" is registered.
-
-    A thread for "npu" would start OpenMP threads, and the process could not be forked afterwards.
-    """
+    A thread for "npu" would start OpenMP threads, and the process could not be forked afterwards."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).backward()
 
@@ -92,9 +90,7 @@ def enter(changes: Changes, module: ModuleType) -> None:
 
 def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps autograd's function that starts the engine, so that backward runs in the calling thread.
-
-    The engine has no thread for "npu", because _start_engine() ran before the device was registered.
-    """
+    The engine has no thread for "npu", because _start_engine() ran before the device was registered."""
 
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -105,8 +101,7 @@ def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent() -> ModuleType:
-    """Returns the module that is torch.npu while the device is inactive: it reports no device, and making a tensor
-    raises RuntimeError."""
+    """Returns the module that is torch.npu while the device is inactive: no device, and new tensors are errors."""
 
     def refuse() -> None:
         raise RuntimeError(

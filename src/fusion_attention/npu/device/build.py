@@ -19,11 +19,11 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 
 class BuildError(RuntimeError):
-    """The device cannot be compiled; the message states the reason."""
+    """The C++ library of the device "npu" cannot be compiled; the message states the reason."""
 
 
 def library() -> str:
-    """Returns the path of the compiled device; compiles it if needed.
+    """Returns the path of the C++ library of the device "npu"; compiles it if needed.
 
     If several processes call this at the same time, one compiles and the others wait.
 
@@ -57,7 +57,7 @@ def library() -> str:
 
 
 def folder() -> Path:
-    """Returns the cache folder of the compiled device, named by torch's version, the flags and the sources."""
+    """Returns the cache folder of the compiled device "npu", named by torch's version, the flags and the sources."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions"
     )
@@ -68,7 +68,7 @@ def folder() -> Path:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Compiles all sources as one file, so that torch's headers, which take most of the time, are read once."""
+    """Compiles all C++ sources as one file to `target`, so that torch's headers, which are slow, are read once."""
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     sources = sorted(SOURCES.glob("*.cpp"))

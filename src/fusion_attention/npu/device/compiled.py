@@ -39,19 +39,17 @@ def enter(changes: Changes, base: str) -> None:
 
 
 def _on_npu(value: Any) -> bool:
-    """True for a tensor on the device "npu"."""
     return isinstance(value, Tensor) and value.device.type == "npu"
 
 
 def _counts(value: Any) -> bool:
-    """True for an integer tensor on the CPU, which an operator may read as lengths or as a seed, so that it stays
-    there."""
+    """True for an integer tensor on the CPU, which stays there: operators may read it as lengths or as a seed."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
-    """Wraps torch's compile_fx(): a graph with tensors on "npu" is compiled for the computing device `base`; others
-    unchanged. A graph that mixes devices raises NotImplementedError."""
+    """Wraps torch's compile_fx(): graphs with tensors on "npu" are compiled for the computing device `base`, others
+    unchanged; a graph that mixes devices raises NotImplementedError."""
 
     def named(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -90,17 +88,13 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
 
 
 def _nodes(model: Any) -> Sequence[Any]:
-    """Returns the nodes of a traced graph; () for a model without one."""
     graph = getattr(model, "graph", None)
     return () if graph is None else list(graph.nodes)
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
     """Wraps a function compiled for the computing device, so that it accepts and returns tensors on "npu", without
-    copies.
-
-    stay: indices of the results that remain on the host.
-    """
+    copies. stay: indices of the results that remain on the host."""
     ops = torch.ops.fusion_attention_npu
 
     def run(*given: Any) -> Any:

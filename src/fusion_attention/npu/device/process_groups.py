@@ -16,7 +16,7 @@ _CARRIERS = {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}
 
 
 class Options(SimpleNamespace):
-    """ProcessGroupHCCL.Options: accepts every field, without effect."""
+    """A substitute for ProcessGroupHCCL.Options, of NPU process groups: accepts every field, without effect."""
 
     hccl_config: Any = None
     is_high_priority_stream = False
@@ -30,7 +30,7 @@ ProcessGroupHCCL = SimpleNamespace(Options=Options)
 
 
 def register(changes: Changes, base: torch.device, kind: str) -> None:
-    """Makes "hccl" a back end of torch.distributed, until the patches are removed.
+    """Makes "hccl", the NPU's communication library, a back end of torch.distributed, until the patches are removed.
 
     Args:
         changes: records the patches.

@@ -21,8 +21,7 @@ def enter(changes: Changes) -> None:
 
 
 def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
-    """Wraps the pickler's function that reduces tensors: a tensor on "npu" is sent as shared memory, which both
-    processes then use; others as before."""
+    """Wraps the pickler's function for tensors: a tensor on "npu" is sent as memory that both processes share."""
 
     @functools.wraps(layer.below)
     def reduce(tensor: Tensor) -> Any:
@@ -38,8 +37,7 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
 
 
 def _rebuilt(alias: Tensor, number: int, parameter: bool, requires_grad: bool) -> Tensor:
-    """Returns the tensor that a process receives: on "npu:{number}", with the memory of `alias`. parameter: True for an
-    nn.Parameter."""
+    """Returns the received tensor: on "npu:{number}", in the memory of `alias`; parameter: as an nn.Parameter."""
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
             'device "npu": expected fusion_attention.npu.install() in the process that receives the tensor, got none '

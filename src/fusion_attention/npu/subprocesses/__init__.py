@@ -15,9 +15,7 @@ DEVICE, STRICT, PATH = "FUSION_ATTENTION_NPU_DEVICE", "FUSION_ATTENTION_NPU_STRI
 
 def export(device: str, strict: bool = False) -> Callable[[], None]:
     """Writes the arguments of install() to environment variables, which processes started later read.
-
-    Returns a function that restores the environment.
-    """
+    Returns a function that restores the environment."""
     before = {name: os.environ.get(name) for name in (DEVICE, STRICT, PATH)}
     path = filter(None, [str(Path(__file__).parent), before[PATH]])
     os.environ.update({DEVICE: device, STRICT: "1" if strict else "", PATH: os.pathsep.join(path)})

@@ -15,7 +15,7 @@ NAMES = ("torch_npu", "mindspeed", "cann_ops_transformer")
 
 
 class _OnDemand:
-    """An import hook that calls install() when torch or one of Ascend's packages is imported."""
+    """An import hook that calls install() when torch or a package for Ascend NPUs is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         """Returns the spec of an Ascend package after install(), or torch's spec, whose loader calls install()."""

@@ -68,7 +68,7 @@ def flash_attn(
     layout_out: str = "BSND",
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of attention of padded or packed sequences, differentiable.
+    """Returns attention's differentiable (out in layout_out, lse [B, N1, S1], or [N1, T1] if packed).
 
     lse is +inf for a row without keys, and [0] if it is not requested. In modes 3 (causal) and 4 (window) attn_mask is
     not read: on the chip it is a triangle that repeats the mode.
@@ -133,16 +133,14 @@ def moe_token_permute(
     padded_mode: bool = False,
     quant_mode: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns npu_moe_token_permute's two results (rows in the order of experts, the row of each choice), and an empty
-    scale."""
+    """Returns npu_moe_token_permute's results (rows by expert, the row of each choice), and an empty scale."""
     if quant_mode != -1:
         raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
     return *npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {function name: function}} for the package cann_ops_transformer and its module `ops`, which
-    have the same functions."""
+    """Returns {module name: {function name: function}} for cann_ops_transformer and its equal module `ops`."""
     functions = (flash_attn, inplace_partial_rotary_mul, moe_token_permute, *FROM_RECORDS.values(), *METADATA)
     names = {one.__name__: one for one in functions}
     return {NAME: names, f"{NAME}.ops": dict(names)}

@@ -24,11 +24,8 @@ OFFSET_STEP = 12  # increment of a generator's offset by a call with dropout: te
 
 
 def visible() -> int:
-    """Returns the number of devices on a host.
-
-    It is the number of leading integers in ASCEND_RT_VISIBLE_DEVICES, if that is set; else 8, or the launcher's number
-    of processes if that is larger.
-    """
+    """Returns the number of devices "npu" that this process shows. It is the number of leading integers in
+    ASCEND_RT_VISIBLE_DEVICES, if that is set; else 8, or the launcher's number of processes if that is larger."""
     named = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if named is not None:
         return len(list(itertools.takewhile(str.isdigit, map(str.strip, named.split(",")))))
@@ -43,10 +40,7 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
         """Returns a new stream on a device, or the stream with the ids (stream_id, device_index, device_type) of an
-        existing one.
-
-        priority: stored, without effect.
-        """
+        existing one. priority: stored, without effect."""
         given = ids if "stream_id" in ids else {"device": torch.device(f"npu:{number(device)}")}
         stream: Stream = super().__new__(cls, **given)
         stream.priority = priority
@@ -158,8 +152,7 @@ class _Host:
             self.set_device(before)
 
     def device_of(self, tensor: Any) -> AbstractContextManager[None]:
-        """Returns a context in which the device of `tensor` is the current one; for a tensor that is not on "npu"
-        nothing changes."""
+        """Returns a context in which the device of `tensor` is the current one; no change if it is not on "npu"."""
         return self.device(tensor.device if tensor.is_npu else None)
 
     def synchronize(self, device: Any = None) -> None:
@@ -199,8 +192,7 @@ class _Host:
                 self.set_stream(before)
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the host's generator, which all devices "npu" share, with `seed`, and sets the
-        offset of dropout to 0."""
+        """Seeds the host's generator, which all devices "npu" share; sets the offset of dropout to 0."""
         torch.default_generator.manual_seed(int(seed))
         self._offset = 0
 
@@ -240,10 +232,8 @@ class _Host:
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         """Sets the state of the host's generator, and the offset of dropout if `state` has one.
-
         state: uint8 [bytes] from get_rng_state(), or from torch.get_rng_state(), which has no offset: the offset then
-        does not change. device: checked only, because all devices share one generator.
-        """
+        does not change. device: checked only, because all devices share one generator."""
         number(device)
         of_host = torch.default_generator.get_state().numel()
         torch.default_generator.set_state(state[:of_host])
@@ -256,8 +246,7 @@ class _Host:
         return "fusion_attention on cpu"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """Returns the name, memory 0, and capability 0.0, which torch compares with those of CUDA devices, for any
-        device."""
+        """Returns a device's name, memory 0, and capability 0.0, which torch compares with those of CUDA devices."""
         return SimpleNamespace(name=self.get_device_name(device), total_memory=0, major=0, minor=0)
 
     def empty_cache(self) -> None:
@@ -300,11 +289,11 @@ def index(device: Any, count: int, current: int = 0) -> int:
 
 
 def names(base: torch.device, kind: str) -> dict[str, Any]:
-    """Returns the names in the module torch.npu: of _Host on a CPU, of torch.cuda on a GPU.
+    """Returns {name: object} of the module torch.npu: of _Host on a CPU, of torch.cuda on a GPU.
 
     Args:
         base: the computing device.
-        kind: device type of tensors on "npu": "npu", or the base's.
+        kind: device type of tensors on "npu": "npu", or that of base.
     """
     source: Any = _Host(registers_device=kind == "npu") if base.type == "cpu" else torch.cuda
     results = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
@@ -322,7 +311,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
 
 
 def amp(kind: str) -> dict[str, Any]:
-    """Returns the names in the module torch.npu.amp, for tensors on device type `kind`."""
+    """Returns {name: object} of the module torch.npu.amp, for tensors on device type `kind`."""
 
     def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool | None = None) -> torch.autocast:
         return torch.autocast(kind, dtype, enabled, cache_enabled)

@@ -21,16 +21,14 @@ _THREAD = threading.local()
 
 
 class Tasks:
-    """A group of operators in a graph, which a program can replace between replays; graph_task_group_end() returns
-    it."""
+    """A group of operators in a graph, made by graph_task_group_end(), which a program can replace between replays."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
 
 
 class ExternalEvent(Event):
-    """An event at which replays of a graph wait until the program records it, for example after it has replaced the
-    graph's tasks."""
+    """An event at which replays of a graph wait until the program records it, for example after it replaced tasks."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -57,8 +55,8 @@ class ExternalEvent(Event):
 
 
 class _Recorder(TorchDispatchMode):
-    """A TorchDispatchMode that runs every operator and records it as a step of the graph; operators that read tensors
-    into Python raise RuntimeError."""
+    """A TorchDispatchMode that runs every operator and records it as a step of a graph; an operator that reads a
+    tensor's values into Python raises RuntimeError."""
 
     def __init__(self, tasks: Tasks | None = None) -> None:
         super().__init__()
@@ -83,7 +81,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _recorder() -> _Recorder | None:
-    """Returns the _Recorder of the capture that is active in this thread; None if there is none."""
     return getattr(_THREAD, "recorder", None)
 
 
@@ -239,8 +236,7 @@ def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__:
 
 
 def _capturing(what: str) -> _Recorder:
-    """Returns the _Recorder of this thread's capture; raises RuntimeError if there is none. what: the name of the
-    calling function, for the error."""
+    """Returns the _Recorder of this thread's capture, or raises RuntimeError; what: the caller, for its text."""
     recorder = _recorder()
     if recorder is None:
         raise RuntimeError(f"torch.npu.{what}: expected an active capture in this thread, got none")
@@ -248,8 +244,7 @@ def _capturing(what: str) -> _Recorder:
 
 
 def graph_task_group_begin(stream: Any = None) -> None:
-    """Starts a group of operators within a capture, which graph_task_update_begin() can replace later; `stream` has no
-    effect."""
+    """Starts a group of operators in a capture, which graph_task_update_begin() can replace; `stream` has no effect."""
     recorder = _capturing("graph_task_group_begin")
     tasks = Tasks()
     recorder.tasks[-1].steps.append(tasks)

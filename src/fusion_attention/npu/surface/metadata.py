@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Tensor]:
-    """Returns the metadata function of an operator.
+    """Returns an operator's metadata function, which returns int32 zeros [elements]; the chip's divides its work.
 
     Args:
         of: the operator's name.
@@ -38,7 +38,7 @@ def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Te
 
 
 def _parameters(words: str) -> list[inspect.Parameter]:
-    """Returns the parameters of a signature from `words`, the argument `parameters` of metadata()."""
+    """Returns the parameters of a signature from `words`, a text as in metadata(): "name", "name:int", "name=0", ..."""
     if words == "...":
         return [
             inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL),

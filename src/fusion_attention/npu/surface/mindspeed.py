@@ -64,8 +64,7 @@ def npu_ring_attention_update(
     actual_seq_qlen: Tensor | None = None,
     layout: str = "SBH",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges two partial attention results (out, max, sum) by torch_npu's function of this name, which calls `layout`
-    input_layout."""
+    """Returns (out, max, sum) merged from two partial attention results, by torch_npu's function of this name."""
     previous, current = (prev_attn_out, prev_softmax_max, prev_softmax_sum), (cur_attn_out, cur_softmax_max)
     how = {"actual_seq_qlen": actual_seq_qlen, "input_layout": layout}
     return merging.npu_ring_attention_update(*previous, *current, cur_softmax_sum, **how)
@@ -83,26 +82,25 @@ def npu_fusion_attention_grad(args: Args) -> Any:
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
-    """Calls npu_rotary_mul; mode: 0 for rotated halves, 1 for pairs of adjacent elements."""
+    """Returns x rotated by npu_rotary_mul; mode: 0 pairs element i with i + D / 2, 1 pairs adjacent elements."""
     return rotary.npu_rotary_mul(x, cos, sin, _ROTARY.get(mode, mode))
 
 
 def _multiplied(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
-    """Returns the grouped matrix product of one tensor x by one tensor with the weights of all groups; kind: 0 if
-    group_list has cumulative ends, 1 if sizes."""
+    """Returns the grouped matrix product of a tensor x by a tensor of all groups' weights; kind: 0 if group_list has
+    the cumulative ends of the groups, 1 if their sizes."""
     how = {"group_list": group_list, "split_item": 3, "group_type": group_type, "group_list_type": kind}
     (result,) = products.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
     return result
 
 
 def npu_gmm(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Returns the grouped matrix product of x and weight by npu_grouped_matmul; group_list: cumulative ends of the
-    groups."""
+    """Returns the grouped matrix product of x and weight; group_list: cumulative ends of the groups."""
     return _multiplied(x, weight, bias, group_list, group_type, 0)
 
 
 def npu_gmm_v2(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Returns the grouped matrix product of x and weight by npu_grouped_matmul; group_list: sizes of the groups."""
+    """Returns the grouped matrix product of x and weight; group_list: sizes of the groups."""
     return _multiplied(x, weight, bias, group_list, group_type, 1)
 
 
@@ -141,8 +139,7 @@ _MODULES: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {name: object}} for the modules that stand for MindSpeed's, packages before their
-    modules."""
+    """Returns {module name: {name: object}} for the modules that stand for MindSpeed's, packages first."""
     results: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
     for name, (functions, builder) in _MODULES.items():
         names: dict[str, Any] = {one.__name__: one for one in functions}

@@ -56,7 +56,7 @@ _PARTS = {
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Returns all functions of torch_npu that this library has, by name; their errors suggest parameter names."""
+    """Returns {name: function} of all functions of torch_npu that this library has; errors suggest parameter names."""
     results = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
     return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
@@ -66,7 +66,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
     Args:
         base: the computing device.
-        kind: device type of tensors on "npu": "npu", or the base's.
+        kind: device type of tensors on "npu": "npu", or that of base.
     """
     interfaces = functions()
     npu = {**runtime.names(base), **device_module.names(base, kind), **interfaces}

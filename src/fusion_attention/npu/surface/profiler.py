@@ -21,13 +21,13 @@ class ProfilerActivity(Enum):
 
 
 class ProfilerLevel:
-    """Levels of detail; without effect."""
+    """Levels of detail of a profile; without effect."""
 
     Level0, Level1, Level2, Level_none = "Level0", "Level1", "Level2", "Level_none"
 
 
 class AiCMetrics:
-    """Counters of a chip's cores; without effect."""
+    """Names of counters of an NPU's cores in a profile; without effect."""
 
     PipeUtilization = "PipeUtilization"
     ArithmeticUtilization = "ArithmeticUtilization"
@@ -42,7 +42,7 @@ class ExportType:
 
 
 class HostSystem:
-    """Profiled resources of the host; without effect."""
+    """Names of the host's resources in a profile; without effect."""
 
     CPU, MEM, DISK, NETWORK, OSRT = "cpu", "mem", "disk", "network", "osrt"
 
@@ -90,8 +90,7 @@ class profile(torchs.profile):
 def schedule(
     wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, **_: Any
 ) -> Callable[[int], Any]:
-    """Returns torch.profiler.schedule(...), a function from step number to profiler action, from arguments in
-    torch_npu's order."""
+    """Returns torch.profiler.schedule(...), from step to profiler action, for arguments in torch_npu's order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about a warm-up of 0, torch_npu's default
         return torchs.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)

@@ -66,8 +66,7 @@ _INSTEAD = (
 
 
 def instead(name: str) -> str | None:
-    """Returns advice on what to use in place of a name of torch_npu that this library lacks; None if there is no
-    advice."""
+    """Returns advice on a replacement for a name of torch_npu that this library lacks; None if there is none."""
     last = name.rpartition(".")[2]
     behind = name.partition(".")[2]
     for pattern, sentence in _INSTEAD:

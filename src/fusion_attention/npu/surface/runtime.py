@@ -79,9 +79,7 @@ class mstx:
 
 class FlopsCounter:
     """Counts floating-point operations between start() and stop() by torch's formulas.
-
-    torch has formulas for matrix products and for its attention. Operators of this library count as 0.
-    """
+    torch has formulas for matrix products and for its attention. Operators of this library count as 0."""
 
     def __init__(self) -> None:
         self._mode: Any = None
@@ -134,8 +132,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def _of_device(result: Any, why: str = "the host's memory is not counted") -> Callable[..., Any]:
-    """Returns a function that checks its argument, a device, and returns a copy of `result`; why: the reason, for the
-    function's docstring."""
+    """Returns a function that checks a device and returns a copy of `result`; why: the reason, for its docstring."""
 
     def function(device: Any = None, *_: Any, **__: Any) -> Any:
         number(device)
@@ -178,7 +175,7 @@ _COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_re
 
 
 def names(base: torch.device) -> dict[str, Any]:
-    """Returns names of torch.npu in addition to device_module.py's; on a GPU, torch.cuda's names replace them."""
+    """Returns {name: object} of torch.npu besides device_module.py's; on a GPU, torch.cuda's replace them."""
     return {
         **graphs.NAMES,
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
@@ -200,7 +197,7 @@ def names(base: torch.device) -> dict[str, Any]:
 
 
 def utils() -> dict[str, dict[str, Any]]:
-    """Returns the content of torch_npu.utils and its submodules, by module name without "torch_npu."."""
+    """Returns {module name without "torch_npu.": {name: object}} of torch_npu.utils and its submodules."""
     environment = {"get_pretty_env_info": get_pretty_env_info, "get_env_info": collect_env.get_env_info}
     environment |= {"get_cann_version": lambda: "not known", "get_torch_npu_version": _version, "main": _print}
     return {
@@ -226,5 +223,5 @@ def _print() -> None:
 
 
 def types() -> dict[str, Any]:
-    """Returns torch_npu's names of dtypes: torch's dtypes, or strings if torch has no such dtype."""
+    """Returns {torch_npu's name of a dtype: torch's dtype, or a string if torch has no such dtype}."""
     return {name: getattr(torch, name, f"torch_npu.{name}") for name in _TYPES.split()}

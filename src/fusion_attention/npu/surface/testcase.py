@@ -51,7 +51,6 @@ def SkipIfNotGteCANNVersion(version: str) -> Callable[..., Any]:
 
 
 def _values(given: Any) -> np.ndarray:
-    """Returns a tensor's or an object's values as an array; bfloat16 as float32."""
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
         return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
@@ -86,10 +85,8 @@ class TestCase(unittest.TestCase):
         message: Any = None,
     ) -> None:
         """Fails if shapes, dtypes or positions of NaN differ, or if too many elements differ.
-
         With p = prec (prec16 for float16 and bfloat16), too many elements differ if |x - y| > p for more than a
-        fraction p of them, and |x - y| > p * max(|x|, |y|) for more than a fraction p of them.
-        """
+        fraction p of them, and |x - y| > p * max(|x|, |y|) for more than a fraction p of them."""
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
             self.assertEqual(len(x), len(y), message)
             for one, other in zip(x, y, strict=True):

@@ -32,8 +32,7 @@ def get_npu_backend(*, compiler_config: Any = None, custom_decompositions: Any =
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """Returns {module name: {name: object}} for the modules that stand for torchair's, packages before their
-    modules."""
+    """Returns {module name: {name: object}} for the modules that stand for torchair's, packages first."""
     names = {"CompilerConfig": CompilerConfig}
     return {
         NAME: {"get_npu_backend": get_npu_backend, **names},

@@ -45,7 +45,7 @@ class Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Applies the patches, when transfer_to_npu is imported; module: an empty one."""
+        """Applies the patches when transfer_to_npu is imported; module: its empty module, which is unchanged."""
         self.changes.after(sys.modules.pop, NAME, None)
         _transfer(self.changes)
 
@@ -67,8 +67,8 @@ def _hccl(value: Any) -> Any:
 
 
 def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
-    """Wraps the patched function layer.below: each argument is replaced by word(argument). numbers: True if an integer
-    is the index of a device, and becomes "npu:index"."""
+    """Wraps the patched function layer.below: word() converts each argument. numbers: True if an integer is the index
+    of a device, and becomes "npu:index"."""
 
     def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
@@ -81,7 +81,7 @@ def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bo
 
 
 def _translating_class(layer: Layer) -> type:
-    """Returns a substitute for a class of torch that cannot be patched; annotations and isinstance() accept it."""
+    """Returns a class that takes the place of an unpatchable class of torch, also in annotations and isinstance()."""
 
     class Meta(type):
         def __instancecheck__(cls, one: object) -> bool:
@@ -128,8 +128,7 @@ def _transfer(changes: Changes) -> None:
 
 
 def _profile(layer: Layer) -> Callable[..., Any]:
-    """Wraps the constructor of torch's profiler, so that a program that requests CUDA's times gets the host's if there
-    is no GPU."""
+    """Wraps the constructor of torch's profiler: a request for CUDA's times gives the host's if there is no GPU."""
 
     @functools.wraps(layer.below)
     def wrapper(

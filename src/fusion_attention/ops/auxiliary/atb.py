@@ -22,7 +22,7 @@ HIDDEN = -1000.0  # A score with this addend has a weight that underflows to 0 i
 
 
 def hides(mask: torch.Tensor) -> torch.Tensor:
-    """A boolean mask, True where `mask` hides a key: elements of 1, or of -1000 and below."""
+    """Returns a bool mask, true where `mask` hides a key: elements of 1, or of -1000 and below."""
     if mask.dtype == torch.bool:
         return mask
     return (mask > 0) | (mask <= HIDDEN)
@@ -30,9 +30,7 @@ def hides(mask: torch.Tensor) -> torch.Tensor:
 
 def in_rows(mask: torch.Tensor) -> torch.Tensor:
     """Converts a mask in format FRACTAL_NZ [B, columns / 16, rows, 16] to [rows, columns] or [B, rows, columns].
-
-    Other shapes are returned unchanged; with 16 columns both formats are equal.
-    """
+    Other shapes are returned unchanged; with 16 columns both formats are equal."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[3] != 16 or mask.shape[1] == 1:
         return mask
     rows = mask.transpose(1, 2).flatten(2)
@@ -108,7 +106,7 @@ WORKSPACE = Tensor("workspace", "Without effect: this library allocates its memo
 
 
 def out(rows: str, dim: str = "Dv") -> Tensor:
-    """The parameter for the output rows, which are written in place; rows, dim: axis words."""
+    """Returns the parameter `out`, output rows that are written in place; rows, dim: the names of its axes."""
     return Tensor(
         "out",
         "The output rows, written in place; rows behind the last sequence are unchanged.",
@@ -118,15 +116,14 @@ def out(rows: str, dim: str = "Dv") -> Tensor:
 
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
-    """The rule with the expression `check` on the parameter `name`, a list of lengths; more: other fields of the rule.
-
-    text, advice: the expected value and a hint, for the error; broken: an invalid value for a sample call.
-    """
+    """Returns the rule (a check of a call's arguments) with the expression `check` on the list of lengths `name`.
+    text, advice: the expected value and a hint, for the error; broken: an invalid value for a sample call; more: other
+    fields of the rule."""
     return invalid(check, f"{name}: {text} ({advice})", invalid={name: broken}, **more)
 
 
 def none_below_zero(name: str, bad: list[int]) -> Rule:
-    """Rule: lengths are not negative; bad: an invalid value."""
+    """Returns a rule that checks calls: lengths in `name` are not negative; bad: an invalid sample value."""
     return lengths(name, "lengths >= 0", "a sequence may be empty", f"least({name}) >= 0", bad)
 
 
@@ -175,7 +172,7 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """The definition of an attention function that writes to `out`; visible: words for the visible keys.
+    """Returns the definition of an attention function that writes to `out`; visible: words for the visible keys.
 
     sample: shapes of the default sample call; more: other fields of Op.
     """

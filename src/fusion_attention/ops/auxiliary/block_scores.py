@@ -56,7 +56,7 @@ IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}
 
 
 def lengths_within(lengths: Any, count: int, capacity: int) -> bool | str:
-    """True if each of `count` sequences has a length between 0 and capacity, the keys in its pages."""
+    """True if there are `count` lengths, each between 0 and `capacity` keys; else the fault, as text."""
     if len(lengths) != count:
         return f"{len(lengths)} lengths for {count} sequences"
     wrong = [n for n in lengths if not 0 <= n <= capacity]
@@ -116,7 +116,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: klen, the number of keys of every sequence."""
+    """Returns {"klen": the number of keys of every sequence}, derived from a call's arguments `n`."""
     given = n["actual_seq_klen"]
     return {"klen": given[1:] - given[:-1] if n["layout_key"] == "TND" else given}
 

@@ -34,8 +34,8 @@ def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bo
 
 
 def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
-    """Number of rows (tokens) that a paged KV cache can store; rows: the rows to store, whose shape, with the mode,
-    shows if the cache is in fragments."""
+    """Returns the number of rows (tokens) that a paged KV cache can store; rows, mode: rows to store and cache mode,
+    which show if the cache is in fragments."""
     return int(cache.shape[0] * cache.shape[2 if is_fragmented(cache, rows, mode) else 1])
 
 
@@ -45,10 +45,8 @@ def written(name: str, text: str, like: str) -> Tensor:
 
 
 def in_place(dtype: torch.dtype = torch.float16, /, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors that are written in place do not require gradients, and no two of their elements share memory.
-
-    shapes: names of the tensors, with sample shapes; dtype: dtype of the samples.
-    """
+    """Returns the rules that tensors written in place require no gradients, and that no two of their elements share
+    memory. shapes: names of the tensors, with sample shapes; dtype: dtype of the samples."""
     leaves = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
     expanded = {n: torch.zeros(s[0], *(1,) * (len(s) - 1), dtype=dtype).expand(s) for n, s in shapes.items()}
     waits = "a tensor that does not require a gradient (it is written in place: detach() it, or use torch.no_grad())"

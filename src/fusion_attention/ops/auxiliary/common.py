@@ -36,7 +36,7 @@ def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def half_of(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """A tensor's shape with half the size along the axis `dim`."""
+    """Returns a tensor's shape with half the size along the axis `dim`."""
     at = dim % tensor.dim()
     return (*tensor.shape[:at], tensor.shape[at] // 2, *tensor.shape[at + 1 :])
 
@@ -56,21 +56,19 @@ FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """A floating-point tensor parameter whose shape is checked by rules; text: its description; like: the parameter
-    whose dtype it must have, "": any; changes: other fields of Tensor."""
+    """Returns a floating-point tensor parameter of an operator, whose shape rules check; text: its description; like:
+    the parameter whose dtype it must have, "": any; changes: other fields of Tensor."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 
 def result(name: str, text: str, dtypes: str) -> Tensor:
-    """The parameter for a result of an auxiliary operator, with one of several dtypes; the text states its shape."""
+    """Returns the parameter for an operator's result of one of several dtypes; text: describes it and its shape."""
     return Tensor(name, text, dtypes=dtypes, output=True)
 
 
 def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an auxiliary operator with these parameters, computed by torch.
-
-    more: other fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call.
-    """
+    """Returns the definition of an operator with these parameters, computed by torch.
+    more: other fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call."""
     return Op(
         name,
         summary,
@@ -84,8 +82,8 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
 
 
 def writes(*names: str) -> dict[str, Any]:
-    """The declared types, for Op.declared, of at most two tensor parameters that a function writes in place:
-    torch.Tensor, annotated "a!" and "b!" as in torch's schemas."""
+    """Returns {name: type} of at most two tensor parameters that a function writes in place: torch.Tensor, annotated
+    "a!" and "b!" as in torch's schemas."""
     return {name: Annotated[torch.Tensor, f"{letter}!"] for name, letter in zip(names, "ab", strict=False)}
 
 
@@ -98,7 +96,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
 
 
 def two_halves(**more: Any) -> tuple[Rule, ...]:
-    """Rules: the tensor `input` has axis `dim`, of even size; more: settings of a sample call with an odd size."""
+    """Returns rules that check calls: tensor `input` has an axis `dim` of even size; more: an invalid sample call."""
     return (
         invalid("has_axis(input, dim)", "dim: an axis of input (negative axes count from the end)", invalid={"dim": 4}),
         invalid(

@@ -17,7 +17,7 @@ Pool = Callable[[Tensor, Tensor, "Tensor | None", Windows], Tensor]
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call: rows [B, S, H], or packed [T, H].
+    """The division of a compressor's rows, [B, S, H] or packed [T, H], into sequences and windows.
 
     Args:
         ratio: rows of a window.
@@ -35,7 +35,7 @@ class Sequences:
 
     @staticmethod
     def of(x: Tensor, ratio: int, coff: int, ends: Lengths, used: Lengths, start: Lengths) -> Sequences:
-        """The sequences of a checked call on rows x, from its arguments cu_seqlens (ends), seqused and start_pos."""
+        """Returns the sequences of rows x of a checked call, from cu_seqlens (`ends`), seqused and start_pos."""
         given = (None if n is None else [int(i) for i in n] for n in (ends, used, start))
         spans = tuple(zip(*lengths_of(x, *given), strict=True))
         packed = ends is not None
@@ -43,7 +43,7 @@ class Sequences:
         return Sequences(ratio, coff, None if packed else -(-x.shape[1] // ratio), count, spans)
 
     def closed(self, tokens: int, start: int) -> int:
-        """The number of windows that a sequence completes with `tokens` rows from position `start` on."""
+        """Returns the number of windows that a sequence completes with `tokens` rows from position `start` on."""
         return (start + tokens) // self.ratio - start // self.ratio
 
     def shape(self, *of: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class Sequences:
         return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
-        """Views of a result, one per sequence, of the windows that the sequence completes."""
+        """Returns a list of views of a result, one per sequence, of the windows that the sequence completes."""
         counts = [self.closed(tokens, start) for _, tokens, start in self.spans]
         if self.size is None:
             return list(result[: sum(counts)].split(counts)) if counts else []
@@ -60,10 +60,8 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Saved:
-    """The rows of all windows that the gradient reads, [windows, coff * ratio, D] in float32: softmax weights and keys.
-
-    With coff 2, rows of the previous window and of the window alternate.
-    """
+    """The softmax weights and keys of all windows' rows, [windows, coff * ratio, D] in float32, which the gradient
+    reads. With coff 2, rows of the previous window and of the window alternate."""
 
     softmax_score: Tensor
     kv: Tensor
@@ -73,11 +71,11 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call, one per window of rows of its sequences (of), from x @ wkv.T and x @ wgate.T +
-    ape.
+    """Returns the compressed keys [B, windows, D] or [all windows, D] of the sequences `of`: per window of rows the
+    average of x @ wkv.T by softmax weights from x @ wgate.T + ape.
 
     Stores rows that later calls need in state_cache, whose blocks `table` lists (cache_mode: the form of this table),
-    and the rows of windows in `saved`, cleared memory for the backward. pool: pools windows.
+    and the rows of windows in `saved`, cleared memory for the backward. pool: the function that averages windows.
     """
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -117,10 +115,8 @@ def compressed(
 def gradients(
     x: Tensor, wkv: Tensor, wgate: Tensor, dcmp_kv: Tensor, saved: Saved, of: Sequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dwkv, dwgate, dape) from dcmp_kv, the gradient of the compressed keys, and the windows' rows in `saved`.
-
-    x, wkv, wgate, of: as in compressed(). Rows that came from state_cache have no gradient.
-    """
+    """Returns (dx, dwkv, dwgate, dape) from dcmp_kv, the gradient of the compressed keys, and the windows' rows in
+    `saved`. x, wkv, wgate, of: as in compressed(). Rows that came from state_cache have no gradient."""
     dim, dtype = wkv.shape[0] // of.coff, torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2)
     dkv, dz = (torch.zeros(len(rows), wkv.shape[0], dtype=dtype, device=x.device) for _ in range(2))
@@ -148,15 +144,14 @@ def gradients(
 
 
 def _alternating(rows: Tensor, coff: int) -> Tensor:
-    """Reorders the rows of windows, [windows, coff * ratio, D], as Saved stores them; with coff 2 from (all rows of the
-    previous window, all of the window) to one row of each in turn."""
+    """Returns the rows of windows [windows, coff * ratio, D] in another order: with coff 2, not all rows of the
+    previous window and then all of the window, but one row of each in turn."""
     return rows.unflatten(1, (coff, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _by_token(rows: Tensor, dim: int) -> Tensor:
-    """Returns gradients of tokens [tokens, coff * dim] from the gradients of windows' rows, [windows, ratio, coff,
-    dim]; with coff 2, the first `ratio` tokens are those before the first window.
-    """
+    """Returns gradients of tokens [tokens, coff * dim] from those of windows' rows, [windows, ratio, coff, dim]; with
+    coff 2, the first `ratio` tokens are those before the first window."""
     count, ratio, coff, _ = rows.shape
     result = rows.new_zeros(count + coff - 1, ratio, coff * dim)
     for half in range(coff):
@@ -165,7 +160,7 @@ def _by_token(rows: Tensor, dim: int) -> Tensor:
 
 
 class _State:
-    """The rows of one sequence in state_cache, without gradients."""
+    """The rows of one sequence that the compressor's cache stores between calls, without gradients."""
 
     def __init__(self, cache: Tensor, block: Tensor | None, mode: int) -> None:
         self.cache, self.block, self.mode = cache.detach(), block, mode
@@ -184,7 +179,7 @@ class _State:
         return self.cache[self._slots(first, last)]
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Stores rows at positions from `first` on; in mode 1, rows of block 0 are not stored."""
+        """Stores rows at positions from `first` on; in cache_mode 1, rows of page 0 are not stored."""
         if self.block is None or not len(rows):
             return
         page, row = self._slots(first, first + len(rows))

@@ -15,10 +15,8 @@ from fusion_attention.ops.shared.rules import invalid, meaning
 def lengths_of(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """(first row in x, number of tokens, position of the first token) of every sequence of a call, three lists.
-
-    cumulative: ends of packed sequences, None if x is padded; used: tokens that count; start: position of the first.
-    """
+    """Returns lists (first row in x, number of tokens, position of the first token) with an element per sequence.
+    cumulative: ends of packed sequences, None if x is padded; used: tokens that count; start: position of the first."""
     if cumulative is None:
         ends = [(b + 1) * x.shape[1] for b in range(x.shape[0])]
         first = [end - x.shape[1] for end in ends]
@@ -30,7 +28,7 @@ def lengths_of(
 
 
 def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
-    """True if cumulative ends begin with 0, ascend, and end with the number of rows of x."""
+    """True (else the fault as text) if cumulative ends begin with 0, ascend, and end with the number of rows of x."""
     if cumulative is None:
         return True
     ends = [int(n) for n in cumulative]
@@ -39,7 +37,7 @@ def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
 
 
 def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None) -> bool | str:
-    """True if `used` has one number per sequence, at most its rows in x; cumulative: ends of packed sequences."""
+    """True (else text) if `used` has a number per sequence, at most its rows in x; cumulative: ends of sequences."""
     first, tokens, _ = lengths_of(x, cumulative, None, None)
     if used is not None and any(n > most for n, most in zip(used, tokens, strict=False)):
         return f"{[int(n) for n in used]} of sequences with {tokens} rows"
@@ -47,7 +45,7 @@ def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[i
 
 
 def starts_fit(x: torch.Tensor, cumulative: Sequence[int] | None, start: Sequence[int] | None) -> bool | str:
-    """True if `start` has one position per sequence, and the positions of all rows of x fit int64; cumulative: ends."""
+    """True (else error text) if `start` has a position per sequence, and all positions fit int64; cumulative: ends."""
     first, _, _ = lengths_of(x, cumulative, None, None)
     if start is not None and max(start, default=0) > torch.iinfo(torch.int64).max - x.shape[-2]:
         return f"{[int(n) for n in start]} of {x.shape[-2]} rows, whose positions overflow int64"
@@ -72,11 +70,9 @@ def positions_fit(
     table: torch.Tensor | None, cache: torch.Tensor, x: torch.Tensor, cumulative: Sequence[int] | None,
     used: Sequence[int] | None, start: Sequence[int] | None, mode: int, reach: int,
 ) -> bool | str:  # fmt: skip
-    """True if a state table (of cache_mode `mode`) has a block in the cache for every row that a call writes or reads.
-
-    x, cumulative, used, start: as in lengths_of(); reach: the largest number of rows before the first token that a
-    window reads.
-    """
+    """True (else text) if a state table (of cache_mode `mode`) has a block for every row that a call writes or reads.
+    cumulative, used, start: ends, used lengths and first positions of sequences in x; reach: the largest number of rows
+    before the first token that a window reads."""
     first, tokens, positions = lengths_of(x, cumulative, used, start)
     if table is None:
         return max(positions, default=0) == 0 or f"None with start_pos {positions}"

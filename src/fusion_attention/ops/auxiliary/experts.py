@@ -15,7 +15,7 @@ IDS = "int32 int64"
 
 
 def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """A function from a shape to sample ids: 0, 1, ... modulo - 1, 0, 1, ..."""
+    """Returns a function from a shape to a tensor of sample ids: 0, 1, ... modulo - 1, 0, 1, ..."""
     return lambda shape: (torch.arange(math.prod(shape)) % modulo).reshape(shape).to(dtype)
 
 
@@ -175,8 +175,7 @@ def within(ids: torch.Tensor, end: int) -> bool:
 
 
 def chosen(routing_map: torch.Tensor) -> torch.Tensor:
-    """Number of experts to which each token is sent, int [tokens], from a routing map [tokens, experts] whose elements
-    are not 0 for the token's experts."""
+    """Returns the number of experts of each token, int [tokens], from a map [tokens, experts], nonzero for them."""
     return routing_map.bool().sum(1)
 
 

@@ -11,7 +11,7 @@ MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK
 
 
 def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
-    """True if index, the places of rows in the cache, has an element for every token of kv [B, 1, S, ..], or in cache
+    """True if `index`, the places of rows in the cache, has an element for every token of kv [B, 1, S, ..], or in cache
     modes with BLK for every page."""
     batch, tokens = kv.shape[0], kv.shape[2]
     if mode == "Norm":
@@ -39,31 +39,30 @@ APART = 128  # elements of a row in a separate tensor of values
 
 
 def is_separate(v: torch.Tensor | None) -> bool:
-    """True if the argument v has the values, which are then not part of the keys: 4 axes, the last of APART (128)
-    elements; v of any other shape is ignored."""
+    """True if the argument v has the values, which are then not part of the keys: 4 axes, the last of 128 elements."""
     return v is not None and v.dim() == 4 and v.shape[-1] == APART
 
 
 def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements of a row of kv that are rotated, not normalised by gamma; 0 or less if shapes do not fit."""
+    """Returns the number of elements of a row of kv that are rotated, not normalised by gamma; <= 0: wrong shapes."""
     if is_separate(v):
         return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
     return kv.shape[-1] - gamma.shape[0]
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements in a row of k_cache; kv, gamma, v: the arguments of the operator, as in rope_width()."""
+    """Returns the number of elements in a row of k_cache, from the operator's arguments kv, gamma and v."""
     return kv.shape[-1] if is_separate(v) else rope_width(kv, gamma, v)
 
 
 def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """Number of elements in a row of ckv_cache: as many as gamma has, or those of separate values v."""
+    """Returns the number of elements in a row of ckv_cache: as many as gamma has, or those of separate values v."""
     return APART if is_separate(v) else gamma.shape[0]
 
 
 def quantised(name: str, text: str, width: str) -> tuple[Tensor, Rule]:
-    """The parameter `name` for the scales or offsets with which rows are stored as int8 in a cache, one per element,
-    and its rule; width: expression for the number of elements."""
+    """Returns (the parameter `name` for the scales or offsets, one per element, with which rows are stored as int8 in a
+    cache; its rule); width: expression for the number of elements."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
         f"{name}: [{width}] (one per element of a row)",

@@ -37,7 +37,7 @@ HOW = (
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
-    """The definition of the loss, or of its gradient, with these parameters; rows: name of the tensor [T, C]."""
+    """Returns the definition of a cross entropy or its gradient; rows: the name of the parameter [tokens, classes]."""
     has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
                        f"target: labels below the number of columns of {rows} (or ignore_index)", code=INVALID,
                        reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.arange(6)})  # fmt: skip
@@ -114,7 +114,6 @@ True""",
 
 
 def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
-    """Content of a tensor in sample calls: the same random numbers from 0 to 1 every time."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(7))
 
 

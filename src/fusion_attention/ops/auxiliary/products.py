@@ -24,21 +24,19 @@ BESIDE_COLUMNS = {"bias": "[E, N], or a list of [N] (one per group and column)"}
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
-    """The matrices [K, N] of all groups, from a list of them or one tensor [E, K, N] (weight)."""
+    """Returns the matrices [K, N] of all groups, from `weight`, a list of them or one tensor [E, K, N]."""
     return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
 
 
 def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
-    """The tensors [N] or [blocks, N] of `count` groups, from a list of them or one tensor [E, ...] (given)."""
+    """Returns the tensors [N] or [blocks, N] of `count` groups, from `given`, a list of them or one tensor [E, ...]."""
     full = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
     return given[0].unbind(0) if full else tuple(given)
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """True if x and weight can be multiplied in every group; one: all groups have one result tensor.
-
-    group_type: the axis by which groups divide x: -1 none, 0 rows, 2 columns.
-    """
+    """True (else error text) if x and weight can be multiplied in every group; one: all groups have one result tensor.
+    group_type: the axis by which groups divide x: -1 none, 0 rows, 2 columns."""
     results = matrices(weight)
     shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
@@ -69,21 +67,20 @@ def each(given: Given, weight: Given, blocks: bool) -> bool:
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
-    """Number of rows in each group of group_list; kind: group_list_type."""
+    """Returns the number of rows of each group; kind: group_list has 0: cumulative ends, 1: sizes, 2: (group, size)."""
     return np.diff(group_list, prepend=0) if kind == 0 else group_list if kind == 1 else group_list[1::2]
 
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
-    """The group index of each size that sizes_of() returns for the same group list and kind (group_list_type)."""
+    """Returns the group of each size in group_list; kind: 2 if it has pairs (group, size), else 0, 1, ..."""
     results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
     return results
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
-    """True if a group list has legal groups and sizes, at most the rows of x in total; kind: group_list_type.
-
-    group_type: the axis by which groups divide x, as in fit().
-    """
+    """True if a group list has legal groups and sizes, at most the rows of x in total; kind: group_list has 0:
+    cumulative ends, 1: sizes, 2: pairs (group, size); group_type: the axis by which groups divide x: -1 none, 0 rows, 2
+    columns."""
     count = len(group_list) if group_type == 2 else len(matrices(weight))
     sizes = sizes_of(group_list, kind)
     total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)

@@ -45,7 +45,7 @@ CACHES = (
 
 
 def absent(*names: str) -> tuple[Tensor, ...]:
-    """Parameters `names` of quantized variants, which must be None."""
+    """Returns operator parameters `names`, which only quantized variants use and which must be None."""
     return tuple(Tensor(name, f"None: {INTEGERS}.", True) for name in names)
 
 
@@ -78,7 +78,7 @@ def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
 
 
 def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
-    """Rules: parameters of quantized variants are None."""
+    """Returns rules that check calls: the parameters `params`, of quantized variants, are None."""
     return tuple(invalid(f"{p.name} is None", f"{p.name}: None ({INTEGERS})", invalid={p.name: "1"}) for p in params)
 
 
@@ -123,7 +123,7 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of a version of the operator with these parameters; more: other fields of Op."""
+    """Returns the definition of a version of the operator that makes queries and latent keys; more: other fields."""
     return auxiliary(
         name,
         summary,

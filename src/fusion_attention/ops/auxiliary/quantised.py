@@ -27,7 +27,7 @@ DTYPE = int | torch.dtype | None  # for Op.declared
 
 
 def number_of(dtype: int | torch.dtype | None) -> int | None:
-    """torch's number of a dtype, -1 if it is not in NUMBERS; an int or None is returned unchanged."""
+    """Returns torch's integer code of a dtype, -1 if it is not in NUMBERS; an int or None is returned unchanged."""
     return NUMBERS.get(dtype, -1) if isinstance(dtype, torch.dtype) else dtype
 
 
@@ -37,12 +37,12 @@ def ends(group_index: torch.Tensor, rows: int) -> bool:
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """Number of rows of a tensor x: the product of all axes but the last."""
+    """Returns the number of rows of a tensor x: the product of all axes but the last."""
     return x[..., 0].numel()
 
 
 def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
-    """The shape to which shapes broadcast; None if they do not."""
+    """Returns the shape to which shapes broadcast; None if they do not."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -50,7 +50,7 @@ def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
 
 
 def inner(x1: torch.Tensor) -> int:
-    """Number of elements of a row of x1, over which a product sums; an int32 stores eight int4."""
+    """Returns the number of elements of a row of x1, over which a product sums; an int32 stores eight int4."""
     return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
 
 
@@ -60,7 +60,7 @@ def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
-    """Number of columns of the product x1 x2."""
+    """Returns the number of columns of the product x1 @ x2; an int32 of x2 may store eight int4 of a row."""
     return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
 
 
@@ -82,7 +82,7 @@ def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
-    """Number of blocks in a row of x1, 0 if illegal; the last of the numbers `sizes` is the elements of a block."""
+    """Returns the number of blocks in a row of x1, 0 if illegal; sizes: its last number is the elements of a block."""
     rest = [] if sizes is None else sizes.tolist()
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0

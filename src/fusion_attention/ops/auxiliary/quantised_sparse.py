@@ -19,29 +19,29 @@ SCALES = "float16 float32"
 
 
 def dtype_of(name: str) -> Attr:
-    """The attribute for a dtype that torch does not have; only int8 is supported."""
+    """Returns the attribute for a dtype that torch does not have; only int8 is supported."""
     return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)")
 
 
 def mode_of(name: str, only: int, text: str) -> Attr:
-    """The attribute for a quantization mode of which only one value is supported."""
+    """Returns the attribute for a quantization mode of which only one value is supported."""
     return Attr(name, text, domain=f"{name} == {only}")
 
 
 def without_last(shape: dict[str, str]) -> dict[str, str]:
-    """Axis words by layout, without the last axis."""
+    """Returns {layout: names of axes, such as "B S N"} without the last axis."""
     return {layout: words.rpartition(" ")[0] for layout, words in shape.items()}
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of the floating-point operator `op` about parameters in `params`, without those whose expression
-    contains one of the words `others`."""
+    """Returns the rules of the floating-point operator `op` about parameters in `params`, without those whose
+    expression contains one of the words `others`."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """The int8 variant of an operator definition, with the parameters `params`, which torch computes after
+    """Returns the int8 variant of an operator definition with the parameters `params`, which torch computes after
     dequantization; changes: other fields of Op, and of sample calls."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
@@ -89,8 +89,8 @@ indices = the sparse_count largest I in descending order; of equal ones the lowe
 
 
 def packed_width(dim: int, rope: int, tile: int) -> int:
-    """Bytes of a key: dim - rope int8 elements, rope elements of 16 bits, and a float32 per tile of `tile` int8
-    elements; 0 if tiles do not divide the int8 elements."""
+    """Returns the bytes of a key: dim - rope int8 elements, rope elements of 16 bits, and a float32 per tile of `tile`
+    int8 elements; 0 if tiles do not divide the int8 elements."""
     latent = dim - rope
     return latent + 2 * rope + 4 * (latent // tile) if latent > 0 and latent % tile == 0 else 0
 

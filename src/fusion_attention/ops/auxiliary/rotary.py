@@ -37,7 +37,7 @@ ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
 def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
-    """Rules: cosines broadcast to the tensors that are rotated, and sines have the cosines' shape.
+    """Returns rules that check calls: cosines broadcast to the rotated tensors, and sines have their shape.
 
     All arguments are names of parameters: cosines, sines, and the rotated tensors first and rows.
     """
@@ -66,7 +66,7 @@ def even(name: str, *also: str) -> Rule:
 
 
 def pairs(*names: str) -> dict[str, Any]:
-    """Sample shapes by name; the last two names are cosines and sines, the others rows."""
+    """Returns {name: names of axes} for sample calls; the last two names are cosines and sines, the others rows."""
     return dict.fromkeys(names[:-2], "B S1 N1 W") | dict.fromkeys(names[-2:], "1 S1 1 W")
 
 
@@ -183,8 +183,8 @@ def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
 
 
 def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
-    """True if `section` has a length for each row of positions [kinds, tokens] (such as time, height, width), and they
-    add up to half of `width`; for positions [tokens] it may be None."""
+    """True if `section` has a length for each row of positions [kinds, tokens] (such as time, height, width), which add
+    up to width / 2; for positions [tokens] it may be None."""
     if positions.dim() == 1:
         return section is None or len(section) == 3
     if section is None or len(section) != len(positions):

@@ -18,12 +18,12 @@ def permutes(perm: np.ndarray, count: int) -> bool:
 
 
 def elements(shape: np.ndarray) -> int:
-    """Number of elements of a tensor with this shape; -1 if a size is negative."""
+    """Returns the number of elements of a tensor with this shape; -1 if a size is negative."""
     return math.prod(shape.tolist()) if (shape >= 0).all() else -1
 
 
 def permuted(tensor: torch.Tensor, perm: np.ndarray | None) -> torch.Tensor:
-    """A tensor of three axes with permuted axes; perm None: in their order."""
+    """Returns a tensor of three axes with permuted axes; perm None: unchanged."""
     return tensor if perm is None else tensor.permute(*map(int, perm))
 
 
@@ -36,14 +36,13 @@ def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w
 
 
 def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
-    """B * N of w, which is [B, K, N] after the permutation; -1 for a wrong permutation."""
+    """Returns B * N of w, which is [B, K, N] after the permutation; -1 for a wrong permutation."""
     return -1 if perm is not None and not permutes(perm, 3) else math.prod(permuted(w, perm).shape[::2])
 
 
 def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
     """True if the rows [B*N] of a product [M, B, N] can be divided into `factor` parts, or if a permutation is wrong,
-    which another rule reports; arguments: as of multiply(), and perm_y, the permutation of the result.
-    """
+    which another rule reports; perm_y: the permutation of the result."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
         return True
     width = result_columns(w, perm_w)

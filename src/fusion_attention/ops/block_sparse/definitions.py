@@ -76,8 +76,8 @@ GRADS = (*(DQ, DK), output("dv", "Gradient of value.", rows("2", "D")))
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths per sequence, axes of packed rows, (rows, keys) of
-    a block, and counts of blocks."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths per sequence, axes of packed rows, (rows,
+    keys) of a block, and counts of blocks."""
     q_len, kv_len, shape = n["actual_seq_lengths"], n["actual_seq_lengths_kv"], n["block_shape"]
     result: dict[str, Any] = {}
     if n["layout"] == "TND" and q_len is not None and kv_len is not None:

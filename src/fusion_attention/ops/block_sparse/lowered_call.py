@@ -21,7 +21,7 @@ _NAMES = ("query", "key", "value", *(MASK if name == "blocked_tiles" else "" for
 
 
 class BlockForward(DenseForward):
-    """A lowered forward call of BlockSparseAttention; softmax_lse: log(sum(exp(s))), -inf in a row without keys."""
+    """A forward call of BlockSparseAttention for back ends; softmax_lse: log(sum(exp(s))), -inf without keys."""
 
     def results(self) -> dict[str, Tensor]:
         out, lse, _ = fresh(self.call)
@@ -49,30 +49,30 @@ class BlockForward(DenseForward):
 
 
 class BlockBackward(DenseBackward):
-    """A lowered gradient call of BlockSparseAttention, from the forward's output and its softmax_lse."""
+    """A gradient call of BlockSparseAttention for back ends, from the forward's output and softmax_lse."""
 
     def __init__(self, call: DenseCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
         super().__init__(call, (dout, out, lse, lse), None, dlse)
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """(max, sum) for the kernels: softmax_lse and 1, or -inf and 0 in a row without visible keys."""
+        """Returns the kernels' (max, sum): softmax_lse and 1, or -inf and 0 in a row without visible keys."""
         lse = by_head(max_, self.call)
         return lse, lse > -torch.inf
 
 
 def by_row(statistic: Tensor, call: DenseCall) -> Tensor:
-    """A view of a statistic, from the kernels' order to the interface's: the axes of out, with a last axis of 1."""
+    """Returns a view of a statistic [.., heads, rows] in the order of out's axes, with a last axis of 1."""
     return (statistic.mT if call.form.layout == "BSND" else statistic).unsqueeze(-1)
 
 
 def by_head(lse: Tensor, call: DenseCall) -> Tensor:
-    """The inverse of by_row(): a view in the kernels' order; the last axis of `lse` may be missing."""
+    """Returns a view of lse in the kernels' order [.., heads, rows]; its last axis of 1 may be missing."""
     lse = lse.squeeze(-1) if lse.dim() == call.q.dim() else lse
     return lse.mT if call.form.layout == "BSND" else lse
 
 
 def lower(bound: Bound) -> BlockForward | BlockBackward:
-    """Lowers a checked call (`bound`), a forward or a gradient."""
+    """Converts a checked call `bound`, a forward or a gradient, to the form that back ends compute."""
     n = bound.names
     problem, form, extents = bound.once(_without_tensors)
     extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)

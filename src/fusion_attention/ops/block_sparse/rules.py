@@ -86,7 +86,7 @@ FORMS = (
 
 
 def _in(dtype: str) -> dict[str, tuple[str, str]]:
-    """Settings of sample calls: packed tensors with this dtype."""
+    """Returns {tensor name: (names of axes, dtype)} for sample calls with packed tensors of this dtype."""
     rows, keys = ("T1 N1 D", dtype), ("T2 N2 D", dtype)
     return dict.fromkeys(("query", "dy", "attention_in"), rows) | dict.fromkeys(("key", "value"), keys)
 

@@ -21,7 +21,7 @@ IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kv
 
 
 def layout_of(names: Mapping[str, Any]) -> str:
-    """The layout of a call's compressed keys, from the call's arguments by name."""
+    """Returns the layout of a call's compressed keys, from {name: argument} of the call."""
     return keys_in(names.get("layout", ""), None, names.get("compressed_table"))
 
 
@@ -150,10 +150,8 @@ def keys_closed(c_len: Any, kv_len: Any, ratio: int) -> bool:
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths and axes of both sources of keys.
-
-    Without a value tensor, Dv, the number of elements of a value, is D.
-    """
+    """Returns {name: value} derived from a call's arguments (`names`): lengths and axes of keys and compressed keys.
+    Without a value tensor, Dv, the number of elements of a value, is D."""
     result = sparse.derive(names | {"causal": True})
     given = names["compressed_len"]
     if given is None:

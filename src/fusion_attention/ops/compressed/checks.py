@@ -16,7 +16,7 @@ Lengths = np.ndarray
 
 
 def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: int | None) -> Outcome:
-    """True if each of `count` sequences has a length between 0 and its rows in memory.
+    """True (else the fault as text) if each of `count` sequences has a length between 0 and its rows in memory.
 
     Args:
         used: the lengths; None is legal.
@@ -35,7 +35,7 @@ def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: in
 
 
 def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:
-    """True if ratio * c_len + residual, the tokens of compressed keys and behind them, is kv_len in every sequence."""
+    """True (else text) if ratio * c_len + residual, all tokens of a sequence, is kv_len; c_len: compressed keys."""
     tokens = c_len * ratio + residual
     wrong = np.flatnonzero(tokens != kv_len)
     if not len(wrong):
@@ -47,10 +47,9 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
-    """True if no list has more entries than its row has visible compressed keys, and all of them are visible.
-
-    Per sequence: q_len rows from q_start on, c_len keys of `ratio` tokens each, and `tokens` in all.
-    """
+    """True (else the fault as text) if no list of keys has more entries than its row has visible compressed keys, all
+    of them visible.
+    Per sequence: q_len rows from q_start on, c_len keys of `ratio` tokens each, and `tokens` in all."""
     count, first = 0, ""
     for b, listed in lists_of(lists, layout, q_len, q_start):
         entries, keys = listed[:, 0], int(c_len[b])

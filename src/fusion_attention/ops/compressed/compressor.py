@@ -72,10 +72,9 @@ def _lower_grad(bound: Bound) -> TorchCall:
 def covers_windows(
     result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any
 ) -> bool | str:
-    """True if a tensor has an entry per window of x: a row of results, or (with one more axis) coff * ratio saved rows.
-
-    wkv: [coff * D, ..]; coff: 2 if windows overlap, else 1; lengths: cu_seqlens, seqused and start_pos.
-    """
+    """True (else the fault as text) if a tensor has an entry per window of x: a row, or (with one more axis) coff *
+    ratio saved rows.
+    wkv: [coff * D, ..]; coff: 2 if windows overlap, else 1; lengths: cu_seqlens, seqused and start_pos."""
     of, dim = Sequences.of(x, ratio, coff, *lengths), wkv.shape[0] // coff
     saved = result.dim() == (4 if of.size is not None else 3)
     wanted = of.shape(coff * ratio, dim) if saved else of.shape(dim)
@@ -83,12 +82,12 @@ def covers_windows(
 
 
 def layout_of(n: Mapping[str, Any]) -> str:
-    """The layout of a call's rows: "BSH" padded, "TH" packed, which have cu_seqlens; n: the call's arguments."""
+    """Returns the layout of a call's rows: "BSH" padded, "TH" packed (with cu_seqlens); n: the call's arguments."""
     return "BSH" if n["cu_seqlens"] is None else "TH"
 
 
 def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: axes of the results; Rw is None if no rows are saved."""
+    """Returns {axis name: size} of the results of a call with arguments `n`; Rw is None if no rows are saved."""
     x, wkv = n["x"], n["wkv"]
     if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
         return {}
@@ -121,7 +120,7 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
 
 
 def _sized(rule: Rule) -> Rule:
-    """A copy of a rule whose invalid sample call has the axis sizes of this module's samples, SIZES."""
+    """Returns a copy of a rule whose invalid sample call has the axis sizes of this module's samples, SIZES."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
         return replace(rule, invalid={"state_cache": torch.zeros(3, 1, 1).expand(3, 4, 256)})

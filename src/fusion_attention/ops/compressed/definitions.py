@@ -58,7 +58,7 @@ def _key_layout(names: Mapping[str, Any]) -> str:
 
 
 def used_rows(side: str, of: str, required: str = "") -> Array:
-    """The parameter seqused_SIDE, the number of used rows of each sequence; of: the word for the rows in its
+    """Returns the parameter seqused_SIDE, the number of used rows of each sequence; of: the word for the rows in its
     description; required: a sentence that says when it is required, or ""."""
     return Array(f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all.{required}", True)
 
@@ -123,7 +123,7 @@ LSE_OUT = output(
 
 
 def side_lengths(n: Mapping[str, Any], sides: tuple[Side, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(used lengths, first rows if packed) of the sequences of every side (queries, keys); n: the arguments."""
+    """Returns (used lengths, first rows in packed tensors) of all sequences, for each of `sides`; n: arguments."""
     ends = n["cu_seqlens_q"]
     count = max(len(ends) - 1, 0) if n["layout"] == "TND" and ends is not None else n["B"] or 0
     results = []
@@ -136,7 +136,7 @@ def side_lengths(n: Mapping[str, Any], sides: tuple[Side, ...]) -> list[tuple[np
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: lengths, axes, and the band of ori_mask_mode."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths, axes, and the band of visible keys."""
     (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = side_lengths(n, SIDES)
     left, right = (UNLIMITED if n[f"ori_win_{side}"] < 0 else n[f"ori_win_{side}"] for side in ("left", "right"))
     band = {0: Band.full(), 3: None, 4: Band.window(left, right)}.get(n["ori_mask_mode"])
@@ -160,12 +160,12 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a forward call, with the axis G of softmax_lse, which is None if it is not returned."""
+    """Returns derive(n) with the axis G of softmax_lse (query heads per key head), None if that is not returned."""
     return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
 
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
-    """Lowers a checked call (`bound`), forward or gradient."""
+    """Converts a checked call `bound`, forward or gradient, to the form that back ends compute."""
     n = bound.names
     chosen = n["ori_sparse_indices"] is not None
     call = chosen_keys(bound) if chosen else call_of(bound, FlashMla)

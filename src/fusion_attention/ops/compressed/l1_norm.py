@@ -30,7 +30,7 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
-    """Allocates the result of a call from its arguments and derived values `n`; columns: size of its last axis."""
+    """Allocates {name: result} of a call from its arguments and derived values `n`; columns: size of its last axis."""
     q = n["query"]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
@@ -43,8 +43,7 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> TorchCall:
-    """Lowers a checked call (`bound`) of the operator that computes the probabilities of compressed keys; torch
-    computes it, without a back end."""
+    """Converts a checked call `bound` for probabilities of compressed keys to a call that torch computes."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
@@ -68,7 +67,7 @@ def lower(bound: Bound) -> TorchCall:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`): lengths, axes, tokens of sequences, columns of the result."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths, axes, tokens, columns of the result."""
     (q_len, q_start), (k_len, k_start) = forward.side_lengths(n, SIDES)
     given, ratio = n["cmp_residual_k"], n["ratio"]
     residual = np.zeros_like(k_len) if given is None or ratio == 1 else np.asarray(given, np.int64)
@@ -128,7 +127,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def longest(ends: np.ndarray, used: np.ndarray | None) -> int:
-    """The largest number of keys of a packed sequence, from cumulative ends or, if not None, used lengths."""
+    """Returns the largest number of keys of a packed sequence, from cumulative ends, or `used` lengths if given."""
     return int((np.diff(ends) if used is None else used).max(initial=0))
 
 

@@ -16,12 +16,12 @@ from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Call, Sparse, p
 
 
 def lower(bound: Bound) -> Sparse:
-    """Lowers a checked call (`bound`) of compressed attention."""
+    """Converts a checked call `bound` of compressed attention to the form that back ends compute."""
     return call_of(bound, Sparse)
 
 
 def call_of(bound: Bound, kind: type[Call]) -> Call:
-    """Lowers a checked call (`bound`) with two sources of keys to a call of class `kind`."""
+    """Converts a checked call `bound` with two sources of keys to an object of class `kind` for the back ends."""
     n = bound.names
     problem, extents, second = bound.once(lambda n: (problem_of(n), *_extents(n)))
     tensors = tensors_of(n, *COMPRESSED) | {"compressed_table": page_table(n["compressed_table"])}
@@ -35,7 +35,7 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
 
 
 def chosen_keys(bound: Bound) -> FlashMla:
-    """Lowers a checked call (`bound`) with lists of keys (ori_sparse_indices), one source and no causal band."""
+    """Converts a checked call `bound` with lists of selected keys, one source and no causal band, for the back ends."""
     n = bound.names
     problem, extents = bound.once(
         lambda n: (
@@ -49,11 +49,9 @@ def chosen_keys(bound: Bound) -> FlashMla:
 
 
 def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
-    """The Extents of a call, and Extents whose kv_len are the numbers of compressed keys.
-
+    """Returns the Extents (lengths, bands of visible keys) of a call, and Extents whose kv_len counts compressed keys.
     A compressed key is visible to its last token and later ones, so the number of visible ones follows the causal
-    diagonal.
-    """
+    diagonal."""
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
     extents, second = Extents(q_len, kv_len, lo, hi, prefix, none), Extents(q_len, n["c_len"], none, none, none, none)

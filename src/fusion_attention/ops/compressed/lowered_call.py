@@ -23,7 +23,7 @@ COUNTS = "topk_length"
 
 @dataclass(frozen=True, eq=False)
 class Placed(Extents):
-    """Extents of packed sequences that may be followed by padding rows.
+    """Extents (lengths and bands of visible keys) of packed sequences that may be followed by padding rows.
 
     Args:
         starts: per sequence, the index of its first query row, and of its first key.
@@ -33,33 +33,31 @@ class Placed(Extents):
 
     @property
     def q_start(self) -> np.ndarray:
-        """The first query row of each sequence."""
+        """The index of each sequence's first query row, int [sequences]."""
         assert self.starts is not None
         return self.starts[0]
 
     @property
     def kv_start(self) -> np.ndarray:
-        """The first key of each sequence."""
+        """The index of each sequence's first key, int [sequences]."""
         assert self.starts is not None
         return self.starts[1]
 
 
 def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
-    """A copy of the extents whose packed sequences begin at query rows q_start and at keys kv_start."""
+    """Returns a copy of `extents` whose packed sequences begin at query rows q_start and at keys kv_start."""
     values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
     return Placed(**values, starts=(q_start, kv_start))
 
 
 class FlashMla(Sparse):
-    """A lowered forward call of SparseFlashMla.
-
+    """A forward call of SparseFlashMla (attention to keys and compressed keys), as back ends compute it.
     softmax_lse is log(sum(exp(s))) over the keys of both sources and the sink, in CANN's order of statistics. In a row
     without visible keys, out and softmax_lse are 0, also with a sink. Lists select keys of the second source; if there
-    is none, they select keys of the first, and the tensor COUNTS limits the entries of each list.
-    """
+    is none, they select keys of the first, and the tensor COUNTS limits the entries of each list."""
 
     def lists(self) -> Tensor | None:
-        """The lists of selected keys, ended by -1."""
+        """Returns the lists of selected keys, [.., entries], ended by -1; None if keys are not selected."""
         lists, counts = self.tensors["sparse_indices"], self.tensors.get(COUNTS)
         if lists is None or counts is None:
             return lists
@@ -71,7 +69,7 @@ class FlashMla(Sparse):
         return result if self.stats else {OUT: result[OUT]}
 
     def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
-        """Writes softmax_lse from statistics in the kernels' order, [.., N1], if it is among the outputs."""
+        """Writes softmax_lse, from statistics [.., N1] in the kernels' order, if it is among the outputs."""
         if LSE in outputs:
             lse = max_ + sum_.log()
             lse.masked_fill_(lse == -torch.inf, 0)
@@ -80,22 +78,20 @@ class FlashMla(Sparse):
             outputs[LSE].copy_(self.grouped(lse))
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """The gradient call, from the results of a call with softmax_lse and their gradients (upstream)."""
+        """Returns the gradient call, from the results of a call with softmax_lse and their gradients (upstream)."""
         out, lse, dout = results[OUT], results[LSE], upstream.get(OUT)
         dout = torch.zeros_like(out) if dout is None else dout
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call, from out, lse and dout.
-
-        entries: number of entries in each list of selected keys for which it also returns probabilities; None: none.
-        """
+        """Returns the gradient operator's call, from out, lse and dout.
+        entries: number of entries in each list of selected keys for which it also returns probabilities; None: none."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
 
     def listed_rows(self, lse: Tensor) -> ListedRows:
-        """The input of write_probabilities(): query rows, the keys of the source that lists select from, and lse."""
+        """Returns the input of write_probabilities(): query rows, the keys that lists select from, and lse."""
         if self.second is None:
             keys, keys_of = self.keys(self.given("key")), self.extents.kv_len
         else:
@@ -109,13 +105,13 @@ class FlashMla(Sparse):
         return ListedRows(self, self.problem.scale, q, lengths, keys, keys_of, ends, lse, self.lists())
 
     def _listed_end(self, b: int, row: np.ndarray) -> np.ndarray:
-        """Per row of sequence b, the number of visible keys in the source that lists select from."""
+        """Returns the number of visible keys of each row of sequence b in the source that lists select from."""
         if self.second is None:
             return np.full(len(row), self.extents.kv_len[b])
         return self.extents.compressed_end(b, row, self.problem.compressed_ratio)
 
     def divisors(self, lse: Tensor) -> Tensor:
-        """The softmax sums for kernels that read lse in place of the maximum: 1, or 0 in rows without visible keys."""
+        """Returns softmax sums for kernels that read lse as the maximum: 1, or 0 in rows without visible keys."""
         result = torch.ones_like(lse)
         divisors, _ = statistics(self.given("query"))
         self.grouped(divisors).copy_(result)
@@ -123,7 +119,7 @@ class FlashMla(Sparse):
         return result.copy_(self.grouped(divisors))
 
     def _clear_rows_without_keys(self, rows: Tensor) -> None:
-        """Sets statistics [.., N1] of rows without visible keys to 0."""
+        """Sets softmax statistics [.., N1] of rows without visible keys to 0."""
         p, e = self.problem, self.extents
         heads, view = p.heads_q, self.rows(rows.unsqueeze(-1), p.heads_q)
         lists = self.lists()
@@ -145,14 +141,14 @@ class FlashMla(Sparse):
 
 
 def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces "max" and "sum" in a dictionary of results by softmax_lse."""
+    """Returns a dictionary of results with softmax_lse in place of "max" and "sum"."""
     out, top, *_ = (results.get(name) for name in RESULTS)
     assert out is not None
     return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
 
 
 class FlashMlaBackward(SparseBackward):
-    """A lowered gradient call of SparseFlashMla that also returns selected keys' probabilities, averaged over heads."""
+    """A gradient call of SparseFlashMla for back ends, which also returns selected keys' mean probabilities."""
 
     call: FlashMla
     entries: int | None = None

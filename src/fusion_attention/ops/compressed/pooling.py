@@ -28,7 +28,7 @@ DIFFERENTIABLE = ("kv", "gate", "position_bias")
 
 @dataclass(frozen=True, eq=False)
 class Pooling(TensorCall):
-    """A lowered forward call of compress(), which pools windows of rows.
+    """A forward call of compress(), which averages windows of rows, as back ends compute it.
 
     Args:
         layout: of the rows and of the results.
@@ -44,11 +44,11 @@ class Pooling(TensorCall):
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
     def memory_rows(self, tensor: torch.Tensor) -> RowView:
-        """View of a tensor with the shape of kv."""
+        """Returns the view of a tensor with the shape of kv."""
         return row_view(tensor, self.layout, self.problem.heads, self.extents, "kv")
 
     def operands(self, out: torch.Tensor | None) -> PoolingOperands:
-        """Views of the call's tensors, and of `out`."""
+        """Returns the views of memory that back ends read: the call's tensors, and `out`."""
         bias = to_float32(self.tensors["position_bias"], self.given("kv"))
         rows = None if out is None else self.rows(out, self.problem.heads)
         kv, gate = (self.memory_rows(self.given(name)) for name in ("kv", "gate"))
@@ -61,7 +61,7 @@ class Pooling(TensorCall):
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
 
     def backward(self, results: Results, upstream: Results) -> PoolingBackward:
-        """The gradient call, from the gradient of the result (upstream)."""
+        """Returns the gradient call, from the gradient of the result (in `upstream`)."""
         return PoolingBackward(self, upstream[OUT])
 
     def gradients(
@@ -72,7 +72,7 @@ class Pooling(TensorCall):
 
 
 class PoolingBackward(OfCall):
-    """A lowered gradient call of compress(); of_bias: the gradient of position_bias is wanted."""
+    """A gradient call of compress(), as back ends compute it; of_bias: the gradient of position_bias is wanted."""
 
     call: Pooling
     op_kind = "pooling_backward"
@@ -119,7 +119,7 @@ def _lower(bound: Bound) -> Pooling:
 
 
 def _windows(n: Mapping[str, Any]) -> Any:
-    """Number of results in memory of a call with arguments `n`: an int, or a torch.SymInt in a trace."""
+    """Returns the number of results in memory of a call with arguments `n`: an int, or a torch.SymInt in a trace."""
     return n["windows"] if n["layout"] == "TND" else torch.sym_max(n["kv"].shape[1] // n["ratio"] - n["before"], 0)
 
 
@@ -129,7 +129,7 @@ def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
-    """True if the lengths `given` are not negative and add up to the rows of a packed tensor (tokens)."""
+    """True (else text) if the lengths `given` are not negative and add up to the rows of a packed tensor (tokens)."""
     each = bool(((given >= 0) & (given <= tokens)).all())  # Their sum cannot overflow then.
     return (each and int(given.sum()) == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
 

@@ -21,7 +21,7 @@ class ListedRows:
     """Query rows and their visible keys of one source.
 
     Args:
-        call: makes the views of tensors with a row per query token.
+        call: the call, whose methods make views of tensors with a row per query token.
         scale: factor on q . k.
         query: [B, S1, N1, D] or [T1, N1, D].
         lengths: query rows of every sequence.
@@ -46,10 +46,8 @@ class ListedRows:
 
 
 def write_probabilities(rows: ListedRows, out: Tensor) -> None:
-    """Writes mean_h exp(scale * q_h . k - lse_h) for the keys that rows read, and 0 for others.
-
-    out: [B, S1, 1, W] or [T1, 1, W], with a column for each entry of a list, or without lists for each key.
-    """
+    """Writes the mean over heads h of exp(scale * q_h . k - lse_h) for the keys that rows read, and 0 for others.
+    out: [B, S1, 1, W] or [T1, 1, W], with a column for each entry of a list, or without lists for each key."""
     written = buffer(out).zero_()
     heads = rows.query.shape[-2]
     dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
@@ -76,7 +74,7 @@ def write_probabilities(rows: ListedRows, out: Tensor) -> None:
 
 
 def _entries(rows: ListedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Two tensors [count, width] for sequence b: the key of each row's column, and True if the row reads it."""
+    """Returns two tensors [count, width] for sequence b: the key of each row's column, and True if the row reads it."""
     device = rows.query.device
     visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
     slot = torch.arange(width, device=device).expand(count, -1)

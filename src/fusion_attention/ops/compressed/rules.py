@@ -10,9 +10,9 @@ from fusion_attention.ops.sparse.rules import packed_lists
 
 
 def own_entries(param: str, check: str, keys: str = "compressed keys", count: int = 2048) -> tuple[Rule, Rule]:
-    """Rules of lists [.., count], parameter `param`: entries are -1 or one of the `keys`, and none is behind a -1.
+    """Returns rules that check lists of keys [.., count]: entries are -1 or one of `keys`, and none is behind a -1.
 
-    check: the expression for the first rule.
+    param: the lists' parameter; check: the expression for the first rule.
     """
     return (
         rules.meaning(
@@ -56,15 +56,13 @@ PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
 def _capacity(rows: str, table: str, page: str) -> str:
-    """The expression for the largest number of tokens of a sequence: that of the pages in the table, or `rows`."""
+    """Returns an expression for the most tokens of a sequence: those of the pages in the table, or `rows`."""
     return f"{rows} if {table} is None else {table}.shape[1] * ({page} or 0)" if table else rows
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """Rules for the lengths (cu_seqlens_SIDE and seqused_SIDE) of queries and of each source of keys.
-
-    residual: parameter with the tokens behind those of the last compressed key; paged: keys may be paged.
-    """
+    """Returns rules for the lengths (cu_seqlens_SIDE and seqused_SIDE) of queries and of each source of keys.
+    residual: parameter with the tokens behind those of the last compressed key; paged: keys may be paged."""
     return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
 
 
@@ -104,8 +102,8 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Rules for seqused_SIDE, the used lengths of queries and of each source of keys: at most the rows of a sequence in
-    memory; and for the parameter named `residual`."""
+    """Returns rules for seqused_SIDE, the used lengths of queries and of each source of keys (at most a sequence's rows
+    in memory), and for the parameter `residual`."""
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
@@ -137,8 +135,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Rules that require cu_seqlens_SIDE for packed tensors and seqused_SIDE for keys in pages, of queries and each
-    source of keys; paged: keys may be paged."""
+    """Returns rules that require cu_seqlens_SIDE for packed tensors and, if `paged`, seqused_SIDE for keys in pages."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(

@@ -25,8 +25,8 @@ def _layout(tensor: Tensor, layout: str, table: Tensor | None) -> str:
 def rows_fit(
     rows: Several, layout: str, heads: int, dim: int | None, table: Tensor | None, block_size: int = 0
 ) -> Outcome:
-    """True if key or value tensors (rows) have the axes of an input_layout (with a page table, of pages of block_size
-    tokens), and the given key heads and elements; dim None: any number of elements."""
+    """True (else the fault as text) if key or value tensors (rows) have the axes of an input_layout (with a page table,
+    of pages of block_size tokens), and the given key heads and elements; dim None: any number of elements."""
     for t in members(rows):
         layout_of_rows = _layout(t, layout, table)
         if not layout_of_rows:
@@ -41,10 +41,8 @@ def rows_fit(
 
 
 def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
-    """True if keys are one tensor for the batch, one tensor per sequence, or (with a page table) one pool of pages.
-
-    batch: the number of sequences that padded keys must have; layout, heads: of the keys.
-    """
+    """True (else the fault as text) if keys are one tensor for the batch, one per sequence, or (with a page table) one
+    pool of pages. batch: the number of sequences that padded keys must have; layout, heads: of the keys."""
     forms = [geometry.form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
     if table is not None or geometry.of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
@@ -57,7 +55,7 @@ def counted(key: Several, layout: str, batch: int | None, heads: int, table: Ten
 
 
 def fragments_fit(key: Several) -> Outcome:
-    """True if rows in the fragmented format (NZ) have fragments of 32 bytes."""
+    """True (else text) if fragments of keys, in the NPU's format NZ [.., fragments, tokens, width], have 32 bytes."""
     for t in members(key):
         if t.dim() == 5 and t.shape[4] * t.element_size() != 32:
             return f"{show(t)}, fragments of {t.shape[4] * t.element_size()} bytes"
@@ -65,7 +63,7 @@ def fragments_fit(key: Several) -> Outcome:
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """True if tensors (rows) match those of keys in number, batch or pages, heads, tokens and elements (dim or any)."""
+    """True (else text) if tensors match those of keys in batch or pages, heads, tokens and elements (dim or any)."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
@@ -78,7 +76,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
-    """True if a shared prefix is one sequence with the heads, elements (dim None: any) and dtype of the keys."""
+    """True (else text) if a shared prefix is one sequence with the keys' heads, elements (dim or any) and dtype."""
     form = geometry.form_of(prefix, geometry.of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
@@ -87,7 +85,7 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
-    """Number of elements of a row of a tensor in this layout with `heads` heads; 0 if its shape does not fit."""
+    """Returns the number of elements of a row of a tensor in a layout with `heads` heads; 0 if its shape is wrong."""
     form = geometry.form_of(rows, geometry.of_inputs(layout), heads)
     return form[3] if form else 0
 
@@ -101,7 +99,7 @@ def contiguous_rows(rows: Several) -> bool:
 
 
 def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
-    """True if cumulative ends begin at 0 or above, never fall, and do not exceed the tensor's tokens."""
+    """True (else text) if cumulative ends begin at 0 or above, never fall, and do not exceed the tensor's tokens."""
     falls = np.flatnonzero(ends < np.append(0, ends)[: len(ends)])
     if len(falls):
         b = int(falls[0])
@@ -110,24 +108,24 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
-    """Number of tokens of a packed key tensor in a layout, which has `heads` heads."""
+    """Returns the number of tokens of a packed key tensor in a layout, which has `heads` heads."""
     form = geometry.form_of(members(key)[0], geometry.of_inputs(layout), heads)
     return form[2] if form else 0
 
 
 def one_per_sequence(lengths: np.ndarray, batch: int) -> Outcome:
-    """True if there is a length per sequence, or one for all."""
+    """True (else the fault as text) if there is a length per sequence, or one for all."""
     return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} sequences"
 
 
 def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
-    """True if the lengths q_len of packed sequences add up to `rows`, the rows of a tensor that errors call `what`."""
+    """True (else error text) if the lengths q_len add up to `rows`, the rows of a tensor that errors call `what`."""
     covered = int(q_len.sum())
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
 
 def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
-    """True if no sequence has more query rows (q_len) than visible keys (visible), both [B]."""
+    """True (else error text) if no sequence has more query rows (q_len) than visible keys (visible), both [B]."""
     bad = np.flatnonzero(q_len > visible)
     return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in sequence {bad[0]}"
 
@@ -138,11 +136,9 @@ def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
 def mask_fits(
     mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
 ) -> Outcome:
-    """True if a mask has a shape that its mode accepts; kind: the kind of mask, from _mask_kind() in geometry.py.
-
+    """True (else text) if a mask has a shape that its mode accepts; kind: "full", "triangle" (compressed), "tree", ...
     rows, columns: the least sizes of its last axes; packed: sequences are packed; q_len: their query rows.
-    one_token: True for a query of one token whose mode and window CANN ignores.
-    """
+    one_token: True for a query of one token whose mode and window CANN ignores."""
     shape = list(mask.shape)
     if kind == "triangle":
         return geometry.is_triangle(mask) or f"{shape}"
@@ -167,7 +163,7 @@ def mask_fits(
 
 
 def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> Outcome:
-    """True if a bias is [B or 1, N1, rows or 1, columns] for `batch` and `heads`; it may have more rows and columns."""
+    """True (else the fault as text) if a bias is [B or 1, N1, rows or 1, columns], or has more rows and columns."""
     shape = list(bias.shape)
     if bias.dim() != 4:
         return f"{len(shape)} axes {shape}"
@@ -179,10 +175,8 @@ def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> 
 
 
 def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> Outcome:
-    """True if the window of pre and next_ tokens intersects the score matrix of every sequence with query rows.
-
-    mode: sparse_mode, which aligns the window; rows, keys: lengths per sequence.
-    """
+    """True (else text) if the window of pre and next_ tokens intersects the score matrix of every sequence with rows.
+    mode: sparse_mode, which aligns the window; rows, keys: lengths per sequence."""
     for b in np.flatnonzero(rows):
         beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
         before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
@@ -193,9 +187,7 @@ def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -
 
 def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> bool:
     """True if, by the sparse mode and its window of pre and next_ tokens, some row may have no visible key.
-
-    kind: the kind of mask, from _mask_kind(); rows, keys: lengths per sequence.
-    """
+    kind: the kind of mask, "none", "full", "triangle" or "tree"; rows, keys: lengths per sequence."""
     beyond = keys - rows
     match mode:
         case 0:
@@ -220,7 +212,7 @@ def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
 
 
 def is_causal(mask: Tensor) -> Outcome:
-    """True if a compressed mask has ones above its diagonal, and zeros elsewhere."""
+    """True (else the fault as text) if a compressed mask has ones above its diagonal, and zeros elsewhere."""
     square = mask.reshape(geometry.TRIANGLE, geometry.TRIANGLE) != 0
     future = torch.ones_like(square).triu_(1)
     if torch.equal(square, future):
@@ -239,9 +231,9 @@ def integers(rows: Several) -> bool:
 
 
 def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch: int, columns: int) -> Outcome:
-    """True if antiquant_scale, which has the scales of keys (index 0 of axis 0) and of values (index 1), has a shape
-    that antiquant_mode (mode) accepts; heads, dim, dim_v: key heads and elements; columns: keys per sequence.
-    """
+    """True (else the fault as text) if antiquant_scale, which has the scales of keys (index 0 of axis 0) and of values
+    (index 1), has a shape that the mode, 1 per token, else per channel, accepts; heads, dim, dim_v: key heads and
+    elements; columns: keys per sequence."""
     shape = list(scale.shape)
     if mode == 1:
         fits = len(shape) == 3 and shape[:2] == [2, batch] and shape[2] >= columns
@@ -253,10 +245,9 @@ def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch
 def scale_fits(
     scale: Tensor, mode: int, heads: int, dim: int, batch: int, columns: int, blocks: int, slots: int
 ) -> Outcome:
-    """True if the dequantisation scales of keys or of values have a shape that their antiquant mode accepts.
-
-    heads, dim: key heads and elements; columns: keys per sequence; blocks, slots: pages, and tokens of a page.
-    """
+    """True (else the fault as text) if the dequantisation scales of keys or of values have a shape that their mode
+    accepts (0 per channel, 1 per token, ...).
+    heads, dim: key heads and elements; columns: keys per sequence; blocks, slots: pages, and tokens of a page."""
     shape, size = list(scale.shape), scale.numel()
     wanted = {
         0: size in (1, heads * dim) and 1 <= len(shape) <= 4,
@@ -271,12 +262,12 @@ def scale_fits(
 
 
 def scale_dtypes(mode: int, query: Tensor) -> tuple[str, ...]:
-    """The dtypes that the chip accepts for scales in a mode."""
+    """Returns the names of the dtypes that the chip accepts for scales in a dequantization mode."""
     return ("float32",) if mode in (1, 3, 4, 5) else (dtype_text(query),)
 
 
 def one_each(scales: Sequence[Tensor | None]) -> Outcome:
-    """True if no scale is None, and each has one element."""
+    """True (else the fault as text) if no scale is None, and each has one element."""
     if any(t is None for t in scales):
         return f"{sum(t is not None for t in scales)} of {len(scales)}"
     wrong = next((t for t in scales if t is not None and t.numel() != 1), None)
@@ -284,14 +275,14 @@ def one_each(scales: Sequence[Tensor | None]) -> Outcome:
 
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
-    """True if a tensor of scales, one per query row and head, has the query's shape in its layout, without elements."""
+    """True (else text) if scales, one per query row and head, have the query's shape without its elements' axis."""
     shape = tuple(query.shape[:-1]) + ((heads,) if geometry.of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 
 
 def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
-    """The legal dtypes of attention_out: int8 with quant_scale2 (scale); for an int8 query the dtype of query_rope
-    (rope), or without it both 16-bit dtypes; else the query's."""
+    """Returns the names of attention_out's legal dtypes: int8 with quant_scale2 (scale); for an int8 query the dtype of
+    query_rope (rope), or without it both 16-bit dtypes; else the query's."""
     if scale is not None:
         return ("int8",)
     if query.dtype != torch.int8:
@@ -300,9 +291,9 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
-    """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out (see out_dtypes()); any is legal
-    if the query is floating-point and quant_scale2 is absent, because the call ignores it then.
-    """
+    """True (else the fault as text) if `number`, torch's integer code of a dtype, is legal for attention_out; rope,
+    scale: query_rope and quant_scale2. Any is legal if the query is floating-point and scale is None, because the call
+    ignores it then."""
     dtype = geometry.OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True

@@ -68,7 +68,7 @@ def _triangle() -> torch.Tensor:
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """A mask for sample calls: the triangle if compressed, else zeros (all visible)."""
+    """Returns a mask for sample calls: a causal triangle if the shape is that of compressed masks, else zeros."""
     if shape[-2:] == (geometry.TRIANGLE, geometry.TRIANGLE):
         return _triangle().expand(shape)
     return torch.zeros(shape, dtype=torch.bool)

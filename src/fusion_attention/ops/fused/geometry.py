@@ -29,12 +29,12 @@ OUT_DTYPES = {1: torch.int8, 5: torch.float16, 15: torch.bfloat16}
 
 
 def of_inputs(layout: str) -> str:
-    """The layout of query, key and value in an input_layout: "BNSD_BSND" returns "BNSD", "BSH" returns "BSH"."""
+    """Returns the layout of query, key and value in an input_layout: "BNSD" for "BNSD_BSND", "BSH" for "BSH"."""
     return layout.partition("_")[0]
 
 
 def of_output(layout: str) -> str:
-    """The layout of attention_out in an input_layout: "BNSD_BSND" returns "BSND", "BSH" returns "BSH"."""
+    """Returns the layout of attention_out in an input_layout: "BSND" for "BNSD_BSND", "BSH" for "BSH"."""
     return layout.rpartition("_")[2]
 
 
@@ -45,7 +45,7 @@ def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
 
 
 def lse_words() -> dict[str, str]:
-    """Axis words of softmax_lse by input_layout; axis L is None if softmax_lse is not requested."""
+    """Returns {input_layout: names of axes} of softmax_lse; the size of axis L is None if it is not requested."""
     return {name: "T1 N1 L" if name in PACKED else "B N1 S1 L" for name in LAYOUTS}
 
 
@@ -58,15 +58,13 @@ def packed(layout: str) -> bool:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """The layout of a paged cache by its number of axes: 3 "BSH", 4 "BNSD", 5 "NZ" (rows in fragments), else ""."""
+    """Returns the layout of a paged cache by its axes: 3 "BSH", 4 "BNSD", 5 "NZ" (rows in fragments), else ""."""
     return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
 
 
 def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
-    """(batch or pages, heads, tokens, elements of a row) of a tensor in a layout; None if its shape does not fit.
-
-    An int32 stores eight elements of four bits.
-    """
+    """Returns (batch or pages, heads, tokens, elements of a row) of a tensor in a layout; None if its shape does not
+    fit. An int32 stores eight elements of four bits."""
     shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
     if layout == "NZ":
         return (shape[0], shape[1], shape[3], shape[2] * shape[4] * each) if len(shape) == 5 else None
@@ -82,7 +80,7 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """The layout of a key or value tensor of a call with arguments `n`."""
+    """Returns the layout of a key or value tensor of a call with arguments `n`."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
@@ -90,15 +88,13 @@ def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
 
 
 def _ends(given: np.ndarray) -> np.ndarray:
-    """Lengths of sequences from their cumulative ends `given` (sums of lengths up to and including each sequence)."""
+    """Returns the lengths of sequences from their cumulative ends `given`."""
     return np.diff(given, prepend=0)
 
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
-    """A length per sequence, from the lengths of an argument, `given`: a single length counts for all sequences.
-
-    Sequences without a length (given is None, empty or too short) get the maximum in `most`.
-    """
+    """Returns a length per sequence, from the lengths `given`: a single one counts for all; sequences without a length
+    (given is None, empty or too short) get the maximum in `most`."""
     result = most.copy()
     if given is not None and len(given):
         result[: len(given) if len(given) > 1 else None] = given[: len(most)]
@@ -118,17 +114,14 @@ def _sizes(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused(padding: np.ndarray) -> int:
-    """The number in a padding_size argument: unused slots behind every sequence; 0 if the list is empty."""
+    """Returns the number in a padding_size argument: unused slots behind every sequence; 0 if the list is empty."""
     return max([0, *map(int, padding[:1])])
 
 
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(number of query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded
-    tensor.
-
-    The slot is negative if left padding leaves too few slots. one_token: True for queries of one token whose lengths
-    CANN ignores.
-    """
+    """Returns (number of query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of
+    the padded tensor. The slot is negative if left padding leaves too few slots. one_token: True for queries of one
+    token whose lengths CANN ignores."""
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
         q_len = np.array([n["T1"]] if given is None else given, np.int64)
@@ -144,10 +137,8 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
 
 
 def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(keys, slot of the first key, number of slots) per sequence, from the arguments `n`; a slot stores one key.
-
-    q_len: query rows per sequence; tokens: slots of a sequence in each key tensor.
-    """
+    """Returns (keys, slot of the first key, number of slots) per sequence, from the arguments `n`; a slot stores one
+    key. q_len: query rows per sequence; tokens: slots of a sequence in each key tensor."""
     layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
     first = np.zeros(batch, np.int64)
     if n["block_table"] is not None:
@@ -164,7 +155,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """(used keys of the prefix that all sequences share, keys in its tensor) of a call `n`; heads: key heads."""
+    """Returns (used keys of the prefix that sequences share, keys in its tensor) of a call `n`; heads: key heads."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -177,15 +168,13 @@ def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
 
 
 def is_triangle(mask: torch.Tensor) -> bool:
-    """True if a mask has the shape of a compressed mask."""
+    """True if a mask has the shape of a compressed mask, a 2048 x 2048 triangle with any leading axes of 1."""
     return mask.dim() in (2, 3, 4) and mask.shape[-2:] == (TRIANGLE, TRIANGLE) and mask.numel() == TRIANGLE**2
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """The kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed), or "tree".
-
-    one_token: True for a query of one token for which CANN reads no compressed mask.
-    """
+    """Returns the kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed),
+    "tree". one_token: True for a query of one token for which CANN reads no compressed mask."""
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:
@@ -194,8 +183,8 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """{"mode", "pre", "next", "mask_kind"} of a call `n`: the sparse mode, window and kind of mask that apply, as in
-    geometry(); one_token: True if CANN ignores mode and window."""
+    """Returns {"mode", "pre", "next", "mask_kind"} of a call `n`: the sparse mode, the window's tokens and the kind of
+    mask that apply; one_token: True if CANN ignores mode and window."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -208,7 +197,7 @@ def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name (Op.derive), from shapes, lengths and modes.
+    """Returns {name: value} derived from a call's shapes, lengths and modes.
 
     * B, S1, S2, N2, Dv, L: axes. S1: the largest number of rows of a sequence; S2: slots of a key tensor, or of a row
       of the page table.
@@ -275,7 +264,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dim_v(n: Mapping[str, Any]) -> Any:
-    """Elements of a value row of a call with arguments `n`, whose sizes may be symbolic."""
+    """Returns the elements of a value row of a call with arguments `n`, an int, or a torch.SymInt in a trace."""
     value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
     each = 8 if value.dtype == torch.int32 else 1
     if n["block_table"] is not None and value.dim() == 5:
@@ -285,7 +274,7 @@ def _dim_v(n: Mapping[str, Any]) -> Any:
 
 
 def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of attention_out of a call with arguments `n`, whose sizes may be symbolic."""
+    """Returns the shape of attention_out of a call with arguments `n`, whose sizes may be symbolic."""
     layout, query, heads = n["input_layout"], n["query"], n["num_heads"]
     size = dict(zip(WORDS[of_inputs(layout)].split(), query.shape, strict=True))
     dim = _dim_v(n)
@@ -294,7 +283,7 @@ def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of softmax_lse, which has no elements if not requested."""
+    """Returns the shape of softmax_lse, which has no elements if not requested; n: the call's arguments."""
     if not n["softmax_lse_flag"]:
         return (0,)
     size = dict(zip(WORDS[of_inputs(n["input_layout"])].split(), n["query"].shape, strict=True))
@@ -304,7 +293,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of attention_out if the call, with arguments `n`, allocates it."""
+    """Returns the dtype of attention_out if the call, with arguments `n`, allocates it."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

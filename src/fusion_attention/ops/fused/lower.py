@@ -42,8 +42,8 @@ class _Settled:
     """The objects that all calls with the same signature and lengths share.
 
     Attributes:
-        problem: the problem if keys and values are different memory.
-        shared: the problem if they are the same memory.
+        problem: the attention's parameters (heads, sizes, dtypes, ...) if keys and values are different memory.
+        shared: the parameters if they are the same memory.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class _Settled:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked call (`bound`) to an InferenceCall."""
+    """Converts a checked call `bound` of fused inference attention to the form that back ends compute."""
     n = bound.names
     settled: _Settled = bound.once(_settle)
     key, value = members(n["key"]), members(n["value"])
@@ -111,7 +111,7 @@ def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
-    """The call's atten_mask (not compressed), viewed with four axes that broadcast to [B, N1, S1, S2]; n: arguments."""
+    """Returns the mask (not compressed) of a call `n`, viewed with axes that broadcast to [B, N1, S1, S2]."""
     mask: Tensor = n["atten_mask"]
     if mask.dim() == 4:
         return mask
@@ -126,10 +126,8 @@ def _extents(n: dict[str, Any]) -> Extents:
 
 
 def fused_band(n: Mapping[str, Any]) -> Band:
-    """The band of keys that each row sees, from the sparse mode and window in `n`, the call's derived values.
-
-    Masks that are not compressed hide further keys as a matrix.
-    """
+    """Returns the band of keys that each row sees, from the sparse mode and window in `n`, the call's derived values.
+    Masks that are not compressed hide further keys as a matrix."""
     match n["mode"]:
         case 2:
             return Band.causal("start")
@@ -152,8 +150,8 @@ def _is_full(n: Mapping[str, Any]) -> bool:
 
 
 def _kind(n: Mapping[str, Any], side: int) -> str:
-    """Problem.dequant_k of keys (side 0) or dequant_v of values (side 1): "none", "channel" or "token", for one scale
-    per channel or per token; n: arguments and derived values of the call."""
+    """Returns the kind of scales of stored keys (side 0) or values (side 1): "none", or "channel" or "token" for one
+    scale per channel or token; n: arguments and derived values of the call."""
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
@@ -165,11 +163,9 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """The dequantisation scales of keys (side 0) or values (side 1); a call passes them in one of three ways.
-
+    """Returns the dequantisation scales of keys (side 0) or values (side 1); a call passes them in one of three ways.
     n: arguments and derived values: dequant_scale1/2 (all int8), antiquant_scale (both sides in one tensor), or
-    key_antiquant_scale and value_antiquant_scale.
-    """
+    key_antiquant_scale and value_antiquant_scale."""
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED

@@ -23,7 +23,7 @@ from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths, axes, and the sparse_mode of `causal`."""
+    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the sparse mode."""
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 

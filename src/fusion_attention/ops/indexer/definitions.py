@@ -67,7 +67,7 @@ LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without hea
 
 
 def _list_layout(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """A function that returns the layout of the tensor parameter `name`, whose axis of one head may be missing."""
+    """Returns a function that returns the layout of the tensor `name`, whose axis of one head may be missing."""
 
     def layout(names: Mapping[str, Any]) -> str:
         tensor, of_query = names.get(name), str(names.get("layout", ""))
@@ -189,10 +189,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths and axes.
-
-    K: keys selected per row; Kv: K, or None if the call does not return their scores.
-    """
+    """Returns {name: value} derived from a call's arguments (`names`): lengths, and axes; K: keys selected per row; Kv:
+    K, or None if the call does not return their scores."""
     count = names["sparse_count"]
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 

@@ -14,7 +14,7 @@ from fusion_attention.ops.sparse.lowered_call import page_table
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """Lowers a checked forward or gradient call (`bound`) of the indexer to its forward call."""
+    """Converts a checked forward or gradient call `bound` of the indexer to its forward call for back ends."""
     n = bound.names
     problem, extents, capacities = bound.once(lambda n: (_problem(n), bounded_extents(n), capacities_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
@@ -23,11 +23,9 @@ def indexer_call(bound: Bound) -> Indexer:
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call in which a key may stand for n["ratio"] tokens.
-
-    n["residual"] is the number of tokens after those of the last key; None: query rows are all tokens of the sequence,
-    and the residual is their number modulo ratio.
-    """
+    """Returns the Extents (lengths, bands of visible keys) of a checked call whose keys stand for n["ratio"] tokens
+    each. n["residual"] is the number of tokens after those of the last key; None: query rows are all tokens of the
+    sequence, and the residual is their number modulo ratio."""
     extents, ratio = extents_of(n), n["ratio"]
     if ratio == 1 or n["sparse_mode"] != 3:
         return extents
@@ -36,7 +34,7 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
 
 
 def capacities_of(n: Mapping[str, Any]) -> Extents | None:
-    """Extents with the rows and keys of sequences in memory, used or not; None if all are used."""
+    """Returns Extents with the rows and keys of sequences in memory, used or not; None if all are used."""
     if n["q_capacity"] is None:
         return None
     none = np.zeros_like(n["q_capacity"])
@@ -44,7 +42,7 @@ def capacities_of(n: Mapping[str, Any]) -> Extents | None:
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
-    """Lowers a checked call (`bound`) of the indexer, forward or gradient."""
+    """Converts a checked call `bound` of the indexer, forward or gradient, to the form that back ends compute."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
         return call

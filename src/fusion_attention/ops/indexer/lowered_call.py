@@ -24,7 +24,7 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 @dataclass(frozen=True, eq=False)
 class IndexCall(TensorCall):
-    """Base of lowered calls of an indexer and of its losses; `trained` names its query, key and weights in tensors.
+    """Base of calls of an indexer and its losses for back ends; `trained` names its query, key and weights.
 
     Args:
         capacities: rows and keys of the sequences in memory, used or not; None: the lengths in extents.
@@ -36,20 +36,20 @@ class IndexCall(TensorCall):
 
     @property
     def heads(self) -> int:
-        """Query heads of the indexer."""
+        """The number of query heads of the indexer."""
         result: int = self.problem.heads
         return result
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor that has a row per query token and head."""
+        """Returns a view of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.capacities or self.extents, "q")
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
-        """View of a tensor that has a row per key token and head."""
+        """Returns a view of a tensor that has a row per key token and head."""
         return row_view(tensor, self.layout, heads, self.capacities or self.extents, "kv")
 
     def index(self, lists: Sequence[RowView] = (), stats: Stats | None = None) -> IndexerOperands:
-        """Views of the indexer's query, key and weights, with those of its lists and their values, and statistics."""
+        """Returns views of the indexer's query, key, weights, lists of selected keys, scores, and statistics."""
         q, k, weights = (self.given(name) for name in self.trained)
         lists_and_values = dict(zip(_LISTS, lists, strict=False))
         rows = self.rows(q, self.heads), self.keys(k), self.rows(weights.unsqueeze(-2))
@@ -58,7 +58,7 @@ class IndexCall(TensorCall):
     def written(
         self, gradients: Sequence[Tensor], dvalues: RowView | None = None
     ) -> tuple[IndexerGrads, tuple[Tensor, ...]]:
-        """(views of the gradients of `trained`, those to clear, as they have rows outside all sequences)."""
+        """Returns (views of the gradients of query, key, weights; gradients with rows outside sequences, to clear)."""
         dq, dk, dweights = gradients
         keys: Any = self.keys(dk)  # not in pages
         grads = IndexerGrads(self.rows(dq, self.heads), keys, self.rows(dweights.unsqueeze(-2)), dvalues)
@@ -68,7 +68,7 @@ class IndexCall(TensorCall):
 
 @dataclass(frozen=True, eq=False)
 class Indexer(IndexCall):
-    """A lowered forward call of the indexer.
+    """A forward call of the indexer, as back ends compute it.
 
     Args:
         offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
@@ -81,19 +81,19 @@ class Indexer(IndexCall):
     op_kind = "indexer_topk"
 
     def lists(self, tensor: Tensor) -> RowView:
-        """View of lists of keys or their values, one per query token; the tensor's axis of one head may be missing."""
+        """Returns a view of lists of keys, or their scores, per query token; the axis of one head may be missing."""
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
         return key_view(tensor, self.layout_kv, heads, self.capacities or self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """Views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
+        """Returns views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
         return self.index([self.lists(lists[name]) for name in _LISTS if name in lists])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the results: the indices, and the values if they are requested."""
+        """The names of the results: the indices, and the values if they are requested."""
         return RESULTS[: 1 + self.problem.has_values]
 
     @property
@@ -103,7 +103,7 @@ class Indexer(IndexCall):
 
     @property
     def further(self) -> Further:
-        """The function that makes the dictionary of results from the tensors that a run writes."""
+        """Returns the function that makes the dictionary of results from the tensors that a run writes."""
         names = self.names
         return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
 
@@ -123,7 +123,7 @@ class Indexer(IndexCall):
         return fresh(given, p.wide_values)
 
     def offsets(self) -> Tensor:
-        """The offset in a shape that broadcasts to sparse_indices_out."""
+        """Returns the offset of the selected indices, in a shape that broadcasts to sparse_indices_out."""
         offset = self.offset
         assert offset is not None
         if offset.dim() > 1:
@@ -152,10 +152,8 @@ class Indexer(IndexCall):
 
 
 def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
-    """Allocates the results of a forward call from its arguments and derived values `n`.
-
-    wide: the selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype.
-    """
+    """Allocates {name: result} of a forward call from its arguments and derived values `n`.
+    wide: the selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
@@ -164,12 +162,12 @@ def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
 
 
 def fresh_gradients(n: Mapping[str, Any], trained: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Tensor]:
-    """Allocates the gradients of the tensors `trained` of a call with arguments `n`."""
+    """Allocates {name: gradient} of the tensors `trained` of a call with arguments `n`."""
     return {f"d{name}": empty(n[name], n[name].shape) for name in trained}
 
 
 class IndexerBackward(OfCall):
-    """A lowered gradient call of the indexer, from the values' gradient and the indices that the forward selected."""
+    """A gradient call of the indexer, as back ends compute it, from the scores' gradient and the selected indices."""
 
     call: Indexer
     op_kind = "indexer_backward"

@@ -170,11 +170,9 @@ LIMITS = (
 
 
 def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
-    """True if no sequence of q_len rows and kv_len keys has between 1 and ratio - 1 more tokens than rows.
-
+    """True (else text) if no sequence of q_len rows and kv_len keys has between 1 and ratio - 1 more tokens than rows.
     A key stands for `ratio` tokens, after which `residual` follow. Such a difference indicates a residual that was
-    computed from the number of keys instead of tokens.
-    """
+    computed from the number of keys instead of tokens."""
     tokens = kv_len * ratio + residual
     few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))
     return not len(few) or f"{tokens[few[0]]} tokens and {q_len[few[0]]} rows of sequence {few[0]}"
@@ -194,8 +192,8 @@ def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: those of sequences_of(), and axes; axis Kv is None if the
-    call does not return the selected scores."""
+    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), and axes; the size of axis Kv
+    is None if the call does not return the selected scores."""
     result, count = sequences_of(n), n["sparse_count"]
     result |= {"K": count, "Kv": count if n["return_values"] else None}
     if n["layout"] == "TND":

@@ -44,10 +44,8 @@ from fusion_attention.ops.sparse.definitions import (
 
 
 def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The indexer's parameters query_index, key_index and weights.
-
-    heads, dim: axis words; dtypes: of query_index; like: the tensor whose dtype key_index has.
-    """
+    """Returns the indexer's parameters query_index, key_index and weights.
+    heads, dim: names of axes; dtypes: of query_index; like: the tensor whose dtype key_index has."""
     return (
         Tensor("query_index", "Query rows of the indexer.", dtypes=dtypes, shape=rows("1", heads, dim)),
         Tensor(

@@ -21,7 +21,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def lower(bound: Bound) -> Loss | Statistics:
-    """Lowers a checked call (`bound`) of a loss, or of the indexer's statistics."""
+    """Converts a checked call `bound` of an indexer's loss or softmax statistics to the form that back ends compute."""
     n = bound.names
     if "query" not in bound.op.by_name:
         indexer, extents = bound.once(lambda n: (_indexer(n), extents_of(n)))
@@ -32,14 +32,14 @@ def lower(bound: Bound) -> Loss | Statistics:
 
 
 def lower_lse(bound: Bound) -> LogSum:
-    """Lowers a checked call (`bound`) of the indexer's log-sum-exp."""
+    """Converts a checked call `bound` of the log-sum-exp of an indexer's scores to the form that back ends compute."""
     n = bound.names
     indexer, extents, capacities = bound.once(lambda n: (_indexer(n), bounded_extents(n), capacities_of(n)))
     return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, capacities)
 
 
 def lower_target(bound: Bound) -> TargetLoss:
-    """Lowers a checked call (`bound`) of a loss whose target is an argument."""
+    """Converts a checked call `bound` of an indexer's loss with a given target to the form that back ends compute."""
     n, names = bound.names, bound.op.results
     problem, extents, capacities = bound.once(
         lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), capacities_of(n))

@@ -26,18 +26,18 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a loss, the gradients of the indexer's query, key and weights and the loss [1], by name;
-    n: the call's arguments and derived values."""
+    """Allocates {name: result} of an indexer's loss: gradients of query, key and weights, and the loss [1]; n: the
+    call's arguments and derived values."""
     return fresh_gradients(n, DIFFERENTIABLE) | {"loss": empty(n["query_index"], (1,), torch.float32)}
 
 
 def fresh_target(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates TARGET_RESULTS, with y for every element of the target instead of the loss; n: the call's arguments."""
+    """Allocates {name: tensor}: gradients of query, key, weights, and softmax_out, shaped as the target; n: inputs."""
     return fresh_gradients(n, DIFFERENTIABLE) | {"softmax_out": empty(n["target"], n["target"].shape)}
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the softmax maximum and sum of the indexer's scores; n: the call's arguments and derived values."""
+    """Allocates {"softmax_max", "softmax_sum"} of the indexer's scores; n: the call's arguments and derived values."""
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -45,7 +45,7 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the log-sum-exp of the indexer's scores; n: the call's arguments and derived values."""
+    """Allocates {"softmax_lse": tensor} of the indexer's scores; n: the call's arguments and derived values."""
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 
@@ -53,13 +53,13 @@ def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _views(call: IndexCall, *statistics: Tensor) -> Stats:
-    """Views of the indexer's statistics max and sum, [B, 1, S1] or [1, T1]: one number per query token."""
+    """Returns views of the indexer's softmax max and sum, [B, 1, S1] or [1, T1]: one number per query token."""
     return Stats(*(call.rows(tensor.transpose(-1, -2).unsqueeze(-1)) for tensor in statistics))
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics(IndexCall):
-    """The lowered call of the softmax statistics of the indexer's scores over all visible keys of a row."""
+    """A call, as back ends compute it, of the softmax max and sum of the indexer's scores over a row's visible keys."""
 
     problem: IndexerProblem
     trained = DIFFERENTIABLE
@@ -73,14 +73,14 @@ class Statistics(IndexCall):
         return self.filled(max_, sum_, lambda: max_.masked_fill_(max_ == -torch.inf, 0))  # CANN's: 0 and 0 without keys
 
     def filled(self, max_: Tensor, sum_: Tensor, convert: Callable[[], Any]) -> Filled:
-        """The call with memory for its statistics, and a function that converts them after a run."""
+        """Returns the call with memory for max and sum, and the function `convert` that converts them after a run."""
         clears = () if self.covers(self.given("query_index")) else (max_, sum_)
         return Filled((self.index(stats=_views(self, max_, sum_)),), (max_, sum_), clears=clears, convert=convert)
 
 
 @dataclass(frozen=True, eq=False)
 class LogSum(Statistics):
-    """The lowered call of the log-sum-exp, max + log(sum), of the indexer's scores."""
+    """A call, as back ends compute it, of the log-sum-exp, max + log(sum), of the indexer's scores."""
 
     def results(self) -> dict[str, Tensor]:
         return fresh_lse({**self.tensors, "layout": self.layout})
@@ -96,7 +96,7 @@ class LogSum(Statistics):
 
 @dataclass(frozen=True, eq=False)
 class _AnyLoss(IndexCall):
-    """A lowered call of a loss that returns its gradients too; autograd multiplies them by the loss's gradient.
+    """A call, as back ends compute it, of an indexer's loss that also returns its gradients, for autograd to multiply.
 
     Args:
         names: names of the results: gradients, and "loss" or "softmax_out" (y for every element of the target).
@@ -114,7 +114,7 @@ class _AnyLoss(IndexCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The gradients that the loss returned, multiplied by the loss's gradient; arguments: see Differentiable."""
+        """Returns {name: gradient}: the gradients in `results`, multiplied by the loss's gradient in `upstream`."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
 
@@ -122,8 +122,8 @@ class _AnyLoss(IndexCall):
         return fresh(self.tensors) if self.names == RESULTS else fresh_target(self.tensors)
 
     def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
-        """The call that computes the indexer's statistics, and its results; None if the caller passed them or a list
-        of keys makes them unnecessary."""
+        """Returns (the call that computes the indexer's softmax statistics, its results); None if the caller passed
+        them or a list of keys makes them unnecessary."""
         if self.tensors["sparse_indices"] is not None or self.given_statistics() is not None:
             return None
         p = self.problem
@@ -133,15 +133,15 @@ class _AnyLoss(IndexCall):
         return call, call.results()
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The indexer's statistics (maximum, sum) passed by the caller, or None."""
+        """Returns the indexer's softmax statistics (maximum, sum) that the caller passed, or None."""
         raise NotImplementedError
 
     def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
-        """(the operands, the attention's statistics among them: max and sum in the kernels' order, not yet written)."""
+        """Returns (views of the call's tensors, those for the attention's max and sum, not yet written)."""
         raise NotImplementedError
 
     def read_statistics(self, *stats: Tensor) -> None:
-        """Writes the statistics that operands() returned; there are none if the target is passed by the caller."""
+        """Writes the attention's statistics `stats` that operands() returned; none if the caller passes the target."""
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         result = tuple(outputs[name] for name in self.names)
@@ -162,7 +162,7 @@ class _AnyLoss(IndexCall):
 
 @dataclass(frozen=True, eq=False)
 class Loss(_AnyLoss):
-    """The lowered call of a loss against the attention's probabilities, computed from query and key."""
+    """A call of an indexer's loss, as back ends compute it, against the attention's probabilities of query and key."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
         max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
@@ -184,7 +184,7 @@ class Loss(_AnyLoss):
         return operands, stats
 
     def read_statistics(self, *stats: Tensor) -> None:
-        """Writes the attention's statistics, or its lse as maximum, to max and sum in the kernels' order."""
+        """Writes the attention's max and sum to `stats` in the kernels' order; an lse as the maximum, with sum 1."""
         (max_, sum_), lse = stats, self.tensors["lse"]
         if lse is None:
             for name, statistic in zip(STATISTICS, stats, strict=True):
@@ -197,7 +197,7 @@ class Loss(_AnyLoss):
 
 @dataclass(frozen=True, eq=False)
 class TargetLoss(_AnyLoss):
-    """The lowered call of a loss against a target passed by the caller."""
+    """A call of an indexer's loss, as back ends compute it, against a target that the caller passes."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
         """The statistics (maximum, sum) as (log-sum-exp, ones), if the caller passed the log-sum-exp; else None."""

@@ -76,10 +76,9 @@ def keys_read(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None, kv_len: np.ndarray,
     mode: int, ratio: int, residual: np.ndarray | None,
 ) -> Outcome:  # fmt: skip
-    """True if every list has at most as many entries as its row has visible keys, all of them visible.
-
-    A key stands for `ratio` tokens, after which `residual` follow; mode: sparse_mode; others: as in entries_fit().
-    """
+    """True (else text) if every list has at most as many entries as its row has visible keys, all of them visible.
+    q_len, kv_len: lengths per sequence; q_start: their first rows; mode: sparse_mode, 3 if causal. A key stands for
+    `ratio` tokens, after which `residual` follow."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         behind = len(listed) % ratio if residual is None else int(residual[b])

@@ -34,13 +34,13 @@ STORED: dict[str, Any] = {
 
 
 def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
-    """Number of key heads of a KV cache k in a layout; 0 if its first tensor does not have four axes."""
+    """Returns the number of key heads of a KV cache k in a layout; 0 if its first tensor does not have four axes."""
     axis = LAYOUTS[layout][2]
     return int(k[0].shape[axis]) if k[0].dim() == 4 and axis is not None else 0
 
 
 def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
-    """True if the number of query heads (heads) is a multiple of the key heads of a KV cache k in a layout."""
+    """True (else error text) if query heads (heads) are a multiple of the key heads of a KV cache k in a layout."""
     kv_heads = heads_of(k, layout)
     return (kv_heads > 0 and heads % kv_heads == 0) or f"{show(k)} with N1={heads}"
 
@@ -48,10 +48,8 @@ def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
 def stored_fits(
     tensors: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int, batch: int, paged: bool
 ) -> bool | str:
-    """True if a KV cache has one of the legal forms, with rows of `dim` elements for `heads` key heads.
-
-    The forms are one tensor for the batch, one tensor per sequence in the layout, or (paged) one tensor of pages.
-    """
+    """True (else text) if a KV cache has one of the legal forms, with rows of `dim` elements for `heads` key heads.
+    The forms are one tensor for the batch, one tensor per sequence in the layout, or (paged) one tensor of pages."""
     for t in tensors:
         size = sizes(t, layout, heads)
         elements = (dim + 1) // 2 if t.dtype == torch.uint8 else dim
@@ -68,7 +66,7 @@ def stored_fits(
 def values_fit(
     v: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int
 ) -> bool | str:
-    """True if each value tensor matches its key tensor in batch, heads and tokens, with rows of dim elements."""
+    """True (else error text) if values match their keys in batch, heads and tokens, with rows of dim elements."""
     if len(v) != len(k):
         return f"{len(v)} tensors beside {len(k)}"
     for value, key in zip(v, k, strict=True):
@@ -80,7 +78,7 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """The kind of a scale: "none", "channel" ([], [1], [N2], [N2, dim]), "token" (k.shape[:-1]); other shapes: ""."""
+    """Returns the kind of a scale: "none", "channel" ([], [1], [N2], [N2, dim]), "token" (k.shape[:-1]); else ""."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
@@ -91,7 +89,7 @@ def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: i
 def scales_fit(
     scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
 ) -> bool | str:
-    """True if a scale has a legal shape (see scale_kind()), and its offset the same shape."""
+    """True (else text) if a scale is [], [1], [N2], [N2, dim] or k.shape[:-1], and its offset has the same shape."""
     if scale_kind(scale, k, heads, dim) == "":
         return f"{show(scale)} with N2={heads}, {dim} elements"
     if offset is None:
@@ -198,8 +196,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def geometry(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: the axes N2, S2 and Dv, lengths per sequence, and the
-    number of tokens that the KV cache can store for each sequence (capacity)."""
+    """Returns {name: value} derived from a call's arguments (`names`): the axes N2, S2 and Dv, lengths per sequence,
+    and the number of tokens that the KV cache can store for each sequence (capacity)."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
     results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
@@ -233,7 +231,7 @@ def _scale_param(name: str, text: str) -> Tensor:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates the results out, max and sum of a call, by name, from its arguments and derived values `n`."""
+    """Allocates {name: tensor} of a call's results out, max and sum, from its arguments and derived values `n`."""
     q, k, v = n["q"], n["k"], n["v"]
     dim_v = n["dim_v"]
     if v is not None:  # A uint8 stores two elements.
@@ -248,7 +246,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked decode_attention call (`bound`) to an InferenceCall."""
+    """Converts a checked decode_attention call `bound` to an InferenceCall, which back ends compute."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(
@@ -268,8 +266,8 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
 
 
 def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
-    """The scales with which keys (side "k") or values ("v") are dequantised: per channel, expanded to [N2, dim]; per
-    token, unchanged. n: arguments and derived values."""
+    """Returns the scales with which keys (side "k") or values ("v") are dequantised: per channel, expanded to [N2,
+    dim]; per token, unchanged. n: arguments and derived values."""
     scale, offset = n[f"{side}_scale"], n[f"{side}_offset"]
     if scale_kind(scale, n["k"], n["N2"], dim) == "token":
         return Scales(scale, offset)

@@ -18,7 +18,7 @@ NZ = "NZ"  # pages [pages, heads, dim / d0, page size, d0]: a row is split into 
 
 @dataclass(frozen=True)
 class Cache:
-    """The memory layout of keys and values.
+    """The memory layout of keys and values in a KV cache.
 
     Args:
         layout: layout of each tensor, a key of LAYOUTS, or NZ; in a paged cache the batch axis is pages.
@@ -34,7 +34,7 @@ class Scales(NamedTuple):
 
     Args:
         scale, offset: of one shape; per channel [heads_kv, dim], per token as `counts` says.
-        counts: axes of scales per token: "slots": those of k without the last; "tokens": [sequences or 1, heads_kv or
+        counts: shape of scales per token: "slots": those of k without the last; "tokens": [sequences or 1, heads_kv or
             1, tokens], by position in the sequence; "pages": [pages, heads_kv or 1, page size].
     """
 
@@ -48,7 +48,7 @@ UNSCALED = Scales()
 
 @dataclass(eq=False)
 class CacheViews:
-    """Makes views of a call's cache.
+    """Makes views of a call's KV cache.
 
     Args:
         table: page table [sequences, pages] of a paged cache.
@@ -65,7 +65,7 @@ class CacheViews:
     halves: bool = False
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
-        """View of the rows of keys or values in the KV cache; dim: elements of a row, also if a byte stores two."""
+        """Returns a view of the rows of keys or values in the cache; dim: elements of a row, also if bytes hold two."""
         tensors = tuple(map(_bytes_of, tensors))
         if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
             tensors = tuple(t.contiguous() for t in tensors)  # Kernels read contiguous rows.
@@ -92,7 +92,7 @@ class CacheViews:
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
     def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
-        """View of the rows, of dim elements, of a common prefix, a tensor of one sequence in a layout."""
+        """Returns a view of the rows, of dim elements, of a common prefix, a tensor of one sequence in a layout."""
         tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()  # Kernels read contiguous rows.
@@ -100,7 +100,7 @@ class CacheViews:
         return RowView((tensor,), np.zeros(1, np.int64), tensor.stride(token), np.array([stride], np.int64), dim)
 
     def dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
-        """Views of scale and offset of rows of dim elements; kind: Problem.dequant_k or dequant_v."""
+        """Returns views of scale and offset of rows of `dim` elements; kind: "channel" or "token", their axis."""
         views = [None if t is None else self._scale(as_float(t), scales.counts, kind, dim) for t in scales[:2]]
         assert views[0] is not None
         return Dequant(views[0], views[1])
@@ -140,7 +140,7 @@ class CacheViews:
         return table
 
     def _start(self) -> np.ndarray:
-        """Index of each sequence's first token in a packed cache, which lacks the common prefix."""
+        """Returns the index of each sequence's first token in a packed cache, which lacks the common prefix."""
         suffix_len = np.maximum(self.extents.kv_len - self.common, 0)
         return np.cumsum(suffix_len) - suffix_len
 
@@ -150,14 +150,14 @@ class CacheViews:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A cache tensor as kernels read it: an int32 of eight int4 becomes four bytes, even elements in the low halves."""
+    """Returns a cache tensor as kernels read it: an int32 of eight int4 as four bytes, even elements in low halves."""
     if tensor.dtype != torch.int32:
         return tensor
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)
 
 
 def narrowed(view: View, dim: int) -> View:
-    """A view of the first dim elements of every row."""
+    """Returns a view of the first dim elements of every row of a view."""
     return replace(view, dim=dim)
 
 
@@ -174,14 +174,14 @@ def per_channel(scale: Tensor | None, offset: Tensor | None, heads: int, dim: in
 
 
 def as_float(scale: Tensor) -> Tensor:
-    """A scale as float32; a uint64 is a hardware word whose bits 13 to 31 are the upper bits of a float32."""
+    """Returns a scale as float32; bits 13 to 31 of a uint64, a hardware word, are the upper bits of a float32."""
     if scale.dtype == torch.uint64:
         return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
     return scale.float()
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Problem.kv_dtype of a tensor of the KV cache: "int8", "int4", or "" if not quantised; dtype: the query's."""
+    """Returns the stored format of a KV cache tensor: "int8", "int4", or "" if not quantised; dtype: the query's."""
     return (
         {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
         if tensor.dtype != dtype

@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """(batch size or number of pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
+    """Returns (batch or pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
 
     Args:
         tensor: [B, S, heads * D] in layout "BSH", [B, heads, S, D] in "BNSD", [B, S, heads, D] in "BSND"; for a paged
@@ -29,8 +29,7 @@ def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | Non
 
 
 def page_layout(tensor: Tensor) -> str:
-    """The layout of a tensor of a paged KV cache: "BSH" if it is [pages, page size, heads * dim], "BNSD" if it is
-    [pages, heads, page size, dim]."""
+    """Returns the layout of a paged KV cache: "BSH" for [pages, page size, heads * dim], "BNSD" for four axes."""
     return "BSH" if tensor.dim() == 3 else "BNSD"
 
 
@@ -42,11 +41,9 @@ def heads_fit(num_key_value_heads: int, heads: int) -> bool:
 def cache_fits(
     key: tuple[Tensor, ...], layout: str, batch: int, heads: int, dim: int, table: Tensor | None, block_size: int
 ) -> bool | str:
-    """True if the keys of a KV cache have one of its legal forms, with this number of key heads and elements (dim).
-
+    """True (else text) if the keys of a KV cache have a legal form, with this number of key heads and elements (dim).
     The forms are one tensor for the batch, one tensor per sequence, or (with a page table) one tensor of pages of
-    block_size tokens.
-    """
+    block_size tokens."""
     if heads < 1:
         return True
     paged = table is not None
@@ -64,7 +61,7 @@ def cache_fits(
 
 
 def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:
-    """True if there are as many value tensors as key tensors, each with the shape of its key tensor."""
+    """True (else text) if there are as many value tensors as key tensors, each with the shape of its key tensor."""
     if len(value) != len(key):
         return f"{len(value)} tensors beside {len(key)}"
     wrong = next((i for i, (v, k) in enumerate(zip(value, key, strict=True)) if v.shape != k.shape), -1)
@@ -72,7 +69,7 @@ def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | st
 
 
 def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
-    """True if every length in kv_len [B] is between 0 and capacity [B], the tokens that the KV cache can store."""
+    """True (else text) if lengths kv_len [B] are between 0 and capacity [B], the tokens that the cache can store."""
     bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
     if len(bad) == 0:
         return True
@@ -81,13 +78,13 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
 
 
 def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
-    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
+    """True (else text) if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
     return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
-    """True if the page table [B, pages] has enough pages of block_size tokens for the kv_len [B] keys of a sequence."""
+    """True (else error text) if the page table [B, pages] has enough pages of block_size tokens for kv_len [B] keys."""
     bad = np.flatnonzero(kv_len > table.shape[1] * block_size)
     if len(bad) == 0:
         return True
@@ -96,11 +93,9 @@ def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | st
 
 
 def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int, shapes: tuple[str, ...]) -> bool | str:
-    """True if a mask or bias has one of the shapes, and at least `columns` columns.
-
+    """True (else the fault as text) if a mask or bias has one of the shapes, and at least `columns` columns.
     A shape is a string with a letter for each axis but the last: b: 1 or the batch; B: the batch; N: the heads; s: 1 or
-    the rows; 1: 1.
-    """
+    the rows; 1: 1."""
     allowed = {"b": (1, batch), "B": (batch,), "N": (heads,), "s": (1, rows), "1": (1,)}
     leading = tuple(tensor.shape[:-1])
     for shape in shapes:
@@ -110,14 +105,14 @@ def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int,
 
 
 def scale_fits(scale: Tensor, heads: int, dim: int) -> bool | str:
-    """True if a tensor of dequantisation scales, of keys (index 0 of the first axis) and values (index 1), has one
-    number for each, or one per key head and element (dim)."""
+    """True (else the fault as text) if a tensor of dequantisation scales, of keys (index 0 of the first axis) and
+    values (index 1), has one number for each, or one per key head and element (dim)."""
     channels = ((2, heads, 1, dim), (2, heads, dim), (2, heads * dim), (2,))
     return tuple(scale.shape) in channels or f"{list(scale.shape)} with N={heads}, D={dim}"
 
 
 def beside(offset: Tensor | None, scale: Tensor | None) -> bool | str:
-    """True if an offset is None or has the shape and dtype of its scale."""
+    """True (else the fault as text) if an offset is None or has the shape and dtype of its scale."""
     if offset is None:
         return True
     if scale is None:
@@ -132,7 +127,7 @@ def is_contiguous(*tensors: Any) -> bool:
 
 
 def dtype_of(value: Any) -> str:
-    """The dtype of a tensor or of a tuple of tensors, such as "int8"; several are joined by " and "; "" for None."""
+    """Returns the dtype of a tensor or tuple of tensors, such as "int8"; several joined by " and "; "" for None."""
     flat = value if isinstance(value, tuple) else () if value is None else (value,)
     return " and ".join(sorted({dtype_text(t) for t in flat}))
 

@@ -23,8 +23,8 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`n`), by name: heads, lengths, the index of each sequence's first token
-    in the KV cache (first), the lengths that are computed (used), and the columns of a mask."""
+    """Returns {name: value} derived from a call's arguments `n`: heads, lengths, the index of each sequence's first
+    token in the KV cache (first), the lengths that are computed (used), and the columns of a mask."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
@@ -63,7 +63,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked call (`bound`) to an InferenceCall."""
+    """Converts a checked call `bound` to an InferenceCall, which back ends compute."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
@@ -87,15 +87,13 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache, np.nda
 
 
 def _blocked(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [B, S], [B, 1, S] or [B, 1, 1, S] as [B, 1, 1, S]."""
+    """Returns a mask [B, S], [B, 1, S] or [B, 1, 1, S] as [B, 1, 1, S]."""
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[0], 1, 1, mask.shape[-1])
 
 
 def _scales(n: dict[str, Any], side: int) -> Scales:
-    """Dequantisation scales [N2, D] of keys (side 0) or values (side 1), expanded from one number or one per channel.
-
-    n: arguments and derived values of the call.
-    """
+    """Returns dequantisation scales [N2, D] of keys (side 0) or values (side 1), expanded from one number or one per
+    channel. n: arguments and derived values of the call."""
     scale, offset = (None if t is None else t[side] for t in (n["antiquant_scale"], n["antiquant_offset"]))
     return per_channel(scale, offset, n["N2"], n["D"])
 

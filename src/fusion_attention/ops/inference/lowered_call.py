@@ -30,7 +30,7 @@ _ROWS = 256
 
 @dataclass(eq=False)
 class InferenceCall:
-    """A lowered call of attention over a KV cache.
+    """A call of attention over a KV cache, as back ends compute it.
 
     Args:
         layout: layout of q and q_rope.
@@ -95,7 +95,7 @@ class InferenceCall:
         return self.q.device
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates out, and the other results in names: statistics of stats_shape(), or softmax_lse."""
+        """Allocates {name: result} for all names of results: out, and optionally max and sum, or softmax_lse."""
         out, stats = self._templates()
         if self.names[1:] == (LSE,):
             shape = (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
@@ -127,7 +127,7 @@ class InferenceCall:
         return another(stats), another(stats)
 
     def _templates(self) -> tuple[Tensor, Tensor]:
-        """Templates of out and of a statistic, from which results are allocated."""
+        """Returns templates of out and of a softmax statistic, from which results are allocated."""
         templates: tuple[Tensor, Tensor] | None = self.call_cache.templates
         if templates is None:
             p, q = self.problem, self.q
@@ -143,7 +143,7 @@ class InferenceCall:
         return templates
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Makes the views of the call; memory: out, max and sum, in this order."""
+        """Returns views of the call's tensors that kernels read and write; memory: out, max, sum, in this order."""
         out, max_, sum_ = memory.values()
         p, e, form, views = self.problem, self.extents, layouts.Form(self.layout), self._views()
         k = views.rows(self.k, p.dim_qk)
@@ -204,7 +204,7 @@ class InferenceCall:
 
     @property
     def further(self) -> Further | None:
-        """The function that converts out, max and sum to the results; None if they are the results."""
+        """Returns the function that converts out, max and sum to the results; None if they are the results."""
         names, absent, by_batch = self.names, self.absent, self.lse_by_batch
         if names[1:] == (LSE,):
             return Further(True, lambda out, *stats: {names[0]: out, LSE: _shaped(_logarithm(*stats), by_batch)})
@@ -218,11 +218,11 @@ class InferenceCall:
         return CacheViews(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
     def _row_view(self, tensor: Tensor) -> RowView:
-        """View of a tensor in the query's layout, such as q and q_rope."""
+        """Returns a view of a tensor in the query's layout, such as q and q_rope."""
         return self._moved(layouts.row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
     def _moved(self, view: RowView) -> RowView:
-        """The view with addresses at each sequence's first row, q_first."""
+        """Returns the view with addresses that begin at each sequence's first row, q_first."""
         if self.q_first is None:
             return view
         address = view.address + self.q_first * view.stride_token
@@ -256,7 +256,7 @@ class InferenceCall:
 
 
 def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
-    """max + ln(sum); +inf for rows without keys or outside all sequences, -FLT_MAX for rows that return a mean of V."""
+    """Returns max + ln(sum); +inf for rows without keys or sequence, -FLT_MAX for rows that return a mean of V."""
     lse = sum_.log().add_(max_)
     return lse.masked_fill_(max_ == -math.inf, _LOWEST).masked_fill_(sum_ == 0, math.inf)
 
@@ -267,9 +267,8 @@ def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
 
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
-    """Writes +inf to the softmax_lse of rows without visible keys in a call with sinks, whose statistics include the
-    sink and do not show these rows; operands: the call's views.
-    """
+    """Writes +inf to the softmax_lse of rows without visible keys in a call with sinks, whose max and sum include the
+    sink; operands: views of the call's tensors."""
     e, heads = call.extents, call.problem.heads_q
     view = call._moved(layouts.stats_view(lse, layouts.Form(call.layout), heads, e))
     for b in range(len(e)):
@@ -290,5 +289,5 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
-    """The Extents of a call with these lengths and band, without computed biases (shift 0)."""
+    """Returns the Extents (lengths and bands of visible keys) of a call, without computed biases (shift 0)."""
     return Extents(q_len, kv_len, *band, np.zeros_like(q_len))

@@ -25,7 +25,7 @@ _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 
 
 def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
-    """Rule: an offset has the shape and dtype of its scale; wrong: an invalid shape; given: of sample calls."""
+    """Returns a rule that checks calls: an offset has its scale's shape and dtype; given, wrong: sample arguments."""
     check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
     return rules.meaning(check, f"{offset}: {text} ({advice})", stage="dtype", given=given, invalid={offset: wrong})
 

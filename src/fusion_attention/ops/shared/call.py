@@ -25,7 +25,7 @@ NO_ATTENTION = Problem(1, 1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class TensorCall:
-    """A lowered call whose input tensors have canonical names; ir/call.py documents the methods of its protocols.
+    """A call, as back ends compute it, whose input tensors have canonical names.
 
     Args:
         extents: lengths and bands of the sequences.
@@ -38,7 +38,7 @@ class TensorCall:
     tensors: Mapping[str, Tensor | None]
 
     def given(self, name: str) -> Tensor:
-        """The input tensor with this name, which must not be None."""
+        """Returns the input tensor with this name, which must not be None."""
         result = self.tensors[name]
         assert result is not None
         return result
@@ -58,7 +58,7 @@ class TensorCall:
         return self
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor that has a row per query token and head."""
+        """Returns a view of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
@@ -68,7 +68,7 @@ class TensorCall:
 
 @dataclass(frozen=True, eq=False)
 class TorchCall(TensorCall):
-    """A lowered call that torch computes: its plan has no sequences, so that no back end runs.
+    """A call that torch computes: its plan has no sequences, so that no back end runs.
 
     Args:
         allocate: allocates the results, by name.
@@ -91,7 +91,7 @@ class TorchCall(TensorCall):
 
 
 class OfCall:
-    """Base of lowered calls (see ir/call.py) that take problem, extents and device from the call they depend on."""
+    """Base of calls, as back ends compute them, with the problem, extents (lengths) and device of another call."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents

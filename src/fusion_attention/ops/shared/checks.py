@@ -25,7 +25,7 @@ def int32(tensor: torch.Tensor) -> bool:
 def lengths_fit(
     given: np.ndarray | None, ends: bool, count: int | None, longest: int | None, tokens: int | None
 ) -> Outcome:
-    """True if the lengths of a batch's sequences, or their cumulative ends, are in range.
+    """True (else the fault as text) if the lengths of a batch's sequences, or their cumulative ends, are in range.
 
     Args:
         given: int64, one number per sequence; None (not passed) is legal.
@@ -50,14 +50,14 @@ def lengths_fit(
 
 
 def broadcasts(tensor: torch.Tensor, *sizes_allowed: int) -> Outcome:
-    """True if a tensor of at most four dimensions broadcasts to sizes_allowed, [B, N1, S1, S2]."""
+    """True (else error text) if a tensor of at most four dimensions broadcasts to sizes_allowed, [B, N1, S1, S2]."""
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
     fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, sizes_allowed, strict=True))
     return fits or f"{list(tensor.shape)} for {list(sizes_allowed)}"
 
 
 def band_fits(band: Band | None, count: int) -> Outcome:
-    """True if a band has integer edges, and no prefix or one for each of `count` sequences."""
+    """True (else the fault as text) if a band has integer edges, and no prefix or one for each of `count` sequences."""
     if band is None:
         return True
     if not all(isinstance(n, int) and abs(n) <= INFINITE for n in (band.lo, band.hi, *band.prefix)):
@@ -67,19 +67,14 @@ def band_fits(band: Band | None, count: int) -> Outcome:
 
 def stays_unread(tensor: torch.Tensor) -> bool:
     """True if rules must not read a tensor of indices or page numbers: it is on the meta device, or on a GPU while the
-    setting check_content is off.
-
-    Reading would synchronize with the GPU, which is impossible in a captured graph. GPU kernels never access memory
-    outside the tensors, for any content.
-    """
+    setting check_content is off. Reading would synchronize with the GPU, which is impossible in a captured graph. GPU
+    kernels never access memory outside the tensors, for any content."""
     return tensor.is_meta or not (tensor.is_cpu or current().check_content)
 
 
 def within(numbers: torch.Tensor, low: int, high: int) -> bool:
     """True if the native core finds all elements of an int32 or int64 tensor in [low, high].
-
-    False also without the core, and for a tensor on another device or without contiguous memory.
-    """
+    False also without the core, and for a tensor on another device or without contiguous memory."""
     try:
         from fusion_attention import _native
     except ImportError:
@@ -90,8 +85,7 @@ def within(numbers: torch.Tensor, low: int, high: int) -> bool:
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """True if the page number of every cached token is in [0, pages), or if the table must not be read
-    (stays_unread()).
+    """True (else error text) if page numbers of cached tokens are in [0, pages), or the table must not be read.
 
     Args:
         table: int32 or int64 [B, pages of a sequence].

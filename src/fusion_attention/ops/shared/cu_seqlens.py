@@ -12,18 +12,18 @@ from fusion_attention.ops.shared.rules import PACKED, meaning, needed, of_length
 
 
 def ends_param(side: str, of: str) -> Array:
-    """The parameter cu_seqlens_SIDE ("q", "k"), the cumulative ends of packed sequences; of: a word for their rows."""
+    """Returns the parameter cu_seqlens_SIDE ("q", "k"), cumulative ends of sequences; of: a word for their rows."""
     text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
     return Array(f"cu_seqlens_{side}", text, True)
 
 
 def used_param(side: str, of: str) -> Array:
-    """The parameter seqused_SIDE ("q", "k"), the number of used tokens of each sequence; of: a word for them."""
+    """Returns the parameter seqused_SIDE ("q", "k"), used tokens of each sequence; of: a word for them."""
     return Array(f"seqused_{side}", f"Number of leading {of} of each sequence that are used; None: all.", True)
 
 
 def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
-    """True if cumulative ends begin with 0, never fall, and end with the number of tokens in the tensor."""
+    """True (else text) if cumulative ends begin with 0, never fall, and end with the number of tokens in the tensor."""
     if ends is None:
         return True
     if not len(ends) or ends[0] != 0:
@@ -34,13 +34,13 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
 
 
 def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
-    """True if `given` has a number per sequence; there are `count` sequences, or as many as cumulative ends."""
+    """True (else error text) if `given` has a number per sequence: `count` sequences, or as many as cumulative ends."""
     count = count if ends is None else len(ends) - 1
     return given is None or len(given) == count or f"{len(given)} for {count} sequences"
 
 
 def within(used: np.ndarray | None, capacity: np.ndarray) -> Outcome:
-    """True if each number of used tokens is between 0 and the tokens of its sequence in memory (capacity)."""
+    """True (else error text) if numbers of used tokens are between 0 and the tokens of each sequence (capacity)."""
     if used is None:
         return True
     outside = np.flatnonzero((used < 0) | (used > capacity))
@@ -48,8 +48,8 @@ def within(used: np.ndarray | None, capacity: np.ndarray) -> Outcome:
 
 
 def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
-    """Tokens of each of `count` sequences in memory, used or not: the distance of its cumulative ends if sequences are
-    packed, else the padded length."""
+    """Returns the tokens of each of `count` sequences in memory, used or not: differences of cumulative ends if
+    sequences are packed, else the padded length."""
     return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
 
 
@@ -57,13 +57,13 @@ FUNCTIONS = {f.__name__: f for f in (ends_fit, one_each, within)}
 
 
 def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """The rules of cu_seqlens_SIDE and seqused_SIDE.
+    """Returns the rules of cu_seqlens_SIDE and seqused_SIDE, the cumulative ends and used lengths of sequences.
 
     Args:
         side: "q", "k" or "kv".
-        axis: axis word for all tokens of a packed tensor.
+        axis: name of the axis of all tokens of a packed tensor.
         layout: name of the attribute with the layout of this side.
-        packed: settings of sample calls of packed sequences.
+        packed: arguments of sample calls of packed sequences.
 
     The operator definition's `derive` must return SIDE_capacity, the result of stored().
     """

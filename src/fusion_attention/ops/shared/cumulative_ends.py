@@ -4,19 +4,19 @@ import numpy as np
 
 
 def lengths_of(ends: np.ndarray) -> np.ndarray:
-    """Lengths from inclusive cumulative ends; sequences in a tail of zeros after a positive end have length 0."""
+    """Returns lengths from inclusive cumulative ends; sequences in zeros after a positive end have length 0."""
     return np.maximum(np.diff(ends, prepend=0), 0)
 
 
 def broken_end(ends: np.ndarray) -> int:
-    """Index of the first cumulative end in ends that is below its predecessor and not in a tail of zeros; else -1."""
+    """Returns the index of the first cumulative end below its predecessor and not in a tail of zeros; else -1."""
     used = len(np.trim_zeros(ends, "b"))
     falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might overflow int64
     return int(falls[0]) if len(falls) else -1
 
 
 def rising(ends: np.ndarray) -> bool | str:
-    """True if cumulative ends never fall, except to a tail of zeros."""
+    """True (else the fault as text) if cumulative ends never fall, except to a tail of zeros."""
     if len(ends) and ends[0] >= 0 and (ends[1:] >= ends[:-1]).all():
         return True
     item = broken_end(ends)
@@ -24,5 +24,5 @@ def rising(ends: np.ndarray) -> bool | str:
 
 
 def last_end(ends: np.ndarray) -> int:
-    """The number of tokens in all sequences of cumulative ends."""
+    """Returns the number of tokens in all sequences of cumulative ends."""
     return int(ends.max(initial=0))

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def _positions(words: str) -> tuple[int | None, int, int | None]:
-    """The positions of batch, tokens and heads in axis words; None: there is no such axis."""
+    """Returns the positions of batch, tokens and heads in axis names such as "B S N D"; None: there is no such axis."""
     at = {axis: position for position, axis in enumerate(words.split())}
     return at.get("B"), at["S" if "S" in at else "T"], at.get("N")
 
@@ -30,7 +30,7 @@ _ENTRIES = 256
 
 @dataclass(frozen=True)
 class Form:
-    """Layouts of a call's tensors, from which views are made.
+    """Layouts of a call's tensors, from which views of their memory are made.
 
     Args:
         layout: axis order of q, k, v, rope tensors, out and their gradients, a key of LAYOUTS.
@@ -56,29 +56,26 @@ class Form:
 
 
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of `tensor`, which has this layout and number of heads, with `dim` elements per head instead."""
+    """Returns the shape of `tensor`, of this layout and number of heads, with `dim` elements per head instead."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
 def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor in a layout: `heads` rows of `dim` elements per token; tokens: of each of `batch` padded
-    sequences, or of all packed ones."""
+    """Returns the shape of a tensor in a layout: `heads` rows of `dim` elements per token; tokens: of each of `batch`
+    padded sequences, or of all packed ones."""
     sizes = {"B": batch, "S": tokens, "T": tokens, "N": heads, "D": dim, "N*D": heads * dim}
     return tuple(sizes[axis] for axis in WORDS[layout].split())
 
 
 def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Converts a tensor of attention sinks or ALiBi slopes to float32, which kernels read.
-
-    A float64 tensor stays float64 if the query q is float64.
-    """
+    """Returns attention sinks or ALiBi slopes in float32, which kernels read, or in float64 if the query q is."""
     if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
         return tensor
     return tensor.float()
 
 
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
-    """View of a tensor with `heads` rows per token; side: "q" if tokens are of the query, "kv" if of keys."""
+    """Returns a view of a tensor with `heads` rows per token; side: "q" if tokens are of the query, "kv" if of keys."""
     stride = tensor.stride()
     if stride[-1] != 1 and tensor.shape[-1] > 1:
         # Kernels read contiguous rows, so a tensor with another stride of the last axis is copied here.
@@ -108,7 +105,7 @@ def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, s
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
-    """View of a bias or a blocked matrix of a call; form: its shape, a value of Form.bias or Form.blocked."""
+    """Returns a view of a bias or mask matrix; form: its shape, such as "broadcast" (to [B, N, S, S_kv])."""
     count = np.arange(len(extents))
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
@@ -127,7 +124,7 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
 
 
 def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
-    """View of blocks [heads, rows, keys], one per sequence, concatenated in `flat`; rows None: one row for all."""
+    """Returns a view of blocks [heads, rows, keys], one per sequence, concatenated; rows None: one row for all."""
     if flat.stride(0) != 1:
         flat = flat.contiguous()  # Kernels require contiguous blocks.
     head = keys if rows is None else rows * keys
@@ -137,21 +134,21 @@ def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.nd
 
 
 def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int], extents: Extents) -> MatrixView:
-    """View of drop bits, in row-major order over [B, N, S1, S2] (sizes = S1, S2); if rows are packed, over
-    [N, q_len, kv_len] of each sequence, concatenated."""
+    """Returns a view of a dropout mask's bits in row-major order over [B, N, S1, S2] (sizes = S1, S2); if rows are
+    packed, over [N, q_len, kv_len] of each sequence, concatenated."""
     if form.packed:
         return _blocks(bits.reshape(-1), heads, extents.q_len, extents.kv_len)
     return _blocks(bits.reshape(-1), heads, np.full(len(extents), sizes[0]), np.full(len(extents), sizes[1]))
 
 
 def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
-    """The shape of statistics of a call with query q: [B, N1, S1], or [T1, N1] if rows are packed (form)."""
+    """Returns the shape of softmax statistics: [B, N1, S1], or [T1, N1] if rows are packed; form: the layouts."""
     batch, token, _ = LAYOUTS[form.layout]
     return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
-    """View of statistics of `heads` heads whose shape is stats_shape(), in the order of form.stats."""
+    """Returns a view of softmax statistics, [B, N1, S1], or [T1, N1] if packed; form: layouts and their order."""
     key, count = (form.layout, form.stats, heads, tensor.shape), len(extents)
     view: RowView | None = extents.call_cache.get(key)
     if view is None:
@@ -168,9 +165,7 @@ def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -
 
 def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> bool:
     """True if every token of a tensor of query rows (side "q") or of keys ("kv") belongs to a sequence.
-
-    Outputs of other tokens are zero. layout: layout of the tensor.
-    """
+    Outputs of other tokens are zero. layout: layout of the tensor."""
     batch, token, _ = LAYOUTS[layout]
     tokens = tensor.shape[token]
     key = ("covered", side, batch is None, tokens)

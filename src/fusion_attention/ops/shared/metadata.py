@@ -20,7 +20,7 @@ def metadata(
     elements: int = 1024,
     c: Declared = Declared(on_device=ON_DEVICE).of_page(),  # noqa: B008 - immutable
 ) -> Op:
-    """The definition of an operator's metadata function.
+    """Returns the definition of an operator's metadata function, which on the chip divides work; here it returns zeros.
 
     Args:
         of: name of the operator.

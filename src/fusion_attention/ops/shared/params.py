@@ -29,49 +29,49 @@ WORDS = {
 
 
 def spelled(param: Any, name: str, **changes: Any) -> Any:
-    """A copy of a parameter with another name, and further changed fields."""
+    """Returns a copy of a parameter with another name, and further changed fields."""
     return replace(param, spelled=name, **changes)
 
 
 def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
-    """A parameter that is an output tensor; dtypes: "=query": the query's; changes: other fields."""
+    """Returns a parameter that is an output tensor; dtypes: "=query": the query's; changes: other fields."""
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
 def words_of(layout: str, side: str, dim: str) -> str:
-    """Axis words of query (side "1") or key (side "2") rows in a layout; dim: word of their elements."""
+    """Returns axis names, such as "B S1 N1 D", of query (side "1") or key (side "2") rows; dim: the last name."""
     return re.sub("[STND]", lambda axis: dim if axis[0] == "D" else axis[0] + side, WORDS[layout])
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; dim: word of their elements."""
+    """Returns {layout: axis names} of query (side "1") or key (side "2") rows, as "B S1 N1 D"; dim: the last."""
     return {layout: words_of(layout, side, dim) for layout in ("BSH", "SBH", "BSND", "BNSD", "TND")}
 
 
 def one_of(name: str, text: str, values: tuple[Any, ...], **fields: Any) -> Attr:
-    """An attribute that has one of several values, by default the first; fields: other fields of Attr."""
+    """Returns an attribute that has one of several values, by default the first; fields: other fields of Attr."""
     return Attr(
         name, text, **{"type": type(values[0]), "default": values[0], "domain": f"{name} in {values}", **fields}
     )
 
 
 def keeps_or_adds(bias: str) -> str:
-    """Text of the hint in errors about a mask of a wrong dtype; bias: name of the parameter for additive masks."""
+    """Returns the hint in errors about a mask of a wrong dtype; bias: name of the parameter for additive masks."""
     return f"True removes a score: torch's keep mask is ~mask, an additive mask (0 and -inf) goes in {bias}"
 
 
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
-    """A mask for sample calls that hides no key."""
+    """Returns a mask for sample calls that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
-    """A page table for sample calls: ascending page numbers."""
+    """Returns a page table for sample calls: ascending page numbers."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
 def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
-    """The scale of q . k: the caller's (given), or for None 1 / sqrt(dim + rope), from the elements of a row."""
+    """Returns the scale of q . k: `given`, or if it is None 1 / sqrt(dim + rope), from the elements of a row."""
     return (dim + rope) ** -0.5 if given is None else float(given)
 
 
@@ -95,5 +95,5 @@ TENSOR_FIRST = torch.Tensor | Sequence[int] | np.ndarray | None
 
 
 def or_none(*attributes: Attr) -> dict[str, Any]:
-    """The declared types (Op.declared) of attributes that may be None."""
+    """Returns {name: type} of attributes that may be None."""
     return {p.name: p.type | None for p in attributes}

@@ -9,7 +9,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """The division of rows into windows.
+    """The division of token rows into windows, each of which is averaged to one row.
 
     Args:
         ratio: rows of a window.
@@ -26,7 +26,7 @@ class Windows:
     before: bool = False
 
     def results(self, rows: int) -> int:
-        """The number of pooled rows of a sequence of `rows` rows."""
+        """Returns the number of pooled rows of a sequence of `rows` rows."""
         return max(rows // self.ratio - self.before, 0)
 
 
@@ -57,14 +57,14 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
 
 
 def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Pools the complete windows of rows [B, S, N, C] to [B, windows, N, D]; arguments: as of pooled()."""
+    """Returns averages [B, windows, N, D] of the windows of rows [B, S, N, C], weighted by softmax(gates + bias)."""
     x, z = rows_of_windows(rows, gates, bias, windows)
     return (z.softmax(2) * x).sum(2).to(rows.dtype)
 
 
 def rows_of_windows(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The rows that each complete window of [B, S, N, C] sums, and their gates plus bias: [B, windows, ratio or
-    2 * ratio, N, D] in float32 or float64. The first window has no previous one: those rows are 0, their gates -inf."""
+    """Returns the rows that each complete window of [B, S, N, C] averages, and their gates plus bias: [B, windows,
+    ratio or 2 * ratio, N, D] in float32 or float64. Without a previous window, its rows are 0 and their gates -inf."""
     dtype, ratio = torch.promote_types(rows.dtype, torch.float32), windows.ratio
     count = rows.shape[1] // ratio
     x, z = (t[:, : count * ratio].to(dtype).unflatten(1, (count, ratio)) for t in (rows, gates))
@@ -76,8 +76,8 @@ def rows_of_windows(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: W
 
 
 def _with_previous(windows: Tensor, absent: float) -> Tensor:
-    """Windows of twice the rows, [B, windows, 2 * ratio, N, D]: the first D channels of the previous window, then the
-    last D channels of the window; absent: value before the first window."""
+    """Returns windows of twice the rows, [B, windows, 2 * ratio, N, D]: the first D channels of the previous window,
+    then the last D channels of the window; absent: value before the first window."""
     half = windows.shape[-1] // 2
     previous, current = windows[..., :half], windows[..., half:]
     none = torch.full_like(previous[:, :1], absent)

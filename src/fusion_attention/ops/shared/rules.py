@@ -18,10 +18,10 @@ ROPE = {"query_rope": True, "key_rope": True}
 
 
 def meaning(check: str, message: str, **fields: Any) -> Rule:
-    """A rule from its expression `check` and the text of its error; fields: other fields of Rule.
+    """Returns a rule, a check of calls, from its expression `check` and its error's text; fields: others of Rule.
 
     message: "PARAMETER: EXPECTED (ADVICE)"; "PARAMETER (ADVICE)" if the error shows the expression. Op.spell() replaces
-        canonical names in it, also if they are common words: write "keys", not "key".
+    canonical names in it, also if they are common words: write "keys", not "key".
     """
     start, depth = len(message) - 1, 1  # the parenthesis that opens the advice
     while depth:
@@ -45,7 +45,7 @@ content = partial(meaning, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
-    """Copies of the rules in which the fields in `common` have these values."""
+    """Returns copies of the rules in which the fields in `common` have these values."""
     return tuple(replace(rule, **common) for rule in rules)
 
 
@@ -53,24 +53,24 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 
 
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
-    """Rule: a parameter is required; text, advice: expected value and hint of the error; more: other fields of Rule."""
+    """Returns a rule that checks calls: a parameter is given; text, advice: expected value and hint of the error."""
     return presence(f"{param} is not None", f"{param}: {text} ({advice})", invalid={param: None}, **more)
 
 
 def absent(param: str, advice: str = OF_950) -> Rule:
-    """Rule: the parameter `param` is None; advice: the reason."""
+    """Returns a rule that checks calls: the parameter `param` is None; advice: the reason."""
     return presence(f"{param} is None", f"{param}: None ({advice})")
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
-    """Rule: a head of `param` has 1 to 768 elements on an axis; optional: it may be absent; bad: an illegal size."""
+    """Returns a rule that checks calls: a head has 1 to 768 elements; optional: it may be absent; bad: a wrong size."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
     return invalid(check, f"{param}: {text} (elements per head)", invalid={axis: bad}, **more)
 
 
 def groups_of_heads(key: str, *others: str) -> Rule:
-    """Rule: the number of query heads is a multiple of that of key heads; others: further advice."""
+    """Returns a rule that checks calls: query heads are a multiple of key heads; others: further advice."""
     advice = "; ".join(("all KV heads serve the same number of heads", *others))
     return meaning("N1 > 0 and N2 > 0 and N1 % N2 == 0", f"{key} ({advice})", invalid={"N2": 3})
 
@@ -82,12 +82,12 @@ def both_or_neither(first: str, second: str, advice: str, code: int = TILING, **
 
 
 def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
-    """Rule: rope tensors of query and key are both given, or neither."""
+    """Returns a rule that checks calls: rope tensors of query and key are both given, or neither."""
     return both_or_neither(query_rope, key_rope, "rope parts come in pairs", NULL_POINTER, given=given)
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
-    """Rule: a scale is finite in float32; optional: it may be None; bad: an illegal value."""
+    """Returns a rule that checks calls: a scale is finite in float32; optional: None is legal; bad: a wrong value."""
     check = f"abs({scale}) < 3.4e38"
     if optional:
         check = f"{scale} is None or {check}"
@@ -95,14 +95,14 @@ def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True
 
 
 def one_length_each(q_len: str, kv_len: str) -> Rule:
-    """Rule: packed queries and keys have the same number of sequences; q_len, kv_len: parameters with their lengths."""
+    """Returns a rule that checks calls: there are as many lengths of packed queries (q_len) as of keys (kv_len)."""
     both = f"{q_len} is not None and {kv_len} is not None"
     check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
     return of_lengths(check, f"{kv_len} ({advice})", when=both, only=PACKED, invalid={kv_len: [12]})
 
 
 def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
-    """Rules: `blocked` and `bias` broadcast to [B, N1, S1, columns]."""
+    """Returns rules that check calls: `blocked` and `bias` broadcast to [B, N1, S1, columns]."""
     return tuple(
         meaning(
             f"broadcasts({name}, B, N1, S1, {columns})",
@@ -118,11 +118,8 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 
 
 def keys_lie(pages: str = "", param: str = "layout_kv", advice: str = "", bad: str = "BNSD", **more: Any) -> Rule:
-    """Rule: the layout of keys, attribute `param`, is the layout of the queries, or the layout `pages`; "": no paged
-    keys.
-
-    advice: a hint; bad: an invalid layout.
-    """
+    """Returns a rule that checks calls: the layout of keys, attribute `param`, is that of queries, or `pages` ("": not
+    allowed). advice: a hint; bad: an invalid layout."""
     check, text = f"{param} == layout", f"{param}: layout ({advice or 'keys have the axes of queries'})"
     if pages:
         check = f"{param} in (layout, '{pages}')"
@@ -131,14 +128,14 @@ def keys_lie(pages: str = "", param: str = "layout_kv", advice: str = "", bad: s
 
 
 def tabled(table: str, pages: str, unless: str = "", **samples: Settings) -> Rule:
-    """Rule: a page table is given exactly for keys in layout `pages`; unless: a condition, then " or ", for calls to
-    which it does not apply; samples: given and invalid settings."""
+    """Returns a rule that checks calls: a page table is given exactly for keys in layout `pages`; unless: a condition,
+    then " or ", for calls to which it does not apply; samples: given and invalid arguments."""
     text = f"a table if keys are {pages}, otherwise None (it has the pages of each sequence)"
     return presence(f"{unless}({table} is not None) == (layout_kv == '{pages}')", f"{table}: {text}", **samples)
 
 
 def page_numbers(table: str, lengths: str, page: str, pages: str, **more: Any) -> Rule:
-    """Rule: a page table has numbers of pages, of which there are as many as axis word `pages` says.
+    """Returns a rule that checks calls: a page table has numbers below the size of the axis `pages`.
 
     lengths, page: names of the array of sequences' lengths, and of the number of tokens of a page.
     """
@@ -148,7 +145,7 @@ def page_numbers(table: str, lengths: str, page: str, pages: str, **more: Any) -
 
 
 def cached(kv_len: str) -> Rule:
-    """Rule: the lengths in parameter kv_len are within the capacity of the cache."""
+    """Returns a rule that checks calls: lengths in the parameter kv_len are within the capacity of the cache."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
     return meaning("lengths_within(kv_len, capacity)", f"{kv_len}: {text} ({advice})", invalid={kv_len: [3, 7]})
 
@@ -185,7 +182,7 @@ def lengths_of_pages(lengths: str, given: Settings, when: str = "block_table is 
 
 
 def reserved(name: str, **more: Any) -> Rule:
-    """Rule of level "limit" (strict calls): the parameter `name` is reserved by CANN and must be None."""
+    """Returns a rule that checks strict calls: the parameter `name`, reserved by CANN, is None."""
     return limit(f"{name} is None", f"{name} (reserved: leave it out)", **more)
 
 
@@ -203,10 +200,8 @@ doubt = partial(meaning, level="doubt")
 
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
     """Returns rules that warn if packed sequences do not cover all rows of the query or key tensor.
-
     The operator definition's `derive` must return q_len and kv_len, the tokens of each sequence. advice: a hint for the
-    user. short: example lengths of queries and keys that violate the rules, for their tests.
-    """
+    user. short: example lengths of queries and keys that violate the rules, for their tests."""
     return tuple(
         doubt(
             f"{axis} is None or sum({side}_len) == {axis}",
@@ -225,9 +220,9 @@ ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
 def untrained(
     advice: str, given: Settings | None = None, kind: Callable[..., Rule] = doubt, **shapes: tuple[int, ...]
 ) -> tuple[Rule, ...]:
-    """Rules: tensors without a derivative do not require gradients; advice: a hint; given: settings of sample calls.
+    """Returns rules that check calls: tensors without a derivative do not require gradients; advice: a hint.
 
-    kind: constructor of the rules; shapes: names of the tensors, with sample shapes.
+    given: arguments of sample calls; kind: constructor of the rules; shapes: names of the tensors, with sample shapes.
     """
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
     text = "a tensor that does not require a gradient"
@@ -251,7 +246,7 @@ def no_float32(query: str, weights: str = "") -> Rule:
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
-    """Rule of level "limit" (strict calls): rows of parameter `param` have `size` elements on the axis `axis`; beside:
-    a further condition under which it applies, then " and "; bad: an invalid size."""
+    """Returns a rule that checks strict calls: rows of parameter `param` have `size` elements on the axis `axis`;
+    beside: a further condition under which it applies, then " and "; bad: an invalid size."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
     return refused(f"{axis} == {size}", f"{param} ({advice})", when=when, invalid={axis: bad}, **more)

@@ -7,7 +7,7 @@ from fusion_attention.ir.problem import Extents
 
 
 def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
-    """The band of a sparse mode of the training operators, for a call with a mask; pre, next_: tokens of the window.
+    """Returns the band of visible keys of a sparse mode, for a call with a mask; pre, next_: tokens of the window.
 
     0: window aligned to the upper left corner (the mask also applies); 1: the mask only; 2: causal, upper left; 3:
     causal, lower right; 4: window, lower right; 5 and 6: prefix; 7: as 3, and 8: as 2, with another diagonal in the
@@ -31,7 +31,7 @@ def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> B
 def mode_band(
     mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(lo, hi, prefix) of a sparse mode, int64 arrays with an entry per sequence, as in Extents.
+    """Returns (lo, hi, prefix), int64 [sequences], of a mode: query i sees keys i + lo <= j < max(prefix, i + hi).
 
     Without a mask training operators ignore the mode: all keys are visible. Modes 7 and 8 shift the diagonal of the
     sequence that is split between two devices: the last (7) or the first (8) sequence with query rows. q_len, kv_len:
@@ -48,7 +48,7 @@ def mode_band(
 
 
 def band_empties_rows(extents: Extents) -> bool:
-    """True if the band leaves no key for some row in a sequence with keys."""
+    """True if the band of visible keys in `extents` leaves no key for some row in a sequence with keys."""
     e = extents
     past_the_end = e.q_len - 1 + e.lo >= e.kv_len
     before_the_start = (e.hi <= 0) & (e.prefix <= 0)

@@ -45,12 +45,12 @@ SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths, axes, and the sparse_mode of `causal`."""
+    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the sparse mode."""
     return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
 
 
 def _derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), as by derive(); Dv is dim_v if there is no value tensor."""
+    """Returns derive(names), with Dv equal to dim_v (or D) if the call has no value tensor."""
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 

@@ -15,14 +15,14 @@ PAGED = "PA_BSND"
 
 
 def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None) -> str:
-    """The layout of keys: layout_kv if given, else paged if there is a block_table, else the layout of the queries."""
+    """Returns the layout of keys: layout_kv if given, else paged with a block_table, else the queries' layout."""
     if layout_kv is not None:
         return layout_kv
     return layout if block_table is None else PAGED
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """True if query lengths (`given`; cumulative ends if packed and `cumulative`) are in range; b, s1, t1: sizes."""
+    """True (else text) if query lengths (`given`; cumulative ends if `cumulative`) are in range; b, s1, t1: sizes."""
     packed = layout == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
 
@@ -30,10 +30,8 @@ def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any,
 def keys_fit(
     given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
 ) -> Outcome:
-    """True if the key lengths `given` (cumulative ends if packed and `cumulative`) are in range.
-
-    form: layout of keys; table: page table; b, s2, t2, page: sizes of axes.
-    """
+    """True (else error text) if the key lengths `given` (cumulative ends if packed and `cumulative`) are in range.
+    form: layout of keys; table: page table; b, s2, t2, page: sizes of axes."""
     if form == PAGED:
         return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
@@ -41,8 +39,8 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths, and the sizes of axes that do not follow from
-    the tensors' shapes in this layout."""
+    """Returns {name: value} derived from a call's arguments (`names`): lengths, and sizes of axes that do not follow
+    from the tensors' shapes in this layout."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -69,7 +67,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 def lists_of(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, lists [rows, heads, entries] of the rows of sequence b); `indices` may lack the axis of heads.
+    """Yields (b, lists of selected keys [rows, heads, entries] of the rows of sequence b); indices: all lists.
 
     q_start: the first row of each packed sequence; None: no rows are between sequences.
     """
@@ -83,7 +81,7 @@ def lists_of(
 
 
 def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
-    """Text with the first invalid entry (true in bad) of `listed`, the lists of sequence b, and its position."""
+    """Returns text with the first invalid entry (true in bad) of `listed`, keys of sequence b, and its position."""
     row, head, slot = bad.nonzero()[0].tolist()
     heads = f"head {head}, " if listed.shape[1] > 1 else ""
     return f"{int(listed[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
@@ -97,10 +95,9 @@ def entries_fit(
     block: int = 1,
     q_start: np.ndarray | None = None,
 ) -> Outcome:
-    """True if every entry of the lists is -1 or the number of a block of its sequence's keys; block: keys of a block.
-
-    q_len, kv_len: lengths per sequence; q_start: as of lists_of(). Lists are not checked if stays_unread(indices).
-    """
+    """True (else the fault as text) if every entry of the lists is -1 or the number of a block of its sequence's keys,
+    or lists must not be read. block: keys of a block; q_len, kv_len: lengths per sequence; q_start: the first row of
+    each packed sequence, or None."""
     # In the usual case all entries exist even in the shortest sequence.
     if stays_unread(indices) or (len(kv_len) and within(indices, -1, -(-int(kv_len.min()) // block) - 1)):
         return True
@@ -120,7 +117,7 @@ def unbroken(indices: torch.Tensor) -> bool:
 def visible_keys(
     mode: int, rows: int, keys: int, device: torch.device, ratio: int = 1, behind: int = 0
 ) -> torch.Tensor:
-    """Number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal.
+    """Returns the number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal.
 
     ratio: tokens of a key; behind: tokens of the sequence after those of the last key.
     """
@@ -138,10 +135,9 @@ def unread(
     text: str,
     q_start: np.ndarray | None = None,
 ) -> Outcome:
-    """True if reads(b, lists, slots) is true for all entries >= 0 of each sequence b, else the first other entry.
-
-    slots: positions in a list; text: follows the entry; other arguments: as of lists_of().
-    """
+    """True if reads(b, lists, slots) is true for all entries >= 0 of each sequence b, else the first other entry as
+    text. indices: lists of selected keys; slots: positions in a list; text: follows the entry in the result; q_start:
+    the first row of each packed sequence, or None."""
     for b, listed in lists_of(indices, layout, q_len, q_start):
         bad = (listed >= 0) & ~reads(b, listed, torch.arange(listed.shape[-1], device=listed.device))
         if bool(bad.any()):
@@ -152,10 +148,8 @@ def unread(
 def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if no list has more entries than its row has blocks with visible keys, as rows read no further entries.
-
-    mode: sparse_mode; other arguments: as of entries_fit().
-    """
+    """True (else text) if no list has more entries than its row has blocks with visible keys (it would not read them).
+    block: keys of a block; mode: sparse_mode, 3 if causal; q_len, kv_len: lengths per sequence."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return slot < -(-visible_keys(mode, len(listed), int(kv_len[b]), listed.device) // block)
@@ -166,7 +160,7 @@ def few_enough(
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if every entry of a list is a block of which its row sees a key; arguments: as of few_enough()."""
+    """True (else error text) if entries of a list are `block`s of keys of which its row sees one; mode: 3 if causal."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return listed.long() * block < visible_keys(mode, len(listed), int(kv_len[b]), listed.device)

@@ -22,13 +22,13 @@ LARGEST_INT64 = (1 << 63) - 1
 
 
 def rows(side: str, heads: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; heads, dim: its last axis words."""
+    """Returns {layout: axis names} of query (side "1") or key (side "2") rows; heads, dim: the last two names."""
     shapes = {"BSND": f"B S{side} {heads} {dim}", "TND": f"T{side} {heads} {dim}"}
     return shapes | ({PAGED: f"P Ps {heads} {dim}"} if side == "2" else {})
 
 
 def key_layout(names: Mapping[str, Any]) -> str:
-    """The layout of a call's key tensor, from the call's arguments by name."""
+    """Returns the layout of a call's key tensor, from {name: argument} of the call."""
     return keys_in(names.get("layout", ""), names.get("layout_kv"), names.get("block_table"))
 
 
@@ -226,7 +226,7 @@ RULES = (
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths and axes; without a value tensor Dv is D."""
+    """Returns {name: value} derived from a call's arguments `names`: lengths and axes; Dv is D without values."""
     result = lengths(names)
     if names["value"] is None and names["Dv"] is None:
         result["Dv"] = names["D"]
@@ -234,7 +234,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a forward call, with the axis G of statistics, which is None if they are not returned."""
+    """Returns derive(names) with the axis G of statistics (query heads per key head), None if they are not returned."""
     group = names["N1"] // names["N2"] if names["return_softmax_lse"] and names["N2"] else None
     return derive(names) | {"G": group}
 

@@ -22,13 +22,13 @@ from fusion_attention.ops.sparse.lowered_call import (
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call with values `n`: lengths, and a causal band in sparse mode 3, else all keys."""
+    """Returns the lengths and bands of a call with values `n`: causal in sparse mode 3, else all keys."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
 def tensors_of(n: Mapping[str, Any], *further: str) -> dict[str, Any]:
-    """The input tensors of a checked call with values `n`, and those named in `further`, as kernels read them."""
+    """Returns {name: input tensor} of a call with values `n`, and those in `further`, as kernels read them."""
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *further)}
     if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
         lists = n["sparse_indices"]
@@ -37,7 +37,7 @@ def tensors_of(n: Mapping[str, Any], *further: str) -> dict[str, Any]:
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """Lowers a checked forward or gradient call (`bound`) of sparse attention to its forward call."""
+    """Converts a checked forward or gradient call `bound` of sparse attention to its forward call for the back ends."""
     n = bound.names
     problem, extents = bound.once(lambda n: (problem_of(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
@@ -45,7 +45,7 @@ def sparse_call(bound: Bound) -> Sparse:
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
-    """Lowers a checked call (`bound`) of sparse attention, forward or gradient."""
+    """Converts a checked call `bound` of sparse attention, forward or gradient, to the form that back ends compute."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
         return call
@@ -53,7 +53,7 @@ def lower(bound: Bound) -> Sparse | SparseBackward:
 
 
 def problem_of(n: Mapping[str, Any]) -> Problem:
-    """The Problem of a checked call with values `n`, of which those with compressed keys have a ratio."""
+    """Returns the Problem (heads, sizes, dtypes, scale, ...) of a checked call with argument values `n`."""
     rope = n["Dr"] or 0
     return Problem(
         heads_q=n["N1"],

@@ -42,7 +42,7 @@ _WRITTEN = ("out", "max", "sum")  # the operands that a run writes; statistics i
 
 @dataclass(frozen=True, eq=False)
 class Sparse(TensorCall):
-    """A lowered forward call of sparse attention.
+    """A forward call of sparse attention, as back ends compute it.
 
     Args:
         layout_kv: layout of keys.
@@ -58,12 +58,12 @@ class Sparse(TensorCall):
     names = RESULTS
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
-        """View of keys or values; dim: number of leading elements of a row in the view, 0: all."""
+        """Returns a view of keys or values; dim: number of leading elements of a row in the view, 0: all."""
         view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
         return replace(view, dim=dim) if dim else view
 
     def compressed(self, tensor: Tensor | None, dim: int = 0) -> RowView | PagedView | None:
-        """View of keys or values of the second source, None if there is none; dim: as in keys()."""
+        """Returns a view of keys or values of the second source, or None; dim: leading elements of a row, 0: all."""
         if self.second is None or tensor is None:
             return None
         layout, extents = self.second
@@ -71,7 +71,7 @@ class Sparse(TensorCall):
         return replace(view, dim=dim) if dim else view
 
     def lists(self) -> Tensor | None:
-        """The lists of selected keys, ended by -1."""
+        """Returns the lists of selected keys, [.., entries], ended by -1; None if there are none."""
         return self.tensors["sparse_indices"]
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
@@ -82,7 +82,7 @@ class Sparse(TensorCall):
         return super().covers(tensor, side)
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Views of the call's tensors and of the tensors "out", "max" and "sum", as from memory()."""
+        """Returns views of the call's tensors and of the tensors "out", "max" and "sum" in `memory`."""
         p, t = self.problem, self.tensors
         k, v, q_rope, k_rope = (t[n] for n in ("key", "value", "query_rope", "key_rope"))
         assert k is not None
@@ -104,7 +104,7 @@ class Sparse(TensorCall):
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
-        """A view of statistics [.., N1] of the call in CANN's order: [B, N2, S1, G] or [N2, T1, G]."""
+        """Returns a view of softmax statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G], G = N1 / N2."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
     @property
@@ -114,19 +114,19 @@ class Sparse(TensorCall):
 
     @property
     def further(self) -> Further:
-        """The function that makes the results from the tensors that a run writes."""
+        """Returns the function that makes the results from the tensors that a run writes."""
         return Further(self.stats, partial(_results, self.problem, self.layout, self.extents))
 
     def memory(self) -> dict[str, Tensor]:
-        """Allocates the output, and its statistics [.., N1] in the kernels' order, by name of operand."""
+        """Allocates {"out", "max", "sum"}: the output, and softmax statistics [.., N1] in the kernels' order."""
         return dict(zip(_WRITTEN, (self.results()[RESULTS[0]], *statistics(self.given("query"))), strict=True))
 
     def complete(self: Call) -> Call:
-        """The same call, whose results also have the softmax's row maximum and sum."""
+        """Returns the same call, whose results also have the softmax's row maximum and sum."""
         return replace(self, stats=True)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """The gradient call, from the results of a call with statistics and their gradients (upstream)."""
+        """Returns the gradient call, from the results of a call with statistics and their gradients (upstream)."""
         out, top, total = (results[name] for name in RESULTS)
         dout, dlse = (upstream.get(name) for name in RESULTS[:2])
         return SparseBackward(self, torch.zeros_like(out) if dout is None else dout, out, top, total, dlse)
@@ -150,7 +150,7 @@ class Sparse(TensorCall):
         return Filled((operands,), written, (outputs[RESULTS[0]],), clears, convert=convert)
 
     def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
-        """Writes statistics in the kernels' order, [.., N1], to those among the outputs, in CANN's order."""
+        """Writes max and sum, [.., N1] in the kernels' order, to the statistics among the outputs, in CANN's order."""
         values = _returned(self.problem, self.layout, self.extents, max_, sum_)
         for name, value in zip(STATISTICS, values, strict=True):
             if name in outputs:
@@ -158,18 +158,18 @@ class Sparse(TensorCall):
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates max and sum in the kernels' order: [B, S1, N1] or [T1, N1]."""
+    """Allocates (max, sum) in the kernels' order: [B, S1, N1] or [T1, N1]."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty(query, query.shape[:-1], dtype), empty(query, query.shape[:-1], dtype)
 
 
 def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
-    """A view of statistics [.., N1] in CANN's order for a layout and N2 = heads_kv: [B, N2, S1, G] or [N2, T1, G]."""
+    """Returns a view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]; N2: heads_kv."""
     return stats.unflatten(-1, (heads_kv, stats.shape[-1] // heads_kv)).movedim(-2, 0 if layout == "TND" else 1)
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """View of keys of `heads` heads in a layout, packed, padded or paged; table: their page_table() if paged."""
+    """Returns a view of keys of `heads` heads in a layout, packed, padded or paged; table: the page table if paged."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
@@ -180,14 +180,14 @@ def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: T
 
 
 def narrow(lists: Tensor) -> Tensor:
-    """Lists converted to int32, which kernels read; entries beyond int32 become -1 or the largest int32."""
+    """Returns lists of keys as int32, which kernels read; entries beyond int32 become -1 or the largest int32."""
     if lists.dtype == torch.int32:
         return lists
     return lists.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 def page_table(table: Tensor | None) -> Tensor | None:
-    """A page table in the format that kernels read: int32 with contiguous rows."""
+    """Returns a page table in the format that kernels read: int32 with contiguous rows; None for None."""
     if table is None:
         return None
     table = table.to(torch.int32)
@@ -209,8 +209,8 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Tensor) -> Iterator[Tensor]:
-    """Yields the statistics max_ and sum_, [.., N1], in CANN's order: 0 and 0 for rows without visible keys, also in a
-    sequence without keys and with a sink."""
+    """Yields max_ and sum_, [.., N1], in CANN's order, [B, N2, S1, G] or [N2, T1, G]: 0 and 0 for rows without visible
+    keys, also in a sequence without keys and with a sink."""
     empty = max_ == -torch.inf
     for b in extents.keyless:
         rows = row_view(empty.unsqueeze(-1), layout, p.heads_q, extents, "q")
@@ -220,7 +220,7 @@ def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Ten
 
 
 def _results(p: Problem, layout: str, extents: Extents, out: Tensor, *stats: Tensor | None) -> dict[str, Tensor]:
-    """The results of a call by name: out and, if they were written, the statistics in CANN's order."""
+    """Returns {name: result} of a call: out and, if they were written, max and sum in CANN's order."""
     if stats[0] is None or stats[1] is None:
         return {RESULTS[0]: out}
     values = _returned(p, layout, extents, stats[0], stats[1])
@@ -237,13 +237,13 @@ def unpaged(page_size: int) -> None:
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates gradients of all differentiable inputs that are not None."""
+    """Allocates {name: gradient} of all differentiable inputs that are not None; n: {name: input} of the call."""
     given = ((name, n.get(source)) for source, name in GRADIENT_OF.items())
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
 class SparseBackward(OfCall):
-    """A lowered gradient call of sparse attention; the saved statistics and dlse are in CANN's order."""
+    """A gradient call of sparse attention for back ends; saved max, sum and dlse are in CANN's order."""
 
     call: Sparse
     op_kind = "attention_backward"
@@ -286,7 +286,7 @@ class SparseBackward(OfCall):
         return Filled((read, grads), buffers, tuple(outputs.values()), tuple(clears), prepare=prepare)
 
     def _ungrouped(self, dlse: Tensor) -> RowView:
-        """View of a copy of dlse in the kernels' order."""
+        """Returns a view of a copy of dlse in the kernels' order, [.., N1]."""
         given, _ = statistics(self.call.given("query"))
         self.call.grouped(given).copy_(dlse)
         return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)

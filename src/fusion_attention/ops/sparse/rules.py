@@ -17,14 +17,14 @@ SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
-    """Lists of selected keys for sample calls, in layout BSND: every query row has these entries, then -1."""
+    """Returns lists of selected keys for sample calls, [B, S1, 1, K]: every row has these entries, then -1."""
     made = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
     made[..., : len(entries)] = torch.tensor(entries)
     return made
 
 
 def first_block(shape: tuple[int, ...]) -> torch.Tensor:
-    """Lists of selected blocks for sample calls: each list has the entry 0, then -1."""
+    """Returns lists of selected blocks for sample calls: each list has the entry 0, then -1."""
     made = torch.full(shape, -1, dtype=torch.int32)
     made[..., :1] = 0
     return made
@@ -36,7 +36,7 @@ BROKEN[:, -1, :, 1] = 0
 
 
 def packed_lists(param: str) -> Rule:
-    """Rule of level "doubt" (a warning): no list in the tensor parameter `param` has an entry behind a -1."""
+    """Returns a rule that warns if a list in the tensor parameter `param` has an entry behind a -1."""
     return rules.doubt(
         f"unbroken({param})",
         f"{param}: no entry behind a -1 (a list ends at its first -1; fusion_attention.pack_lists moves the others to "
@@ -136,7 +136,7 @@ SELECTION = (
 
 
 def most_tokens(**keys: tuple[int, int]) -> Rule:
-    """Rule of level "limit" (strict calls): sequences have at most 131072 tokens; keys: (heads, elements) of key
+    """Returns a rule that checks strict calls: sequences have at most 131072 tokens; keys: (heads, elements) of key
     tensors in an invalid sample call."""
     beyond = 131073
     rows = {
@@ -162,14 +162,14 @@ LISTS_OF_2048 = rules.limit(
 
 
 def some_heads(query: str, heads: str) -> Rule:
-    """Rule: an indexer has at least one head; query: name of its query, heads: axis word of its heads."""
+    """Returns a rule that checks calls: an indexer has a head; query, heads: names of its query and head axis."""
     return rules.meaning(
         f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0}
     )
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
-    """Rules of an indexer's weights and query; query: name of its query, heads, dim: axis words.
+    """Returns rules that check an indexer's weights (dtype) and query; query, heads, dim: names of query and axes.
 
     like, like_shape: name and sample shape of the tensor whose dtype the weights have, if it is not the query.
     """

@@ -173,7 +173,7 @@ _NAMES = (
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 if packed, and rows of drop_bits."""
+    """Returns {name: value} derived from a call's arguments `names`: lengths, axes if packed, and drop_rows."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:
@@ -186,7 +186,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
-    """The lowered call of a checked call (`bound`) of attention(); seed: a drawn seed for a call without one."""
+    """Converts a checked attention() call `bound` to a DenseCall for back ends; seed: a drawn one, or None."""
     n = bound.names
     seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)

@@ -9,7 +9,7 @@ Pair = tuple[int, int]
 
 
 def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
-    """The operands blocked_tiles and blocked_bits that hide the same pairs as a block mask.
+    """Returns the tensors blocked_tiles and blocked_bits (tiles of 128 x 128) that hide the same pairs as a block mask.
 
     Args:
         mask: [B, N, blocks of rows, blocks of keys], nonzero: visible.
@@ -40,7 +40,7 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
 
 
 def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(touched, blocks, kinds): the blocks of `size` tokens in each tile of 128 tokens, along rows or along keys.
+    """Returns (touched, blocks, kinds): the blocks of `size` tokens in each tile of 128 tokens, along one axis.
 
     touched: [tiles, n], numbers of the blocks that overlap a tile; the last one fills the row.
     blocks: [kinds, 128], per token of a tile the column of `touched` with its block; equal rows occur once.
@@ -57,6 +57,7 @@ def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tens
 
 
 def to_matrix(mask: Tensor, block: Pair, tokens: Pair) -> Tensor:
-    """A uint8 matrix [B, N, rows, keys], 1 where a block mask hides a pair; arguments: as of to_tiles()."""
+    """Returns uint8 [B, N, rows, keys], 1 where a block mask [B, N, blocks, blocks] hides a pair; block: (rows, keys)
+    of a block; tokens: the largest number of rows, and of keys, of a sequence."""
     rows, keys = (torch.arange(count, device=mask.device) // size for count, size in zip(tokens, block, strict=True))
     return (mask == 0).to(torch.uint8)[:, :, rows][..., keys]

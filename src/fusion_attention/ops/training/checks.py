@@ -17,7 +17,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 of packed rows, Form.bias of pse."""
+    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the form of its bias."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -30,7 +30,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pse_form(names: dict[str, Any]) -> str:
-    """Form.bias (kind of bias by shape) of a pse tensor; "" if no kind has its shape."""
+    """Returns the form of a bias `pse` by its shape, such as "broadcast" or "blocks" (per sequence), or ""."""
     pse, batches = names["pse"], (1, names["B"])
     if pse is None or names["pse_type"] in (2, 3):
         return "none"
@@ -51,7 +51,7 @@ def _pse_form(names: dict[str, Any]) -> str:
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
-    """True if a window of pre and next_ tokens (mode 0: aligned upper left, 4: lower right) intersects the scores."""
+    """True (else the fault as text) if a window (mode 0: aligned upper left, 4: lower right) intersects the scores."""
     if not rows or not keys:
         return True
     shift = keys - rows if mode == 4 else 0
@@ -67,8 +67,8 @@ def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool 
 
 
 def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True if the window of a packed call in a sparse mode leaves a key for every row of every sequence, as the chip
-    requires; pre, next_: pre_tokens and next_tokens; q_len, kv_len: lengths per sequence."""
+    """True (else the fault as text) if the window of a packed call in a sparse mode leaves a key for every row of every
+    sequence, as the chip requires; pre, next_: pre_tokens and next_tokens; q_len, kv_len: lengths per sequence."""
     given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
@@ -99,7 +99,7 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
 
 
 def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True if there is one prefix per sequence, between max(0, kv_len - q_len) and kv_len."""
+    """True (else text) if there is a prefix (visible keys) per sequence, from max(0, kv_len - q_len) to kv_len."""
     if prefix is None or len(prefix) != len(q_len):
         return f"{'None' if prefix is None else f'{len(prefix)} values'} for {len(q_len)} sequences"
     low = np.where(q_len > 0, np.maximum(kv_len - q_len, 0), 0)
@@ -115,10 +115,8 @@ def prefixes_differ(prefix: np.ndarray | None) -> bool:
 def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
-    """True if rows before the last 1024 see no key behind the diagonal, where a compressed pse has no bias for them.
-
-    The band follows from sparse mode, mask, window, prefix and lengths, as by mode_band().
-    """
+    """True (else the fault as text) if rows before the last 1024 see no key behind the diagonal: a compressed bias has
+    none for them. The visible keys follow from sparse mode, mask, window (pre, next_ tokens), prefix and lengths."""
     _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
@@ -136,19 +134,19 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """True if pse, a bias of the scores, has a legal shape, else the text of its shape; form: the kind of bias that
-    _pse_form() found, "" for none; axes: B, N1, S1, S2."""
+    """True if `pse`, a bias of the scores, has a legal shape, else its shape as text; form: its kind of shape, "" if
+    illegal; axes: B, N1, S1, S2."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 
 
 def positions(start: np.ndarray | None) -> bool:
-    """True if start indices of rows or keys are None or below INFINITE, so that distances can be computed."""
+    """True if start indices of rows or keys are None, or small enough to compute distances without overflow."""
     return start is None or bool((np.abs(start) < INFINITE).all())
 
 
 def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
-    """True if blocked_tiles has a number for every tile of [B or 1, N1 or 1, S1, S2] scores; sizes: B, N1, S1, S2."""
+    """True (else text) if `tiles` has a number per 128 x 128 tile of scores [B or 1, N1 or 1, S1, S2], `sizes`."""
     batch, heads, *lengths = sizes
     shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts
@@ -156,7 +154,7 @@ def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
 
 
 def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
-    """True if every tile is ALL_BLOCKED, NONE_BLOCKED or an index below count; reads the table."""
+    """True (else error text) if each number in `tiles` is an index below count, or marks a blocked or an open tile."""
     if tiles.is_meta or not tiles.numel():
         return True
     numbers = tiles.numpy() if tiles.is_cpu else tiles.cpu().numpy()
@@ -181,9 +179,7 @@ def countable(offset: torch.Tensor | None) -> bool | str:
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
     """False if a mask's content is not the triangle that CANN documents for sparse modes 2 to 4, or for mode 6.
-
-    True without a comparison if its content is not read (stays_unread()), or if it is not one mask for all heads.
-    """
+    True without a comparison if the mask must not be read, as on some GPUs, or is not one mask for all heads."""
     if stays_unread(mask) or mask.shape[:-2].numel() != 1:
         return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
@@ -196,7 +192,7 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
 
 
 def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True if every key that a mask leaves visible in mode 0 is inside the window of pre and next_ tokens."""
+    """True (else error text) if keys that a mask leaves visible are in the window of pre and next_ tokens (mode 0)."""
     pre, next_ = tokens(pre), tokens(next_)
     longest = q_len.max(initial=0), kv_len.max(initial=0)
     alike = mask.shape[-2:] == longest and (mask.dim() == 2 or mask.shape[0] == 1)
@@ -213,7 +209,7 @@ def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarra
 
 
 def is_shifted(table: torch.Tensor) -> bool:
-    """True if each row of a compressed pse (table) is the previous shifted by a column (equal along diagonals)."""
+    """True if each row of a compressed bias (table) is the previous shifted by a column (equal along diagonals)."""
     return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
 
 

@@ -26,7 +26,7 @@ STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """A mask for sample calls: the documented triangle if compressed, else zeros (all visible)."""
+    """Returns a mask for sample calls: the documented causal triangle if compressed, else zeros (all visible)."""
     if shape[-1:] != (2048,):
         return torch.zeros(shape, dtype=torch.uint8)
     return _triangle()[: shape[-2]].expand(shape).contiguous().clone()
@@ -34,7 +34,7 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    """The compressed mask [3072, 2048] of the largest size; smaller ones consist of its first rows."""
+    """Returns the compressed mask [3072, 2048] of the largest size; smaller ones consist of its first rows."""
     triangle = torch.ones(3072, 2048, dtype=torch.uint8).triu_(1)
     triangle[2048:, 1024:] = 1
     return triangle
@@ -81,7 +81,7 @@ HEAD_MAJOR = " TND: the [N1, q_len, 8] of all sequences, concatenated; [T1, N1, 
 
 
 def packed(p: Tensor) -> Tensor:
-    """Returns a copy of the description of softmax_max or softmax_sum that adds the order of elements in layout TND."""
+    """Returns a copy of the parameter softmax_max or softmax_sum whose text adds the element order of layout TND."""
     return replace(p, text=p.text + HEAD_MAJOR)
 
 

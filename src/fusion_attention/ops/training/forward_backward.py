@@ -37,11 +37,9 @@ DPSE = GRADIENTS.index("dpse")
 def fresh_forward(
     names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
 ) -> dict[str, Tensor]:
-    """Allocates out, max and sum, with these names; sizes of q, k and v may be symbolic.
-
-    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics,
-    along which CANN repeats them.
-    """
+    """Allocates {name: tensor} of out, max and sum, with these names; sizes of q, k and v may be symbolic.
+    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of max and sum,
+    along which CANN repeats them."""
     batch, token, head = LAYOUTS[layout]
     heads = q.shape[head] if head is not None else heads or 1
     dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
@@ -57,20 +55,20 @@ def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients that a gradient call returns: of each input that has a gradient and is not None."""
+    """Allocates {name: gradient} of each input that has a gradient and is not None; n: the call's arguments."""
     return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
 
 
 def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Allocates the gradients of the tensors, which are in the order of GRADIENTS; None has no gradient."""
+    """Allocates {name: gradient} of the tensors, which are in the order of GRADIENTS; None has no gradient."""
     return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
 
 
 class DenseForward(OfCall):
-    """A forward call; it implements ir.call.Differentiable and Repeatable.
+    """A forward call of dense attention, as back ends compute it, with a derivative.
 
     Args:
-        call: the lowered call.
+        call: the tensors and parameters of the call.
         names: names of the results out, max and sum.
         lanes: True: max and sum are finite and stored 8 times, [.., 8], as by CANN; False: in the kernels' format.
     """
@@ -101,12 +99,12 @@ class DenseForward(OfCall):
         return dict(zip(RESULTS, fresh(self.call), strict=True))
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Makes the views of the call's tensors and of the tensors from memory()."""
+        """Returns the views of the call's tensors and of `memory`, the tensors for out, max and sum."""
         return operands_of(self.call, *memory.values())
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by canonical name; tensors that the operator does not have share the name ""."""
+        """Returns {name: tensor} of the call; tensors that the operator does not have share the name ""."""
         c = self.call
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
@@ -122,10 +120,8 @@ class DenseForward(OfCall):
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """The gradient call, from results and their gradients (upstream).
-
-        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all.
-        """
+        """Returns the gradient call, from results and their gradients (upstream).
+        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all."""
         out, max_, sum_ = (results[name] for name in self.names)
         dout, dlse = (upstream.get(name) for name in self.names[:2])
         dout = torch.zeros_like(out) if dout is None else dout
@@ -148,7 +144,7 @@ class DenseForward(OfCall):
 
 
 class DenseBackward(OfCall):
-    """A gradient call.
+    """A gradient call of dense attention, as back ends compute it.
 
     Args:
         call: the forward call.

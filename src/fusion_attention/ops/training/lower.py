@@ -21,11 +21,9 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """The DenseCall of a checked call (`bound`) of a forward or gradient operator.
-
+    """Converts a checked call `bound`, of a forward or gradient operator, to a DenseCall, which back ends compute.
     seed, offset: from which a dropout mask is drawn if keep_prob < 1 and there is no drop mask; None: the call's own
-    arguments.
-    """
+    arguments."""
     n = bound.names
     problem, form, extents, names = bound.once(_without_tensors)
     q, k, v = (n[name] for name in names[:3])
@@ -35,12 +33,11 @@ def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = No
 
 
 def _number(value: int | Tensor | None) -> int:
-    """A seed or an offset as an int; 0 for None and for tensors on the meta device."""
     return 0 if value is None or (isinstance(value, Tensor) and value.is_meta) else int(value)
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """A DenseCall of a forward call (`bound`) with `out` for q, k and v, for the conversion of statistics alone."""
+    """Returns a DenseCall of a forward call `bound` with `out` for q, k and v, to convert max and sum alone."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -48,8 +45,8 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """Lowers a checked call (`bound`), forward or gradient; seed, offset: those from which dropout is drawn; lanes:
-    True for statistics in CANN's format, [..., 8]."""
+    """Converts a checked call `bound`, forward or gradient, to the form that back ends compute; seed, offset: from
+    which dropout is drawn; lanes: True for max and sum in CANN's format, [..., 8]."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)
@@ -57,7 +54,7 @@ def lower(
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """Problem, form, extents and DenseCall.names of a call with values `n`, which depend only on shapes and lengths."""
+    """Returns (Problem, Form, Extents, names of input tensors) of a call `n`, from its shapes and lengths."""
     extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
@@ -82,7 +79,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """The Extents of a checked call, from its values `n` by name."""
+    """Returns the Extents (lengths and bands of visible keys) of a checked call, from its values `n` by name."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:
@@ -92,7 +89,7 @@ def dense_extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Extents.shift, the origin of distances in computed biases, of a call with arguments `n`: kv_start - q_start.
+    """Returns int [sequences], the origin of distances in computed biases (ALiBi) of a call `n`: kv_start - q_start.
 
     Both are 0 by default. In mode 8 only the first sequence with rows, which is split between devices, has a shift.
     """

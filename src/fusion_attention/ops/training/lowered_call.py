@@ -19,7 +19,7 @@ BIAS = EXTRAS.index("bias")
 
 @dataclass(eq=False, slots=True)
 class DenseCall:
-    """A lowered call of training attention.
+    """The tensors and parameters of a call of training attention, from which back ends compute.
 
     Args:
         extras: optional tensors in the order of EXTRAS.
@@ -48,8 +48,7 @@ class DenseCall:
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates out, max and sum of a call; lanes: the size of an additional last axis of max and sum, along which CANN
-    repeats them; none: no such axis."""
+    """Allocates out, max and sum of a call; lanes: size of a last axis of max and sum for CANN's copies, or none."""
     q, p = call.q, call.problem
     return empty(q, layouts.row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
@@ -63,7 +62,7 @@ def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
 
 
 def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-    """The views of a call's tensors, its output and its statistics max_ and sum_."""
+    """Returns the views of a call's tensors, its output and its softmax statistics max_ and sum_."""
     p, form, e = call.problem, call.form, call.extents
     layout = form.layout
     return Operands(
@@ -79,7 +78,7 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
 
 
 def _extra_operands(call: DenseCall) -> dict[str, Any]:
-    """The views of the optional tensors that are not None, by name of operand."""
+    """Returns {name: view} of the call's optional tensors that are not None."""
     p, form, e = call.problem, call.form, call.extents
     token = layouts.LAYOUTS[form.layout][1]
     sizes = (call.q.shape[token], call.k.shape[token])
@@ -110,12 +109,9 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
 def grads_of(
     call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
 ) -> tuple[Grads, Tensor | None]:
-    """Views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is
-    summed.
-
-    dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
-    computed. The buffer is None if the back end writes dbias directly.
-    """
+    """Returns (views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), a buffer to sum dbias
+    in). dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
+    computed. The buffer is None if the back end writes dbias directly."""
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     bias, summed, owned = None, None, False
@@ -145,7 +141,7 @@ def grads_of(
 
 
 def owns_bias(call: DenseCall) -> bool:
-    """True if the call has a bias whose gradient is written once (Grads.owns_dbias), not accumulated."""
+    """True if the call has a bias whose gradient is written once, not accumulated over rows or heads."""
     bias, p, e = call.extras[BIAS], call.problem, call.extents
     if bias is None or p.bias != "matrix":
         return False
@@ -153,7 +149,7 @@ def owns_bias(call: DenseCall) -> bool:
 
 
 def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
-    """True if each element of a bias of `heads` heads belongs to at most one (row, key) pair of sequences e."""
+    """True if each element of a bias of `heads` heads belongs to at most one (row, key) pair of all sequences."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
     starts = bias.address[some]
@@ -161,7 +157,7 @@ def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
 
 
 def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
-    """Zeroes the accumulated gradient of a bias (summed), and gradients of tokens and elements in no sequence."""
+    """Zeroes `summed`, the accumulated gradient of a bias, and gradients of tokens and elements in no sequence."""
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if not call.covers(side):

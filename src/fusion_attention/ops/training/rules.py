@@ -150,7 +150,7 @@ PREFIXES = "prefix is not None and len(prefix) > 0"
 
 
 def ends(count: int) -> Settings:
-    """Settings of sample calls of `count` packed sequences of one token."""
+    """Returns arguments of sample calls of `count` packed sequences of one token."""
     each = [*range(1, count + 1)]
     return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
 

@@ -22,7 +22,7 @@ NEW = {
 
 
 def _params(of: Op, names: str) -> tuple[Param, ...]:
-    """Parameters with these names, from NEW or from the definition `of`."""
+    """Returns the parameters with these names, from NEW or from the definition `of`."""
     return tuple(NEW[name] if name in NEW else of.by_name[name] for name in names.split())
 
 

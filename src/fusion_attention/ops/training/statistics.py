@@ -34,11 +34,9 @@ def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_
 
 
 def finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics without infinities, in new tensors.
-
+    """Returns softmax (max, sum) without infinities, in new tensors.
     Empty rows have max -FLT_MAX, and sum FLT_MAX if they return zeros, or the number of keys if they return the mean of
-    V. In rows of a sequence without keys both are 0.
-    """
+    V. In rows of a sequence without keys both are 0."""
     finite_max, finite_sum = max_.clamp_min(-FLT_MAX), _finite_sum(call, max_, sum_)
     for view in _keyless(call, finite_max, finite_sum):
         view.zero_()
@@ -72,7 +70,7 @@ def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Ten
 
 
 def _keyless(call: DenseCall, *tensors: Tensor) -> list[Tensor]:
-    """Views of the statistics of sequences with rows but without keys."""
+    """Returns views of the statistics `tensors` of sequences with rows but without keys."""
     e, heads = call.extents, call.problem.heads_q
     return [
         stats_view(tensor, call.form, heads, e).sequence(int(b), heads, int(e.q_len[b]))

@@ -21,8 +21,8 @@ PRODUCT, TERM = 2.0**-10, 2.0**-23
 
 
 def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
-    """The part [.., q_len, kv_len] of a mask that belongs to sequence b: its upper left corner, or, in a mask of all
-    packed sequences, a block on the diagonal."""
+    """Returns the part [.., q_len, kv_len] of a mask that belongs to sequence b: its upper left corner, or, in a mask
+    of all packed sequences, a block on the diagonal."""
     matrix = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
     corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
     row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
@@ -40,7 +40,7 @@ def statistics_in_order(
     q_len: np.ndarray,
     kv_len: np.ndarray,
 ) -> bool | str:
-    """True if the statistics are possible in the given order, or impossible in both orders.
+    """True (else error text) if the softmax statistics are possible in the given order, or impossible in both orders.
 
     Args:
         statistics: max and sum [T1, N1, 8].
@@ -77,24 +77,24 @@ def statistics_in_order(
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
-    """At most `most` integers from 0 to count - 1, evenly spaced."""
+    """Returns at most `most` integers from 0 to count - 1, evenly spaced."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64, device=device).long()
 
 
 def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
-    """The rows `at` of a tensor and its rope tensor (parts), concatenated: [rows, heads, elements] in float64."""
+    """Returns the rows `at` of a tensor and its rope tensor, concatenated: [rows, heads, elements] in float64."""
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 
 def _least(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """A lower bound [N1, rows] of the log-sum of the visible scores, for any rounding of the products."""
+    """Returns a lower bound [N1, rows] of the log-sum-exp of the visible scores, for any rounding of the products."""
     q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores, sizes = (torch.einsum("rngd,knd->ngrk", *pair).flatten(0, 1) for pair in ((q, k), (q.abs(), k.abs())))
     return (scale * scores - abs(scale) * PRODUCT * sizes).masked_fill(~visible, -math.inf).logsumexp(-1)
 
 
 def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:
-    """max + log(sum) [N1, rows] of the rows `row` of sequence b, with statistics read in the given order."""
+    """Returns max + log(sum) [N1, rows] of rows `row` of sequence b; order: "token" if max, sum are [T1, N1, 8]."""
     heads, start = statistics[0].shape[1], int(q_len[:b].sum())
     head = torch.arange(heads, device=row.device)[:, None]
     at = (start + row) * heads + head if order == "token" else start * heads + head * int(q_len[b]) + row

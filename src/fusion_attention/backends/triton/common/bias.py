@@ -36,10 +36,11 @@ def capped(x, scale, CAP: tl.constexpr):
 @triton.jit
 def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
            CAP: tl.constexpr):  # fmt: skip
-    """Returns scale * x, or CAP * tanh(scale * x / CAP) if CAP is not 0, plus factor * bias of head h of sequence b.
+    """Returns scale * x (CAP 0) or CAP * tanh(scale * x / CAP), plus factor * bias, for head h of sequence b.
 
-    row, key: indices that broadcast against each other; there: mask of pairs. lengths = (q_len, kv_len, shift); the
-    distance of a bias of slopes is key - row + shift. KIND: BIASES.
+    KIND: none; an element of the matrix `bias`, at strides from the table `strides`; the same with only its last rows
+    stored (TABLE); -slope * |key - row + shift|, or its square root (SLOPES, SLOPES_SQRT). row, key: indices that
+    broadcast; there: mask of valid pairs; lengths: (q_len, kv_len, shift).
     """
     q_len, kv_len, shift = lengths
     if CAP != 0:
@@ -63,10 +64,8 @@ def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key
 
 @triton.jit
 def table_place(row, key, q_len, kv_len):
-    """Returns the (row, column) at which a table of a bias's last TABLE_ROWS rows has the element of (row, key).
-
-    q_len, kv_len: lengths of the sequence.
-    """
+    """Returns (row, column) of the pair (row, key) in a table with only the last TABLE_ROWS rows of a bias that depends
+    on key - row alone; q_len, kv_len: lengths of the sequence."""
     first = q_len - TABLE_ROWS
     stored = tl.where(row >= first, row - first, row % TABLE_ROWS)
     return stored, tl.minimum(key + (first + stored - row), kv_len - 1)
@@ -74,10 +73,9 @@ def table_place(row, key, q_len, kv_len):
 
 @triton.jit
 def add_dbias(dbias, where, row, key, visible, gradient, lengths, KIND: tl.constexpr):
-    """Adds a gradient to the elements of dbias, atomically, because pairs share the elements of a broadcast bias.
-
-    where: (strides, count, b, h, heads). visible: mask of pairs. lengths: as in biased().
-    """
+    """Adds `gradient` of pairs (row, key) to dbias, atomically, because pairs share the elements of a broadcast bias.
+    where: (strides, count, b, h, heads): table of strides, number of sequences, sequence, head, heads. visible: mask of
+    pairs. lengths: (q_len, kv_len, shift). KIND: TABLE if only the last rows are stored."""
     strides, count, b, h, _ = where
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)

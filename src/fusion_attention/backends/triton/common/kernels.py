@@ -31,8 +31,8 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element, stride of a head, stride of a token) of sequence b in a view, which are multiples of
-    ALIGN."""
+    """Returns (offset of the first element, stride of a head, stride of a token), multiples of ALIGN, of sequence b in
+    tensor number VIEW; strides: table int64 [4 * tensors, count] of these numbers for `count` sequences."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
@@ -44,14 +44,16 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element of head h, stride of a token) of sequence b in a view."""
+    """Returns (offset of head h's first element, stride of a token) of sequence b in tensor number VIEW; strides: table
+    int64 [4 * tensors, count] of offsets and strides for `count` sequences."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """Returns (first element of head h, stride of a row, stride of a key) of sequence b in the view of a matrix."""
+    """Returns (offset of head h's first element, stride of a row, stride of a key) of sequence b in matrix number VIEW;
+    strides: table int64 [4 * tensors, count] of offsets and strides for `count` sequences."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
@@ -59,7 +61,8 @@ def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
 
 @triton.jit
 def lengths_at(lengths, count, b):
-    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b, from the table of lengths of `count` sequences."""
+    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b from a table [6, count]: row i sees the keys from i
+    + lo to before max(i + hi, prefix); ALiBi's distance is key - row + shift."""
     at = lengths + b
     q_len, kv_len, lo = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     return q_len, kv_len, lo, tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count)
@@ -67,11 +70,8 @@ def lengths_at(lengths, count, b):
 
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of the visible keys of each row, none for an invalid row; RATIO: tokens of a
-    compressed key.
-
-    kv_len, lo, hi, prefix: the sequence's, from lengths_at().
-    """
+    """Returns int32 (first, end) of each row's visible keys: row + lo and max((row + hi) // RATIO, prefix), clamped to
+    0 and kv_len; end 0 for an invalid row. RATIO: tokens of a compressed key."""
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
@@ -80,11 +80,8 @@ def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def band_at(extents):
-    """Returns (q_len, kv_len, lo, hi, prefix) in int32, from the result of lengths_at(); edges are clamped to the
-    numbers of rows and keys.
-
-    Sums of an edge and a row or key therefore do not overflow int32.
-    """
+    """Returns (q_len, kv_len, lo, hi, prefix) in int32 from the result of lengths_at(); lo and hi are clamped to -q_len
+    and kv_len, so that their sums with a row or key do not overflow."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
     return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
@@ -93,7 +90,8 @@ def band_at(extents):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Loads columns [FIRST, FIRST + WIDTH) of rows; zeros from DIM on and, if MASKED, in invalid rows."""
+    """Loads columns [FIRST, FIRST + WIDTH) of the rows at base + offset, [rows, WIDTH]; zeros from column DIM on and,
+    if MASKED, in rows where `there` is false."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -106,7 +104,8 @@ def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 @triton.jit
 def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Stores `value` to the columns [FIRST, FIRST + WIDTH) of the rows at base + offset, except invalid rows."""
+    """Stores `value` [rows, WIDTH] to columns [FIRST, FIRST + WIDTH) of the rows at base + offset; not to columns from
+    DIM on, nor to rows where `there` is false."""
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
@@ -114,7 +113,8 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) of head h that `blocked` does not remove; false for invalid pairs."""
+    """Returns bool, true for pairs (row, key) of head h in sequence b whose element of the mask `blocked` is 0; false
+    where `there` is false. strides, count: as in matrix_at()."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -122,8 +122,8 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) of head h whose bit is 1 in the caller's dropout bits; the strides of the view
-    count bits."""
+    """Returns bool, true for pairs (row, key) of head h in sequence b whose bit in the caller's packed dropout mask is
+    1; false where `there` is false. strides, count: as in matrix_at(), counted in bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -132,11 +132,9 @@ def kept_bits(bits, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
-    """Draws the dropout mask [rows, KEYS] bool for keys from j0 on, a multiple of 8; one draw gives eight keys.
-
-    seed, offset: of the generator. threshold: draws below it are kept. stream: number of the head among all heads. row:
-    [rows].
-    """
+    """Draws a dropout mask with Philox: bool [rows, KEYS], true: kept, for rows `row` [rows] and keys from j0 on, a
+    multiple of 8. 16 bits per pair are kept if below `threshold`. stream: the head's number among all heads; seed,
+    offset: of the generator."""
     draw = (j0 // 8 + tl.arange(0, KEYS // 8))[None, :]
     zero = tl.zeros([row.shape[0], KEYS // 8], tl.int32)
     c0, c1, c2, c3 = zero + draw, zero + row[:, None], zero + stream, zero + offset
@@ -149,23 +147,19 @@ def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
 
 @triton.jit
 def _low(word):
-    """Returns the low 16 bits of a word."""
     return (word & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def _high(word):
-    """Returns the high 16 bits of a word."""
     return (word >> 16).to(tl.int32)
 
 
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
-    """Returns bool [rows, KEYS], true for pairs that dropout keeps, of the keys from j0 on.
-
-    bits: the caller's dropout bits, or None. where: (strides, count, b, h, _). drop: (seed, offset, threshold).
-    DROPOUT: BITS or PHILOX.
-    """
+    """Returns bool [rows, KEYS], true for pairs of a row and a key from j0 on that dropout keeps: by the caller's
+    packed mask `bits` (DROPOUT BITS; there: valid pairs) or drawn from drop = (seed, offset, threshold) (DROPOUT
+    PHILOX). where: (strides, count, b, h, _), the first four arguments of matrix_at()."""
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
@@ -182,7 +176,8 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
 @triton.jit
 def load_three(base, offset, there, MASKED: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads rows as three column blocks of widths W0, W1, W2; of width 0: the first again, which is not used."""
+    """Loads the rows at base + offset as three column blocks [rows, W0], [rows, W1], [rows, W2]; one of width 0 repeats
+    the first. Zeros from column DIM on and, if MASKED, in rows where `there` is false."""
     x0 = load_part(base, offset, there, 0, W0, DIM, MASKED)
     x1, x2 = x0, x0
     if W1:
@@ -195,9 +190,10 @@ def load_three(base, offset, there, MASKED: tl.constexpr,
 @triton.jit
 def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source for load_rows(): (first element, stride), or with TMA descriptors of the column blocks.
+    """Returns the source from which load_rows() loads rows of DIM elements: (base, stride), or with TMA three tensor
+    descriptors, for column blocks of widths W0, W1, W2; these read zeros for rows from `count` on.
 
-    base: address of the first row. stride: from a row to the next. Descriptors read zeros for rows from `count` on.
+    base: address of the first row. stride: from a row to the next.
     """
     if TMA:
         count = count.to(tl.int32)
@@ -215,9 +211,9 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 @triton.jit
 def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows from j0 on as column blocks, like load_three(); rows: result of rows_of().
+    """Loads ROWS rows from j0 on as three column blocks [ROWS, W0], [ROWS, W1], [ROWS, W2]; rows: result of rows_of().
 
-    inside: mask of the rows, used without TMA if MASKED.
+    inside: bool [ROWS], false for rows to replace by zeros; used without TMA if MASKED.
     """
     if TMA:
         x0 = rows[0].load([j0, 0])
@@ -236,7 +232,8 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source for load_group(): as rows_of(), with an axis of `heads` heads, `head` apart."""
+    """Returns the source from which load_group() loads rows of any head: (base, head, stride), or with TMA three tensor
+    descriptors, for column blocks. head, stride: from a head, or row, to the next."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -253,7 +250,8 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows of head h from `first` on as column blocks; rows: of rows_of_group(); inside: mask."""
+    """Loads ROWS rows of head h from row `first` on as three column blocks [ROWS, W0], [ROWS, W1], [ROWS, W2]; rows:
+    result of rows_of_group(); inside: bool [ROWS], false for rows to replace by zeros."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -270,7 +268,8 @@ def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1:
 @triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Stores rows in column blocks, `parts`, as load_three() loads them, multiplied by a factor per row."""
+    """Stores rows, given as three column blocks `parts` of widths W0, W1, W2, times `factor` [rows, 1] at base +
+    offset, except rows where `there` is false."""
     store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
     if W1:
         store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
@@ -280,7 +279,7 @@ def store_three(base, offset, there, parts, factor,
 
 @triton.jit
 def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns accumulators of zeros [ROWS, W] in float32, one for each of the column blocks of widths W0, W1, W2."""
+    """Returns float32 zeros [ROWS, W0], [ROWS, W1], [ROWS, W2] for rows in column blocks; width 0: the first again."""
     x0 = tl.zeros([ROWS, W0], tl.float32)
     x1, x2 = x0, x0
     if W1:
@@ -292,7 +291,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns a b^T for rows a and b in column blocks: [rows of a, rows of b]."""
+    """Returns a b^T [rows of a, rows of b]; a, b: rows as three column blocks (W1, W2: widths, 0: unused)."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -303,7 +302,8 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the dot products [rows] float32 of row i of a and row i of b, in column blocks."""
+    """Returns float32 [rows], the dot product of row i of a and row i of b; both are given as three column blocks, the
+    last two of widths W1, W2 (0: unused)."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -314,7 +314,8 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + p x for rows x in column blocks; the weights p are rounded to the dtype of x."""
+    """Returns acc + p x as three column blocks; x: rows in column blocks, the last two of widths W1, W2 (0: unused). p,
+    weights [rows of acc, rows of x], is rounded to the dtype of x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

@@ -21,8 +21,8 @@ LAYOUTS = 32  # number of memory layouts for which a schedule caches launches
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel with its grid and the arguments that are equal in all runs; start() launches it with the remaining
-    arguments."""
+    """A Triton kernel with its grid and the arguments that are equal in all runs; start() adds those of one run and
+    launches it."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -47,19 +47,19 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: di
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel that uses no tensor descriptors, with those of the arguments `given` (by name) that it has;
-    nothing is cached. constexprs: compile-time arguments. tile: its numbers of warps and stages."""
+    """Launches a kernel with those of the arguments `given` and compile-time `constexprs` (by name) that its signature
+    has. tile: numbers of warps and stages. The kernel must not use tensor descriptors."""
     values = given | constexprs
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
 
 
 class Family:
-    """A group of kernels that use one name for one argument, so that one dictionary of arguments serves all of them.
+    """A group of kernels in which an argument name has one meaning, so that one dictionary of arguments serves all.
 
     Args:
         kernels: the group.
-        sources: names of arguments that kernels take under other names.
+        sources: further argument names, which launch() passes to kernels under other names.
     """
 
     def __init__(self, *kernels: Any, sources: Iterable[str] = ()) -> None:
@@ -69,7 +69,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: Any, renamed: dict[str, str] | None = None, **options: int,
     ) -> Launch:  # fmt: skip
-        """Returns a Launch with the arguments that the kernel has; some kernel of the group must have each argument.
+        """Returns a Launch of `kernel` with the arguments that it has; each must exist in some kernel of the group.
 
         Args:
             kernel: a kernel of the group.
@@ -93,7 +93,7 @@ class Family:
 
 
 class Scratch(NamedTuple):
-    """Shape and dtype of a tensor that a run allocates for intermediate results; cleared: of zeros."""
+    """Shape and dtype of a temporary tensor that a run allocates; cleared: True if it must initially be zero."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -115,8 +115,8 @@ class Ready:
     scratch: dict[str, Scratch] = field(default_factory=dict)  # by kernel argument
 
     def run(self, given: dict[str, Any]) -> None:
-        """Allocates scratch and starts all launches in order; given: this run's tensors and numbers by kernel argument
-        name, to which scratch is added."""
+        """Allocates temporary tensors and launches all kernels in order; given: this run's tensors and numbers by
+        kernel argument name, to which the temporary tensors are added."""
         for table in self.tables:
             table.read()
         for name, (shape, dtype, cleared) in self.scratch.items():
@@ -142,7 +142,7 @@ class Ready:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedule of an operation on given lengths: tables on devices, and cached launches."""
+    """An operation on sequences of given lengths: tables of lengths and tiles on devices, and kernel launches."""
 
     op_kind: str
     device_tables: layout_table.DeviceTables
@@ -151,8 +151,8 @@ class Schedule:
     by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # results of once() by memory layout
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """Returns make(), computed once per memory layout (`layout`, the result of layout_table.layout()); only the
-        layouts used last are cached."""
+        """Returns make(), cached by the key `layout` of a memory layout (strides, alignments, devices); the keys used
+        last stay cached."""
         result = self.by_layout.get(layout)
         if result is None:
             result = self.by_layout[layout] = make()
@@ -164,13 +164,13 @@ class Schedule:
         return result
 
     def update(self, extents: Extents) -> None:
-        """Adapts the schedule to `extents` with other key lengths of the same query rows."""
+        """Sets other key lengths of the same query rows, `extents`, and rewrites the tables on devices."""
         if extents.part is not self.device_tables.extents.part:  # positions of drawn dropout are in the layout tables
             self.by_layout.clear()
         self.device_tables.update(extents)
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """Returns the schedule of an operation for given lengths, still without tables: the first run on a device makes
-    these. decodes: True if the decode kernels compute it."""
+    """Returns the schedule of an operation for given lengths, still without tables, which the first run on a device
+    makes. decodes: True if the decode kernels compute the operation."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

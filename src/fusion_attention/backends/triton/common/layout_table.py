@@ -53,13 +53,13 @@ def tensor_of(view: View) -> torch.Tensor:
 
 
 def tensors(views: Mapping[str, View | None]) -> dict[str, Any]:
-    """Returns kernel argument name -> tensor of each view that is not None; views: by name in the layout table."""
+    """Returns {kernel argument name: tensor} of the views that are not None; views: by name ("q", "k", ...)."""
     return {ARGUMENTS.get(name, name): tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def _columns(view: View) -> tuple[np.ndarray | int, ...]:
-    """Returns a view's four entries in the layout table, (first element, stride of a head, stride of a token or row,
-    stride of a key or page), each a number or an array [sequences]."""
+    """Returns (offset of the first element, stride of a head, stride of a token or row, stride of a key or page) of a
+    view, which kernels read from the table of strides; each is a number or an int array [sequences]."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -75,12 +75,11 @@ def _columns(view: View) -> tuple[np.ndarray | int, ...]:
 
 
 def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
-    """Returns the layout table, int64 [4 * number of views, sequences], of `count` sequences: addresses and strides of
-    the views by name, 0 for absent views.
+    """Returns int64 [4 * number of views, sequences], the table from which kernels read the offset of the first element
+    and three strides of each view, in the order of VIEWS; 0 for absent views.
 
-    drawn: for dropout drawn from a seed, (stream of head 0, first row, first key) of each sequence. They are stored in
-    the rows of the view of dropout bits, in place of (address, stride of a row, stride of a key); the stride of a head
-    is 1.
+    drawn: for dropout drawn from a seed, (random stream of head 0, first row, first key) of each sequence. They replace
+    offset, stride of a row and stride of a key of the view "drop_bits"; its stride of a head is 1.
     """
     table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
     for at, name in enumerate(VIEWS):
@@ -96,8 +95,8 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """Returns the largest power of two, in elements of q and at most 16 bytes, that divides all addresses and strides
-    of the views' rows; table: the layout table of the views."""
+    """Returns the largest power of two, in elements of q and at most 16 bytes, that divides the addresses and strides
+    of all rows; table: strides() of the views."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
@@ -135,7 +134,7 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
-    """Returns the part of layout()'s key for a paged view; k: the view of keys, whose page table may be shared."""
+    """Returns the part of layout()'s key for a paged KV cache; k: the view of keys, whose page table may be shared."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
     memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
@@ -156,7 +155,7 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """Returns True if rows do not overlap, as tensor descriptors require; those of expanded tensors do."""
+    """Returns True if the rows of each view do not overlap in memory, as tensor descriptors require."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
@@ -174,7 +173,7 @@ _CAPTURED: dict[int, torch.Tensor] = {}
 
 @dataclass(eq=False)
 class Copied:
-    """A table on a device, with an event that marks its last write; the host never waits for it."""
+    """A table copied to a tensor on a device, with a CUDA event of its last write, for which other streams wait."""
 
     tensor: torch.Tensor
     stream: torch.cuda.Stream | None = None
@@ -182,13 +181,13 @@ class Copied:
 
     @classmethod
     def of(cls, values: np.ndarray, device: torch.device) -> Copied:
-        """Copies an array, `values`, to a new tensor on a device."""
+        """Copies the array `values` to a new tensor on a device, and returns it as a Copied."""
         result = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
         result.write(values)
         return result
 
     def write(self, values: np.ndarray) -> None:
-        """Overwrites the table by `values`, of the same shape, in the order of the current stream.
+        """Copies `values`, of the table's shape, into the table, in the order of the current CUDA stream.
 
         Raises:
             BackendError: a CUDA graph is being captured, in which the copy would only be recorded.
@@ -219,8 +218,8 @@ class Copied:
 
 @dataclass(eq=False)
 class DeviceTables:
-    """The tables of a schedule (lengths, lists of tiles), each copied once to each device that uses it; update()
-    rewrites them for other lengths."""
+    """An operation's tables (lengths, lists of tiles), each copied once to each device that uses it; update() rewrites
+    them for other lengths."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # the planned lengths, which determine the sizes of lists
@@ -230,7 +229,7 @@ class DeviceTables:
         self.capacity = self.extents
 
     def on(self, device: torch.device, name: str, make: Maker) -> Copied:
-        """Returns the table make(extents) on a device; it is made at the first use of `name` on the device."""
+        """Returns the table `name`, make(extents) copied to a device; it is made at its first use there."""
         key = device, name
         if key not in self._lists:
             results = self._lists[key] = make, Copied.of(make(self.capacity), device)
@@ -247,7 +246,7 @@ class DeviceTables:
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Overwrites `table` with make(self.extents) and zeros up to its size, which are tiles without rows."""
+        """Overwrites `table` with make(self.extents), padded with zeros to its size; zeros are tiles without rows."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
@@ -292,12 +291,12 @@ class CallMemory:
         self.fixed = {"strides": self.strides.tensor, "lengths": self.lengths.tensor, "count": count}
 
     def on(self, name: str, make: Maker) -> Copied:
-        """Returns the table make(extents) on the call's device; it is made at the first use of `name` there."""
+        """Returns the table `name`, make(extents) copied to the call's device; it is made at its first use there."""
         return self._tables.on(self.device, name, make)
 
 
 def tiles_of(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Returns int32 [tiles, 8] of tiles of at most `size` rows: sequence, first row, end, and zeros."""
+    """Returns int32 [tiles, 8], tiles of at most `size` rows of each sequence: sequence, first row, end, five zeros."""
     ranges = np.stack(divided(lengths, size), 1).astype(np.int32)
     return np.pad(ranges, ((0, 0), (0, TILE_FIELDS - 3)))
 
@@ -308,10 +307,8 @@ def padded(table: np.ndarray, rows: int) -> np.ndarray:
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """Returns the table of lengths of all sequences, int64 [6, sequences], in the order of EXTENT_ROWS.
-
-    With a second source of keys it is [8, sequences], with the source's kv_len and hi last.
-    """
+    """Returns the table of lengths that kernels read, int64 [6, sequences]: q_len, kv_len, the band's lo, hi, prefix
+    and shift. With compressed keys it is [8, sequences], with their kv_len and hi last."""
     rows = [getattr(extents, name) for name in EXTENT_ROWS]
     if extents.compressed is not None:
         rows += [extents.compressed.kv_len, extents.compressed.hi]

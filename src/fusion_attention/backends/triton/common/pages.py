@@ -20,7 +20,8 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element of head hk, stride of a token, stride of a page) of sequence b in a KV cache."""
+    """Returns (offset of head hk's first element, stride of a token, stride of a page) of sequence b in the KV cache
+    that is tensor number VIEW; strides: table [4 * tensors, count] of offsets and strides for `count` sequences."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -30,7 +31,8 @@ def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Returns the offsets, in elements, of the rows of keys j in a KV cache; page: their page numbers."""
+    """Returns the offsets, in elements, of keys j in a KV cache. cache: (first element, stride of a token, stride of a
+    page); page: page numbers of the keys; PAGE: tokens of a page, 0: contiguous."""
     first, token, stride_page = cache
     if PAGE:
         return first + page * stride_page + (j % PAGE).to(tl.int64) * token
@@ -47,12 +49,12 @@ def dequantised(values, scale, offset):
 @triton.jit
 def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                     DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Returns (scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
+    """Returns (scale, offset) for columns FIRST to FIRST + WIDTH of stored integers: [1, WIDTH] per channel, [rows, 1]
+    per token, or (1, 0), by KIND.
 
-    scale, offset: memory of the numbers, offset may be None; at_scale, at_offset: the places in it, results of
-    scale_offset(); inside: mask of the tokens. in_loop: a condition that is always true but unknown to the compiler
-    before the loop, so that factors of channels are loaded inside the loop; loaded before it, those of 512 channels
-    would spill registers.
+    scale, offset: addresses of the numbers, offset may be None; at_scale, at_offset: results of scale_offset(); inside:
+    mask of the tokens. in_loop: a condition that is always true, which the compiler cannot know before the loop, so
+    that it does not move the loads of channels' numbers out of the loop, where they would spill registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -70,8 +72,8 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns (values + offset) * scale in float32 for rows in column blocks, `parts`; the other parameters are those
-    of dequant_factors()."""
+    """Returns (values + offset) * scale in float32 for rows of integers as three column blocks (`parts`) of widths W0,
+    W1, W2; the other parameters are those of dequant_factors()."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -86,7 +88,8 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the offsets, in elements, of the scales (or offsets, by VIEW) of keys j of head hk."""
+    """Returns the offsets, in elements, of the scales of keys j of head hk (one offset for all if scales are per
+    channel). strides, count, b, VIEW: as in cache_at(); page: page numbers of the keys."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -102,7 +105,7 @@ def clamped(page, last):
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """Returns the page numbers of keys j of sequence b, int64; 0 for keys from `end` on.
+    """Returns int64 page numbers of keys j of sequence b; 0 for keys from `end` on; j without pages (PAGE 0).
 
     table: the page table, whose rows have the stride `step`. last: the pool's last page.
     """
@@ -117,9 +120,9 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns the page number of a tile of keys if it is WITHIN one page, else of each key.
+    """Returns the page number of the BN keys from j0 on, if they are WITHIN one page, else one page number per key.
 
-    table: the page table; row: offset of the sequence's row in it. last: the pool's last page. end: end of the visible
+    table: the page table; row: offset of the sequence's row in it. last: the pool's last page. end: of the visible
     keys.
     """
     if PAGE and WITHIN:
@@ -130,7 +133,8 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns (first element, offsets [BN] of rows from it) of a tile of keys; int32 WITHIN one page."""
+    """Returns (offset of the first element, offsets [BN] of rows from it) of the BN keys from j0 on; offsets are int32
+    if all keys are WITHIN one page. cache: (first element, stride of a token, stride of a page); page: page numbers."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -144,21 +148,23 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the rows of a tile of keys as column blocks; inside: bool [BN], false for keys that are not read."""
+    """Loads the BN keys from j0 on of a KV cache as three column blocks [BN, W0], [BN, W1], [BN, W2]; cache, page: as
+    in tile_at(); inside: bool [BN], false for keys to replace by zeros."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Loads one number per key of a tile, [BN], such as its scale; inside: false for keys that are not read."""
+    """Loads one number for each of the BN keys from j0 on, [BN], such as its scale; cache, page: as in tile_at();
+    inside: bool [BN], false for keys to replace by zeros."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
 
 @triton.jit
 def stored(values, like):
-    """Converts int8 values to the dtype of `like`, exactly; other dtypes are unchanged."""
+    """Converts int8 values to the dtype of the tensor `like`, exactly; values of other dtypes are unchanged."""
     if values.dtype != tl.int8:
         return values
     elif like.dtype == tl.float16:
@@ -171,8 +177,8 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """Converts rows in column blocks, `parts`, from int8 to the dtype of `like`, exactly; other dtypes are
-    unchanged."""
+    """Converts int8 rows, given as three column blocks `parts` (the last two of widths W1, W2), to the dtype of the
+    tensor `like`, exactly; other dtypes are unchanged."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -184,7 +190,7 @@ def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the sum of the elements of each row, [rows] float32; parts: column blocks."""
+    """Returns float32 [rows], the sum of each row's elements; parts: three column blocks (W1, W2 0: unused)."""
     x = tl.sum(parts[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(parts[1].to(tl.float32), 1)
@@ -202,17 +208,18 @@ def safe_unit(largest):
 
 @triton.jit
 def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Loads one number per channel of a column block, [1, WIDTH], such as its scale, from `base`."""
+    """Loads a number (such as a scale) per channel from FIRST on, [1, WIDTH]; cache: (channel 0's offset from `base`,
+    ..)."""
     d = FIRST + tl.arange(0, WIDTH)
     return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
 
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """Returns (x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block.
+    """Returns (x = values / unit in the dtype of `like`, sum over channels of x times the channels' offsets [rows]).
 
-    values: float32 [rows, WIDTH]. unit: [rows]. offset: address of the channels' offsets, or None; cache: the result of
-    cache_at() for the view of the offsets.
+    values: float32 [rows, WIDTH], columns FIRST to FIRST + WIDTH. unit: [rows]. offset: address of the channels'
+    offsets, or None; cache: their (first element, ...).
     """
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
@@ -224,10 +231,10 @@ def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.
 @triton.jit
 def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                     DIM: tl.constexpr):  # fmt: skip
-    """Returns (rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
+    """Returns (x, a, u) with x . stored * u + a = query . ((stored + offset) * scale), for integers of scaled channels.
 
-    u is the row's largest product of element and scale, so that small scales do not underflow in any dtype. query: rows
-    in column blocks. scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
+    u is the row's largest |element * scale|, so that small scales do not underflow. query, x: rows as three column
+    blocks of widths W0, W1, W2. scale, offset: the channels' numbers; scales, offsets: results of cache_at().
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -252,12 +259,12 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 
 @triton.jit
 def scaled_weights(p, fade, scales, unit, like):
-    """Returns (weights times their keys' scales / unit, factor on the sums so far, new unit).
+    """Returns (p * scales / unit, factor on the sums so far, new unit), for softmax weights p [rows, keys] and the
+    keys' scales [keys].
 
-    In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
-    keys without weight are ignored, because those of masked keys are arbitrary. p: weights [rows, keys]. fade: factor
-    on the sums so far if there were no scales. scales: [keys]. unit: the unit of the earlier keys. like: a tensor with
-    the dtype of the products.
+    In float16 the products would underflow for small scales, so the unit is the largest scale so far / 2^14; in other
+    dtypes it is not used. Scales of keys without weight are ignored, because those of masked keys are arbitrary. fade:
+    factor on the sums so far without scales. unit: that of earlier keys. like: a tensor of the products' dtype.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -271,8 +278,8 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Returns one column block, FIRST to FIRST + WIDTH, of the result of lifted_three(), the weighted sums of
-    dequantised values."""
+    """Returns columns FIRST to FIRST + WIDTH of lifted_three()'s result, the weighted sums of dequantised values; acc:
+    these columns of the sums of integers; other parameters: as there."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -286,11 +293,10 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns the weighted sums of dequantised values, in column blocks, from those of the stored integers (`acc`).
+    """Returns sums of weight * (integer + offset) * scale from `acc`, sums of weight * integer; both in column blocks.
 
-    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token). unit:
-    result of scaled_weights(). scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at()
-    for them.
+    lifted: [rows], the sum of weights (KIND PER_CHANNEL) or of weights times the tokens' offsets (PER_TOKEN). unit:
+    result of scaled_weights(). scale, offset: the channels' numbers; scales, offsets: results of cache_at().
     """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
@@ -303,7 +309,7 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
 
 @triton.jit
 def pairs_at(cache):
-    """Returns the offsets of cache_at() for a cache of int8, (first element, stride of a token, stride of a page), in
+    """Returns the three results of cache_at() for an int8 cache (first element, stride of a token, stride of a page) in
     units of two bytes."""
     first, token, page = cache
     return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
@@ -311,5 +317,5 @@ def pairs_at(cache):
 
 @triton.jit
 def unpaired(pairs, like):
-    """Returns (integers of even columns, of odd ones) in the dtype of `like`, from int16 pairs of int8."""
+    """Returns (values of even columns, of odd ones) in the dtype of `like`, from int16 elements with two int8 each."""
     return stored(pairs.to(tl.int8), like), stored((pairs >> 8).to(tl.int8), like)

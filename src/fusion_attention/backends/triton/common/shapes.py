@@ -55,7 +55,7 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Returns (columns of a query row with rope, columns of a value row), padded to column blocks."""
+    """Returns (columns of a query row with rope, columns of a value row), padded to the widths that kernels load."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
@@ -224,8 +224,8 @@ def shared_memory(index: int) -> int:
 
 
 def chip_of(device: torch.device) -> int | None:
-    """Returns the key of CHIPS (90, 80 or 86) whose tile shapes suit a device; None if it has too little shared memory;
-    without a GPU, the first key."""
+    """Returns the compute capability (90, 80 or 86) whose table of tile shapes suits a device; None if it has too
+    little shared memory; 90 without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
     major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
@@ -238,7 +238,7 @@ def index_of(device: torch.device) -> int:
 
 
 def on(device: torch.device, table: Callable[..., T | None], problem: AnyProblem, *more: int) -> T:
-    """Returns table(problem, chip, *more), the tile shape of a kernel (or several shapes), for the chip of `device`.
+    """Returns table(problem, chip, *more), a kernel's tile shape (or several); chip: the device's compute capability.
 
     table: a function that returns None for problems that it does not support. more: alignments of rows, in elements.
     """
@@ -254,13 +254,13 @@ def recompute_tile(kernel: str, problem: Problem) -> Tile:
 
 
 def heavy(problem: Problem) -> bool:
-    """Returns True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
+    """Returns True if every (row, key) pair needs a value that is read or drawn: a bias, a mask matrix or dropout."""
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """Returns (tile, tile for problems with a bias, blocked matrix or dropout, KB of shared memory) of the kernel named
-    `kernel` on a chip of CHIPS; None if no tile fits the problem's sizes."""
+    """Returns (tile shape, tile shape for problems with a bias matrix, mask matrix or dropout, KB of shared memory) of
+    the kernel named `kernel`; None if no tile fits the problem's dims. chip: compute capability 90, 80 or 86."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -275,8 +275,8 @@ def widest(problem: AnyProblem) -> int:
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; None if no tile fits the problem's sizes.
-    align: alignment of rows, in elements.
+    """Returns the tile shape of the kernel named `kernel`; None if no tile fits the problem's dims. chip: compute
+    capability 90, 80 or 86. align: alignment of rows, in elements.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a bias or dropout.
     """

@@ -24,9 +24,10 @@ AT_ONCE = tl.constexpr(16)  # partial results that join() sums as one tile
 
 @triton.jit
 def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
-    """Returns the offset of a row's partial result in `partials`, of BUFFER numbers per row.
+    """Returns the offset, in floats, of a partial result of a query row in the buffer `partials`, which has BUFFER
+    floats per row: [slot, heads_kv, rows, BUFFER].
 
-    slot: index of the range of keys among partial results. hk: key head, of heads_kv. row: row of the tile, of `rows`.
+    slot: number of the range of keys. hk: key head. row: row in the tile of `rows` query rows.
     """
     return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * BUFFER
 
@@ -35,10 +36,10 @@ def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
 def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of rows of head h from acc (weighted values in column blocks), m and l (running max and
-    sum).
+    """Writes out, max and sum of query rows of head h in sequence b, from acc (sums of weight * value, as three column
+    blocks of widths V0, V1, V2), m and l (running max and sum of the softmax).
 
-    unit: factor on maxima. valid: mask of the rows.
+    unit: factor on m. valid: bool, true for rows to write. strides, count: table of the tensors' offsets and strides.
     """
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
@@ -62,11 +63,11 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            DIM_V: tl.constexpr, BUFFER: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr,
            WITHIN: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr,
            ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Computes one entry of the work list for one key head; grid (entries, heads_kv).
+    """Computes one entry of the work list, query rows over a range of keys, for one key head; grid (entries, heads_kv).
 
-    Writes out, max and sum, or, for a range of keys, partial results (weighted values, max, sum) of BUFFER floats per
-    row into `partials`. width: entries of a row of the page table. WITHIN: a tile of keys is within one page. SHARED:
-    values are the first column blocks of the keys. PAIRED: values are int8, loaded in pairs.
+    Writes out, max and sum, or, if the keys are split, BUFFER floats per row (sums of weight * value, max, sum) to
+    `partials`. width: entries of a row of the page table. WITHIN: a tile of keys is within one page. SHARED: values are
+    the first columns of the keys. PAIRED: values are int8, loaded in pairs.
     """
     entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
@@ -202,7 +203,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
 
 @triton.jit
 def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Returns one column block [1, WIDTH] of a row, summed over its `shares` partial results.
+    """Returns columns [1, WIDTH] from FIRST on of a row's sum of weight * value, merged from `shares` partial results.
 
     at: offset of the first in `partials`; apart: from one to the next. top: maximum of the row. exponent: factor on
     maxima in base 2.
@@ -223,7 +224,7 @@ def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDT
 def join(out, max_, sum_, sink, partials, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of a row of a head from its partial results; grid (split tiles * rows, heads_kv)."""
+    """Writes out, max and sum of one query row, merged from partial results; grid (split tiles * rows, heads_kv)."""
     listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
     entry, n = work + slot * PER_TILE, tl.program_id(0) % rows

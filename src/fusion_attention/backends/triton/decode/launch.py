@@ -44,7 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """Returns the names of the tables of tile shapes to search, in order; rows: query rows that share a key head."""
+    """Returns the names of the tables with the decode kernel's tile shapes; rows: query rows that share a key head."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -53,12 +53,12 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def buffer(problem: Problem) -> int:
-    """Returns the float32 elements of a row's partial result: dim_v values, max and sum, padded to 16 bytes."""
+    """Returns the number of floats in a row's partial result: dim_v values, max and sum, padded to 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
 
 def paired(problem: Problem) -> bool:
-    """Returns True if the kernel loads int8 values in pairs, as it transposes tiles in units of 16 bits."""
+    """Returns True if the decode kernel loads int8 values in pairs, as it transposes tiles in units of 16 bits."""
     first, second, _ = shapes.parts(problem.dim_v)
     return (
         problem.kv_dtype == "int8"
@@ -77,7 +77,7 @@ def processors(device: torch.device) -> int:
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
-    """Returns the work list, int32 [wanted + tiles of rows, 8], with an entry per range of keys of a tile of rows.
+    """Returns the decode kernel's work list, int32 [wanted + tiles, 8]: an entry per range of keys of a tile of rows.
 
     An entry has the sequence, first row and end, first key and end, and the number of ranges of its tile. The last two
     columns of entry n have the first entry and the number of ranges of the n-th tile with several ranges. Entries whose
@@ -108,18 +108,16 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """Returns (most tiles of rows whose keys are split into ranges, most ranges of these tiles).
-
-    wanted: the desired number of ranges of all sequences.
-    """
+    """Returns (most tiles of query rows whose keys are split into several ranges, most ranges of these tiles); wanted:
+    the desired number of ranges of all sequences."""
     tiles = len(divided(extents.q_len * problem.group, tile.BM)[0])
     split_tiles = min(wanted, tiles)
     return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
-    """Returns True if the page size is a multiple of BN, so that each tile of keys is in one page, and a tile's offsets
-    are below 2^31 elements; views: of the KV cache, by name."""
+    """Returns True if each tile of BN keys lies in one page of the KV cache, and its offsets are below 2^31 elements;
+    views: of the cache, by name."""
     token_strides = [
         abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
     ]
@@ -127,11 +125,8 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """Returns the number of the last page that is completely in the memory of a view's page pool, -1 for none;
-    LAST_PAGE if the pool is an expanded tensor, in which all pages are one.
-
-    heads: key heads in a page.
-    """
+    """Returns the number of the last page that lies completely in the memory of a paged view's pool, -1 for none;
+    LAST_PAGE if the pool is an expanded tensor, in which all pages are one. heads: key heads in a page."""
     pool = view.pool
     elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
@@ -183,8 +178,8 @@ def page_arguments(table: torch.Tensor | None, last: int, suffix: str = "") -> d
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Writes out and the statistics (max, sum) of all rows: the kernels decode and join, then the one that recomputes
-    rows which are not finite."""
+    """Writes out and the softmax's max and sum of all rows, by the decode kernels; rows with NaN or infinities are
+    recomputed."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
@@ -200,7 +195,7 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 
 def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
-    """Returns the launches that run() starts, for the memory layout of a call."""
+    """Returns the prepared kernel launches of run(), for one memory layout (strides, alignments, device)."""
     table, last = pages(p, m.views)
     device, align = m.device, m.align
     chip, most = shapes.chip_of(device), int(e.q_len.max(initial=1)) * p.group
@@ -229,7 +224,7 @@ def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns an upper limit of the bytes of scratch, for the largest GPU and for every tile shape."""
+    """Returns an upper limit of the bytes of partial results, for the largest GPU and every tile shape."""
     p, extents = problem, schedule.device_tables.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)

@@ -33,7 +33,8 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the largest absolute value of all elements of rows in column blocks, `parts`, in float32."""
+    """Returns the largest absolute value, in float32, of the elements of rows, given as three column blocks (`parts`),
+    the last two of widths W1, W2 (0: unused)."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -46,11 +47,12 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Writes lse and D = dout . out - dlse of each row to `flat`, all lse first; grid (tiles, heads_q).
+    """Writes log2(sum exp(S)) (lse) and D = dout . out - dlse of each query row to `flat`, all lse first, D `plane`
+    elements later; grid (tiles, heads_q).
 
-    For an empty row it writes lse inf, so that its weights are 0, and D 0, or 1 / n if it returns the mean of n keys.
-    `partials` receives the tile's contribution to dsink. `large`, initially zeros, receives a 1 for each key head of a
-    sequence with large dout.
+    A row without visible keys has lse inf, so that its weights are 0, and D 0, or 1 / n if its result is the mean of n
+    values. `partials` receives the tile's contribution to dsink. `large`, initially zeros, receives a 1 for each
+    (sequence, key head) with |dout| above 256.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -95,18 +97,16 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
-    """Loads (lse, D) of rows of a head, which prepare() wrote from flat + at on, `stride` apart; D = dout . out - dlse.
-    Invalid rows get (inf, 0), as rows without keys that return zeros do."""
+    """Loads (log2 of the softmax's sum, D = dout . out - dlse) of the rows `row` of a head from memory that prepare()
+    wrote: flat + at + row * stride, D `plane` elements later. Invalid rows get (inf, 0)."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """Returns the factor on dS of key head hk in sequence b before it is rounded: SHRINK if its dout is large, else 1.
-
-    large: flags of prepare(), [sequences, heads]; None: there are none.
-    """
+    """Returns the factor on dS of key head hk in sequence b before dS is rounded to 16 bits: 1/256 if prepare() flagged
+    a large dout in `large` [sequences, heads], else 1; large None: 1."""
     if large is None:
         return 1.0
     else:
@@ -115,11 +115,8 @@ def shrinking(large, b, hk, heads):
 
 @triton.jit
 def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
-    """Loads lse (PLANE 0) or D = dout . out - dlse (PLANE 1) of the BM rows of head h from row0 on; notes: (descriptor
-    or address, heads, stride of a head).
-
-    valid: mask of the rows.
-    """
+    """Loads lse (PLANE 0) or D = dout . out - dlse (PLANE 1) of the BM rows of head h from row0 on, which prepare()
+    wrote; notes: (tensor descriptor or address, heads, stride of a head). valid: bool [BM], false for missing rows."""
     base, heads, head = notes
     if TMA:
         return base.load([PLANE * heads + h, row0]).reshape(BM)
@@ -132,10 +129,10 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Adds to dv the contributions of empty rows that return the mean of V, for the keys from j0 on.
+    """Adds to dv, for BN keys from j0 on, sum of dout / n over rows without visible keys (the mean of n values).
 
     do_rows: source of rows of dout. notes: as in load_notes(). turns: iterations over rows, 0 without such rows.
-    inside: mask of the keys. bits, where, drop: as in kept_keys().
+    inside: mask of the keys. bits, where, drop: as in kept_keys(), for dropout.
     """
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
@@ -157,7 +154,7 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
 
 @triton.jit
 def sees(row, key, band):
-    """Returns true for keys that are visible to rows; band: result of band_at()."""
+    """Returns true where row + lo <= key < max(row + hi, prefix); band: (q_len, kv_len, lo, hi, prefix)."""
     rows, keys, lo, hi, prefix = band
     end = tl.minimum(tl.maximum(row + hi, prefix), keys)
     return (key >= row + lo) & (key < tl.where(row < rows, end, 0))
@@ -167,10 +164,10 @@ def sees(row, key, band):
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Returns (P, S), probabilities and scores of a tile of products x = q . k, [rows, keys] or [keys, rows]; S is -inf
-    for keys that are not visible.
+    for keys that are not visible. P = exp2(S * exponent - lse).
 
-    lse: of the rows. masked: True if some key of the tile is not visible to some row. band: result of band_at().
-    numbers: (scale, factor of the bias, factor on S in base 2). extras: (bias, slopes, blocked) or None.
+    lse: of the rows, base 2. masked: False if all keys of the tile are visible. band: (q_len, kv_len, lo, hi, prefix).
+    numbers: (scale, factor of the bias, exponent). extras: (bias, slopes, mask matrix), None for absent ones.
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
@@ -198,7 +195,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
                    DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
                    V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                    CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Writes dq of one tile of rows of one head, and adds to dbias; grid (tiles, heads_q)."""
+    """Writes dq = scale * sum_j dS_j k_j of one tile of rows of one head, and adds dS = P * (dP - D) to dbias.
+
+    Grid (tiles, heads_q). flat, large: results of prepare(). tiles: int32 [tiles, 8], sequence, rows and keys of each.
+    """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row0, row1 = tl.load(tile + 1), tl.load(tile + 2)
@@ -283,9 +283,10 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
                  D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
                  V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Writes dk and dv of one tile of keys of one key head, over all its query heads; grid (tiles, heads_kv).
+    """Writes dk = scale * sum_i dS_i q_i and dv = sum_i P_i dout_i of one tile of keys of one key head.
 
-    Scores are transposed, with keys as rows, so that weights enter the products from registers.
+    Grid (tiles, heads_kv). Scores are transposed, [keys, rows], so that weights enter the products from registers.
+    Parameters: as in backward_query(), with a tile's keys and the rows that see them in `tiles`.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)

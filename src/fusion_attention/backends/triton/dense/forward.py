@@ -19,7 +19,8 @@ from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """Computes a step of the online softmax: (weights of scores s [rows, keys], factor on earlier sums, maxima, sums).
+    """Computes a step of the online softmax over scores s [rows, keys]; returns (weights [rows, keys], factor on
+    earlier sums, new maxima, new sums).
 
     m, l: maxima and sums [rows] so far. exponent: factor on scores in base 2.
     """
@@ -38,17 +39,17 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Runs one loop over `left` tiles of keys from `begin` on, then `right` tiles from `again` on; returns the new
-    state.
+    """Continues an online softmax over `left` tiles of BN keys from key `begin` on, then `right` tiles from `again` on;
+    returns the new state.
 
     Args:
-        state: (accumulators in column blocks, maxima, sums) of an online softmax.
-        query, rope: the rows, and their rope part or None.
-        memory: sources of keys, values and rope parts.
-        extras: memory of the bias, slopes, blocked matrix and dropout bits; None for absent ones.
-        where: (strides, count, b, h, heads).
-        row, edges: the rows, and (first, end) of their visible keys.
-        lengths, numbers, drop: lengths of the sequence, factors of scores, (seed, offset, threshold).
+        state: three accumulators of weight * value (column blocks [rows, V0], ...), running maxima and sums [rows].
+        query, rope: the query rows as column blocks, and their rope part or None.
+        memory: sources of keys, values and keys' rope parts, for load_rows().
+        extras: addresses of the bias, slopes, mask matrix and dropout bits; None for absent ones.
+        where: (table of strides, number of sequences, sequence, head, number of heads).
+        row, edges: numbers of the rows; (mask of the rows, first, end of the visible keys of each).
+        lengths, numbers, drop: (q_len, kv_len, shift), factors on scores, (seed, offset, threshold) of dropout.
         keys: (begin, left, again, right).
     """
     acc0, acc1, acc2, m, l = state
@@ -94,10 +95,10 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
 def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """Adds to acc the sums of values for empty rows (`mean`) that return the mean of V, over all kv_len keys that
-    dropout keeps.
+    """Adds to acc, for rows where `mean` is true (no visible keys; the result is the mean of V), the sum of all kv_len
+    values that dropout keeps; returns acc, three column blocks.
 
-    v: source of rows of V. bits, where, drop: as in kept_keys(). valid: mask of the rows.
+    v: source of rows of V, for load_rows(). bits, where, drop: as in kept_keys(), for dropout. valid: mask of the rows.
     """
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
@@ -115,10 +116,10 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """Returns (max, sum, factor on the accumulator) of rows; max is in natural-logarithm units, and max and sum include
-    the sink of head h, if there is one.
+    """Returns (max, sum, factor on the accumulated sums of weight * value) of rows, including the sink of head h, if
+    there is one; max is in natural-logarithm units.
 
-    m, l: running maxima and sums [rows]. unit: factor on maxima.
+    m, l: running maxima and sums [rows] of the online softmax. unit: factor on maxima.
     """
     nothing = m == -float("inf")
     top = tl.where(nothing, -float("inf"), m * unit)
@@ -144,10 +145,11 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
             DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
             BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
+    """Writes out, max and sum of the softmax for one tile of query rows of one head; grid (tiles, heads_q).
 
-    MEAN: result of a row without visible keys: 0: zeros; 1: the mean of V; 2: the mean of V if its band has a key, else
-    zeros.
+    strides, lengths: tables of the tensors' strides and of the sequences' lengths. tiles: int32 [tiles, 8], sequence,
+    rows and keys of each tile. MEAN: result of a row without visible keys: 0: zeros; 1: the mean of V; 2: the mean of V
+    if its band has a key, else zeros.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -33,7 +33,7 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
-    """Returns the first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles.
+    """Returns the first key of iteration i over tiles of keys: masked at the left, then the right edge, then full ones.
 
     walk: (first key, tiles at the left edge, first key of full tiles, first key at the right edge, masked tiles, all
     tiles).
@@ -45,8 +45,8 @@ def key_of(i, walk, BN: gl.constexpr):
 
 @gluon.jit
 def ring(rows, STAGES: gl.constexpr):
-    """Allocates (STAGES buffers for tiles of rows, their `full` barriers, their `empty` barriers); rows: a tensor
-    descriptor."""
+    """Allocates a ring of STAGES shared-memory buffers for tiles of rows; returns (buffers, their "full" barriers,
+    their "empty" barriers). rows: a tensor descriptor."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -61,8 +61,8 @@ def ring(rows, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(rows, ring, i, j0, STAGES: gl.constexpr):
-    """Copies the rows of a tensor descriptor from j0 on into buffer i % STAGES of a ring, after the readers have
-    signalled that it is empty; i: number of the copy."""
+    """Copies the rows from j0 on of the tensor descriptor `rows` into buffer i % STAGES of a ring, after the readers
+    have signalled that it is empty; i: number of the copy."""
     buffers, full, empty = ring
     s = i % STAGES
     mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
@@ -72,8 +72,8 @@ def fill(rows, ring, i, j0, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Loads all tiles of keys and values, tensor descriptors, into their rings; runs in the loading warp; walk: as in
-    key_of()."""
+    """Copies all tiles of keys and values (tensor descriptors) into their rings of shared-memory buffers; runs in the
+    loading warp; walk: as in key_of()."""
     for i in range(walk[5]):
         j0 = key_of(i, walk, BN)
         fill(keys, key_ring, i, j0, STAGES)
@@ -82,7 +82,7 @@ def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def taken(ring, i, STAGES: gl.constexpr):
-    """Waits until the copy of iteration i into a ring's buffer is complete, and returns the buffer."""
+    """Waits until copy number i into a ring of shared-memory buffers is complete, and returns its buffer."""
     buffers, full, _ = ring
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return buffers.index(i % STAGES)
@@ -91,15 +91,16 @@ def taken(ring, i, STAGES: gl.constexpr):
 @gluon.jit
 def give_back(ring, i, STAGES: gl.constexpr):
     """Signals that this warpgroup has read buffer i % STAGES of a ring, which may then be overwritten; i: number of the
-    iteration."""
+    copy."""
     mbarrier.arrive(ring[2].index(i % STAGES), count=1)
 
 
 @gluon.jit
 def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
-    """Returns the scores s [rows, BN] of iteration i, with -inf for keys that are not visible in masked tiles.
+    """Returns the scores s [rows, BN] of iteration i over tiles of keys, with -inf for keys outside [first, end) of
+    their row; tiles without such keys are not tested.
 
-    walk: as in key_of(). first, end: range of the visible keys of each row. SCORES: the layout of s.
+    walk: as in key_of(). first, end: [rows], range of each row's visible keys. SCORES: the register layout of s.
     """
     if i < walk[4]:
         j = key_of(i, walk, BN) + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
@@ -109,10 +110,10 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexpr, MEAN: gl.constexpr):
-    """Returns (maximum and sum to be stored, factor on the accumulator) from the running maximum m and sum l of rows.
+    """Returns (max and sum to store, factor from sums of weight * value to the output) from running max m and sum l.
 
-    Maxima are converted to natural-logarithm units, and maxima and sums include the sink. A row without keys has the
-    maximum -inf and the sum 0, or kv_len if it returns the mean of V. Accumulator times factor is the output.
+    Maxima are converted to natural-logarithm units, and maxima and sums include the sink of head h. A row without
+    visible keys has max -inf and sum 0, or kv_len if its result is the mean of V. first, end: visible keys.
     """
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     empty = top == -float("inf")
@@ -129,8 +130,10 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Writes out, max and sum of ROWS query rows from rows[0] on, in one of the warpgroups that multiply; rows from
-    rows[1] on are not written."""
+    """Writes out, max and sum of ROWS query rows from rows[0] on, below rows[1], in one warpgroup.
+
+    query: the rows; key_ring, value_ring: buffers that load() fills; walk: tiles of keys, as in key_of().
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -188,7 +191,8 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, strides, lengths, tiles, count
                   unit: gl.float32, keep_prob: gl.float32, GROUP: gl.constexpr, SINK: gl.constexpr, MEAN: gl.constexpr,
                   DIM: gl.constexpr, ALIGN: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
                   REGISTERS: gl.constexpr):  # fmt: skip
-    """Writes out, max and sum of a tile of WARPGROUPS * ROWS rows of one head; grid (tiles, heads_q)."""
+    """Writes out, max and sum of the softmax for a tile of WARPGROUPS * ROWS query rows of one head; grid (tiles,
+    heads_q). One warp loads keys and values, the warpgroups multiply."""
     dtype: gl.constexpr = q.dtype.element_ty
     HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     KEY_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DIM], dtype)

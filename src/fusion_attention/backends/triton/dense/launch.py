@@ -43,8 +43,8 @@ LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is 
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the dense and decode kernels, of which each takes its own, for a kernel's
-    tile shape; align: alignment of rows, in elements of q.
+    """Returns the compile-time arguments of the dense and decode kernels by name, of which each takes its own; tile: a
+    kernel's tile shape; align: alignment of rows, in elements of q.
 
     MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel. ALIGN_KV
     is the alignment of a KV cache's rows in its own elements. D0 to D2, V0 to V2 and R are the widths of column blocks
@@ -78,16 +78,16 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """Returns True if the softmax is of unscaled products q . k: no bias or cap, and a positive scale."""
+    """Returns True if the softmax may read unscaled products q . k: no bias or cap, and a positive scale."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """Returns the list of tiles of query rows, int32 [tiles, 8], the longest first, so that the last ones to start are
-    short.
+    """Returns the forward kernel's tiles of query rows, int32 [tiles, 8], the longest first.
 
-    An entry has the sequence, the first row and the end, and the tiles of keys: `left` masked tiles from `begin`, full
-    tiles from `full` to `again`, and `right` masked tiles from `again`. tile: BM rows and BN keys.
+    Columns: sequence, first row, end, and the tiles of keys that the tile reads: `begin` and `left`, first key and
+    number of masked tiles; `full` and `again`, first key and end of unmasked tiles; `right`, masked tiles from `again`
+    on. tile: BM rows, BN keys.
     """
     t, size = tiles.by_query(extents, tile.BM), tile.BN
     begin = t.begin // size * size
@@ -104,9 +104,9 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
 
 
 def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """Returns the list of tiles of query rows, int32 [tiles, 8], the longest first, for prepare() and backward_query().
+    """Returns the tiles of query rows for prepare() and backward_query(), int32 [tiles, 8], the longest first.
 
-    An entry has the sequence, the first row and the end, the first key and the number of tiles of keys; the rest is 0.
+    Columns: sequence, first row, end, first key, number of tiles of keys, three zeros. tile: BM rows, BN keys.
     """
     t = tiles.by_query(extents, tile.BM)
     begin = t.begin // tile.BN * tile.BN
@@ -114,10 +114,10 @@ def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """Returns the list of tiles of keys, int32 [tiles, 8], the longest first, for backward_key().
+    """Returns the tiles of keys for the kernel backward_key(), int32 [tiles, 8], the longest first.
 
-    An entry has the sequence, the first key and the end, the first query row and the number of tiles of rows that see
-    it, and, if `mean`, the number of tiles that may have empty rows, whose mean of V includes every key.
+    Columns: sequence, first key, end, first query row that sees it, number of tiles of rows from there on, and, if
+    `mean`, number of tiles of all rows, as the mean of V includes every key. tile: BM rows, BN keys.
     """
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
@@ -126,8 +126,8 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
 
 
 def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
-    """Returns int32 [tiles, 8] entries of query_tiles() and key_tiles(), the longest first: tile n of rows (or keys)
-    reads the keys (or rows) begin[n] to end[n], in tiles of `size`; means: see key_tiles()."""
+    """Returns int32 [tiles, 8], the longest first: t's sequence, first row (or key) and end, first key (or row) that
+    the tile reads, number of tiles of `size` from begin to end, `means`, two zeros."""
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")
@@ -135,7 +135,7 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """Returns True if the band or a blocked matrix may leave a row of a sequence with keys without a key."""
+    """Returns True if the band or a mask matrix may hide all keys from a query row of a sequence that has keys."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -152,8 +152,8 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def noted(extents: Extents) -> np.ndarray:
-    """Returns int [sequences]: the number of rows that each sequence occupies in prepare()'s arrays (lse and D), padded
-    so that every sequence begins at a multiple of 16 bytes."""
+    """Returns int [sequences]: the floats that each sequence occupies in prepare()'s arrays (lse and D per row),
+    rounded up so that every sequence begins at a multiple of 16 bytes."""
     return -(-extents.q_len // _NOTES) * _NOTES
 
 
@@ -161,8 +161,8 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns name in the layout table -> view, for q, k, v, out and statistics, and for modifiers (rope, bias, ...)
-    that the problem has; None for others."""
+    """Returns the strided views of q, k, v, out, max and sum by name, and those of rope parts, bias, mask matrix and
+    dropout bits, None for those that the problem lacks."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -186,7 +186,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the tensors that a run passes, by kernel argument name; views: by name, None for absent ones."""
+    """Returns {kernel argument name: tensor} for a run; views: strided views by name, None for absent ones."""
     p = problem
     given = layout_table.tensors(views)
     if p.has_blocked:
@@ -199,7 +199,7 @@ def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View |
 
 
 def draws(o: Operands) -> dict[str, int]:
-    """Returns the seed and offset of drawn dropout as signed int64 and int32, which kernels take."""
+    """Returns dropout's seed and offset by kernel argument name, as signed int64 and int32 of the same bits."""
     seed = o.seed & (1 << 64) - 1
     return {
         "seed": seed - (1 << 64) if seed >> 63 else seed,
@@ -213,7 +213,7 @@ def float32(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """Returns kernel argument name -> number, such as the scale, that a problem determines."""
+    """Returns {kernel argument name: number} for the numbers that the problem alone determines, such as the scale."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -244,13 +244,13 @@ def launch_recompute(
 
 
 def keep_rest(problem: Problem) -> float:
-    """Returns the factor by which results must still be multiplied, because kernels use LEAST_KEEP in place of a
-    smaller keep_prob; 1 for others."""
+    """Returns max(1, 2^-60 / keep_prob): kernels use at least 2^-60 as keep_prob, and results are then multiplied by
+    this factor."""
     return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
 
 
 def enlarge(tensor: torch.Tensor, by: float) -> None:
-    """Multiplies a tensor by a factor of at least 1, in steps that do not overflow float32, so that 0 stays 0."""
+    """Multiplies a tensor in place by `by` >= 1, in steps that do not overflow float32, so that 0 stays 0."""
     while by > 1:
         step = min(by, 2.0**120)
         tensor.mul_(step)
@@ -258,21 +258,21 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """Multiplies a view's rows (None: none) by a factor of at least 1; lengths: rows of each sequence."""
+    """Multiplies the rows of a view (None: none) in place by `by` >= 1; lengths: rows of each sequence."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
 
 
 def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
-    """Returns a float32 copy of the rows of a view, divided by `by`; lengths: rows of each sequence."""
+    """Returns a contiguous float32 copy of the rows of a view, divided by `by`; lengths: rows of each sequence."""
     rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
     sizes = heads * lengths * view.dim
     return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Writes out and the statistics (max, sum): the forward kernel, then one for rows that are not finite."""
+    """Writes out and the softmax's max and sum of all rows; rows with NaN or infinities are recomputed."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
 
@@ -285,7 +285,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
 
 
 def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
-    """Returns the launches that run_forward() starts, for the memory layout of a call."""
+    """Returns the prepared kernel launches of run_forward(), for one memory layout (strides, alignments, device)."""
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
     tile = shapes.on(device, partial(shapes.tile_of, "forward"), p, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, constants(p, tile, align), dict[str, Any]()
@@ -301,9 +301,9 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g`: the three kernels of the backward, then those that recompute rows which are not finite.
+    """Writes the gradients `grads` of dense attention; rows with NaN or infinities are recomputed.
 
-    For a tiny keep_prob, kernels compute gradients divided by keep_rest(), because dP / keep_prob - D would overflow.
+    For keep_prob below 2^-60, kernels divide gradients by keep_rest(), because dP / keep_prob - D would overflow.
     """
     p, by = problem, keep_rest(problem)
     if g.dbias is not None and g.owns_dbias:  # kernels add to dbias
@@ -333,7 +333,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g`, for a keep_prob below LEAST_KEEP divided by keep_rest()."""
+    """Launches the kernels that write the gradients `grads`, divided by keep_rest() if keep_prob is below 2^-60."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -352,7 +352,7 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
 def ready_backward(
     p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
-    """Returns the launches that launch_backward() starts, for the memory layout of `views` and the tensors `given`."""
+    """Returns the prepared kernel launches of launch_backward(), for the memory layout of `views` and `given`."""
     rows, count = noted(e), len(e)
     buffer = int(rows.sum())
     # Only the strides of this view are used.

@@ -26,8 +26,8 @@ def kernel() -> Any:
 
 
 def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
-    """Returns True if the Gluon kernel can compute the forward in place of the Triton kernel with this tile shape: rows
-    have the one size that it supports, and nothing but a band masks or changes scores."""
+    """Returns True if the Gluon kernel can replace the Triton forward kernel with this tile shape: rows have the one
+    dim that it supports, and nothing but a band masks or changes scores."""
     p = problem
     is_unmodified = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
     has_size = p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM

@@ -29,7 +29,7 @@ LEAST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def wrong(x, INF: tl.constexpr):
-    """Returns true for elements that may be wrong due to rounding or scaling: NaN, and with INF also infinities."""
+    """Returns true for elements of x that are NaN, or with INF not finite: tiles may have computed them wrongly."""
     x = x.to(tl.float32)
     return ~(tl.abs(x) < float("inf")) if INF else x != x
 
@@ -37,7 +37,8 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns 1 for rows, in column blocks, with a wrong() element, else 0; there: mask of the rows."""
+    """Returns int32 [rows], 1 for rows at base + offset (column blocks of widths W0, W1, W2) that contain a NaN (with
+    INF also an infinity), else 0; there: mask of the rows."""
     parts = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -49,15 +50,15 @@ def wrong_three(base, offset, there, INF: tl.constexpr,
 
 @triton.jit
 def left(acc, old, INF: tl.constexpr):
-    """Returns 1 if a row `old` has a wrong() element whose new sum in `acc` is not NaN yet; else 0."""
+    """Returns 1 if an element of row `old` is NaN (INF: or infinite) but its recomputed sum in `acc` is not, else 0."""
     return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns 1 if the row at base + offset, in column blocks, has a NaN (with INF also an infinite) element whose new
-    sum in `acc` is not NaN yet; else 0."""
+    """Returns 1 if an element of the row at base + offset is NaN (with INF also infinite) and its recomputed sum in
+    `acc` is not NaN yet, else 0; acc: the row as three column blocks of widths W0, W1, W2."""
     old = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -70,7 +71,7 @@ def left_three(acc, base, offset, there, INF: tl.constexpr,
 @triton.jit
 def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
                DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the wrong() elements of a column block by acc * factor; other sums may be incomplete."""
+    """Overwrites the NaN (with INF also infinite) elements in W columns from FIRST on of a row by acc * factor."""
     old = common.load_part(base, offset, there, FIRST, W, DIM, True)
     common.store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
 
@@ -78,8 +79,8 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the NaN (with INF also infinite) elements of a row at base + offset, in column blocks, by acc *
-    factor."""
+    """Overwrites the NaN (with INF also infinite) elements of the row at base + offset by acc * factor; acc: the row as
+    three column blocks of widths W0, W1, W2."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -89,22 +90,20 @@ def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl
 
 @triton.jit
 def outlasting(weight):
-    """Returns the weight of a visible key for a product with an infinity: LEAST if the weight underflowed to 0."""
+    """Returns the weight, or 2^-126 if it is 0, so that its product with an infinity is infinite instead of NaN."""
     return tl.where(weight == 0.0, LEAST, weight)
 
 
 @triton.jit
 def product(weight, x):
-    """Returns weight * x, where an underflowed weight (0) times an infinity is infinite."""
+    """Returns weight * x; where x is infinite and the weight underflowed to 0, infinity instead of NaN."""
     return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 
 @triton.jit
 def gathered(weight, wild, counted, x):
-    """Returns the weighted sum [1, W] of the rows of x for which `counted` is true; weight, wild, counted: [rows, 1].
-
-    weight: weights of finite elements. wild: weights of elements that are infinite or NaN.
-    """
+    """Returns [1, W], the sum of weight * x over the rows of x [rows, W] for which `counted` is true; elements of x
+    that are infinite or NaN have the weight `wild`. weight, wild, counted: [rows, 1]."""
     x = x.to(tl.float32)
     weighed = tl.where(tl.abs(x) < float("inf"), weight, wild) * x
     return tl.sum(tl.where(counted, weighed, 0.0), 0)[None, :]
@@ -112,8 +111,8 @@ def gathered(weight, wild, counted, x):
 
 @triton.jit
 def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + the weighted sums of the rows x for which `counted` is true, in column blocks; weight, wild:
-    weights of finite and of other elements."""
+    """Returns acc + the sum of weight * x over the rows x for which `counted` is true, both as three column blocks, the
+    last two of widths W1, W2; wild: the weight of infinite and NaN elements."""
     acc0, acc1, acc2 = acc
     acc0 += gathered(weight, wild, counted, x[0])
     if W1:
@@ -133,7 +132,8 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
                   V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
                   DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Recomputes rows of out from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
+    """Recomputes the NaN (or infinite) elements of rows of out from visible keys only, with the stored max and sum of
+    the softmax; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
     if PAGE:
@@ -221,7 +221,8 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
                     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                     DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Recomputes rows of dq and of its rope elements; grid (sequences * blocks of BM rows, heads_q)."""
+    """Recomputes NaN elements of dq and its rope part from visible keys; grid (sequences * blocks of BM rows,
+    heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BM
@@ -305,7 +306,8 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
                   D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                   DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Recomputes rows of dk, of its rope elements and of dv; grid (sequences * blocks of BN keys, heads_kv)."""
+    """Recomputes the NaN elements of rows of dk, of its rope part and of dv from the query rows that see the key; grid
+    (sequences * blocks of BN keys, heads_kv)."""
     b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = common.lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BN

@@ -30,29 +30,27 @@ COUNT, TWO_COUNTS, MOST_COUNTED = tl.constexpr(21), tl.constexpr(42), tl.constex
 
 @triton.jit
 def rank_of(score):
-    """Returns int32 ranks in the order of float32 scores: NaN is above all, and both zeros are equal."""
+    """Returns int32 ranks that are ordered as float32 scores are: NaN is above all, and both zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score == score, tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)
 
 
 @triton.jit
 def score_of(rank):
-    """Returns the float32 score that has this rank; the inverse of rank_of()."""
+    """Returns the float32 scores of int32 ranks; the inverse of rank_of()."""
     return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def seen_ranks(scores, j, first, end):
-    """Returns the ranks of keys j from the row `scores`; UNSEEN for keys outside [first, end)."""
+    """Returns rank_of() the scores of keys j in the row at address `scores`; of -inf for keys outside [first, end)."""
     return rank_of(tl.load(scores + j, mask=(j >= first) & (j < end), other=-float("inf")))
 
 
 @triton.jit
 def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """Returns (the TOP-th largest rank of the first `entry_count` candidates, number of candidates with a larger rank).
-
-    entries: address of the row's candidates.
-    """
+    """Returns (the TOP-th largest rank of the first `entry_count` candidates, number of candidates with a larger rank);
+    entries: address of a query row's candidates, int64 with the score's rank in the high 32 bits."""
     floor = tl.full([], NO_RANK, tl.int64)
     n = tl.arange(0, BN)
     larger = tl.full([], 0, tl.int64)
@@ -76,11 +74,9 @@ def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """Keeps the TOP largest of the first `entry_count` candidates, the first among equals; returns the smallest rank
-    kept.
-
-    entries: address of the row's candidates.
-    """
+    """Keeps the TOP largest of a query row's first `entry_count` candidates (the first among equals) at the start of
+    its buffer; returns the smallest rank kept. entries: address of the candidates, int64 with the score's rank in the
+    high 32 bits."""
     floor, larger = floor_of(entries, entry_count, TOP, BN)
     written, equals = tl.full([], 0, tl.int32), TOP - larger
     n = tl.arange(0, BN)
@@ -101,11 +97,11 @@ def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
                  BT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes the candidates (int64, made of rank and key) of the TOP largest scores of one row, unordered, and their
-    number.
+    """Selects the keys of the TOP largest scores of one query row; writes them unordered, as int64 candidates (rank of
+    the score in the high 32 bits, key in the low ones), to `entries`, and their number to `counts`.
 
-    Grid (rows of tiles from `begin` on). Scores are read BN at a time. entries: BUFFER candidates per row, with BUFFER
-    at least TOP + BN.
+    Grid (rows of tiles from tile `begin` on). Scores are read BN at a time. entries: BUFFER candidates per row, with
+    BUFFER at least TOP + BN.
     """
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
@@ -135,8 +131,8 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
 
 @triton.jit
 def entry_of(rank, key):
-    """Returns a candidate, an int64 that contains a score's rank in its high bits and a key, so that candidates can be
-    sorted."""
+    """Returns an int64 candidate: rank_of() a score in the high 32 bits, then the key, inverted so that of equal scores
+    the smaller key sorts first in descending order."""
     return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 
 
@@ -144,7 +140,8 @@ def entry_of(rank, key):
 def index_write(entries, counts, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
                 TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
-    """Writes BN entries of a row's list: keys and scores; grid (rows of tiles from `begin` on, blocks of TOP).
+    """Writes BN entries of the lists of selected keys: keys to `indices`, their scores to `values`, from the candidates
+    of index_choice(); grid (rows of tiles from tile `begin` on, blocks of BN entries).
 
     SORTS: the candidates are unordered, in one block, and are sorted here; else each row has TOP candidates in order.
     """

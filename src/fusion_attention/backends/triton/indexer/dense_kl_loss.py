@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.indexer import loss_parts
 
 @triton.jit
 def sees(row, key, extents, RATIO: tl.constexpr):
-    """Returns [rows, keys], true if the band contains the (row, key) pair; extents: the result of lengths_at()."""
+    """Returns bool [rows, keys], true if the row sees the key; extents: from lengths_at(); RATIO: tokens of a key."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     first, end = common.interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
     return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -28,7 +28,8 @@ def sees(row, key, extents, RATIO: tl.constexpr):
 @triton.jit
 def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
                  E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Returns [rows, keys] scores I = sum_h w_h * max(0, q_h . k); Q, K: view numbers of the indexer's q and k."""
+    """Returns the indexer's scores I = sum_h w_h * max(0, q_h . k), float32 [rows, keys], in sequence b; valid, inside:
+    masks of rows and keys; Q, K: numbers of q and k in the table `strides`."""
     at_k, stride_k = common.rows_at(strides, count, b, 0, K, ALIGN)
     at_q, head_q, stride_q = common.heads_at(strides, count, b, Q, ALIGN)
     at_w, stride_w = common.rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
@@ -50,7 +51,8 @@ def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, insid
 def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
              E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr):  # fmt: skip
-    """Writes the softmax maximum and sum of one tile of rows over one range of its keys; grid (tiles)."""
+    """Writes max and sum of the softmax of the indexer's scores for one tile of query rows over one range of its keys
+    to `partial`; grid (entries of `tiles`: tile of rows, range of keys)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
@@ -77,7 +79,8 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
 
 @triton.jit(do_not_specialize=["count", "plane"])
 def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
-    """Merges the statistics of the key ranges of one tile of rows; grid (tiles)."""
+    """Merges the softmax's max and sum of all ranges of keys of one tile of query rows, from `partial`, and writes them
+    to `max_` and `sum_`; grid (tiles of rows)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     shares, flat = tl.load(tile + 5), tl.load(tile + 7)
@@ -108,7 +111,8 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
 def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, valid, flat, key, inside, exponent,
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
            ALIGN: tl.constexpr):  # fmt: skip
-    """Returns [rows, keys]: the attention's probabilities summed over heads; rows are read BC elements at a time."""
+    """Returns float32 [rows, keys], the attention's probabilities exp2(s * exponent - lse) summed over `heads`, in
+    sequence b; notes: lse (base 2) of each head and row; q and k are read BC columns at a time."""
     STEPS: tl.constexpr = loss_parts.steps(DIM, BC) + loss_parts.steps(DIM_ROPE, BC)
     at_q, head_q, stride_q = common.heads_at(strides, count, b, layout_index.Q, ALIGN)
     at_k, head_k, stride_k = common.heads_at(strides, count, b, layout_index.K, ALIGN)
@@ -141,10 +145,9 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
 
 @triton.jit
 def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
-    """Returns (address of the block of differences y - p of a tile of rows and a tile of keys, stride of its rows).
+    """Returns (address of a block [BM, BN] of y - p, indexer's minus attention's probabilities, stride of its rows).
 
-    tile: address of the entry of the tile of rows in its table. turn: number of the tile of keys among those it
-    reads.
+    tile: address of the tile of query rows in its table. turn: number of the tile of keys among those that it reads.
     """
     turns = tl.load(tile + 4)
     return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
@@ -155,7 +158,8 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
                 first_tile: tl.int32, heads_q: tl.int32, plane: tl.int64, exponent: tl.float32, GROUP: tl.constexpr,
                 DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
-    """Writes the probabilities p of one tile of rows and one tile of keys; grid (tiles of keys, tiles of rows)."""
+    """Writes p, the mean over heads of the attention's probabilities, of one tile of rows and one tile of keys to
+    `differences`; grid (tiles of keys, tiles of rows)."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -175,8 +179,9 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                     count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
                     GIVEN: tl.constexpr, E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr,
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
-    (tiles of keys, tiles of rows). GIVEN: writes only y, which warm_given() then reads."""
+    """Overwrites p, the attention's probabilities of a tile of rows and a tile of keys, by y - p (y: softmax of the
+    indexer's scores), and writes the loss sum p (ln p - ln y); grid (tiles of keys, tiles of rows). GIVEN: writes only
+    y."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -207,8 +212,8 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
 def warm_given(target, values, differences, losses, strides, lengths, tiles, count: tl.int32, first_tile: tl.int32,
                first_block: tl.int32, RATIO: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
-    """Overwrites y of one tile of rows by y sum(p) - p for a given target p (UNIT: sum(p) is taken as 1), writes y to
-    `values` if there are any, and the tile's contribution to the loss; grid (tiles)."""
+    """Overwrites y, the indexer's probabilities of a tile of query rows, by y sum(p) - p for a given `target` p (UNIT:
+    sum(p) is taken as 1); writes y to `values` (may be None), and the tile's loss sum p (ln p - ln y); grid (tiles)."""
     tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * PER_TILE
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     turns = tl.load(tile + 4) * (BN // BK)
@@ -245,8 +250,9 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
                count: tl.int32, first_tile: tl.int32, tiles_of_chunk: tl.int32, E: tl.constexpr,
                DIM_INDEX: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
-    """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): the query rows, with zeros for
-    rows that are not finite, and their weights; grid (tiles of the chunk, heads)."""
+    """Writes dq = w_h sum_j [S > 0] dI_j k_j and dw_h = sum_j max(0, S) dI_j of one tile of rows and head h of the
+    indexer; S = q . k, dI: from `differences`. Also writes the inputs of warm_key(): query rows (zeros for non-finite
+    rows) and weights. Grid (tiles of a chunk of rows, heads)."""
     at_tile, h = tl.program_id(0), tl.program_id(1)
     tile = tiles + (first_tile + at_tile).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -280,8 +286,8 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
 def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_tile: tl.int32,
              tiles_of_chunk: tl.int32, heads_index: tl.int32, plane: tl.int64, SPLITS: tl.constexpr, E: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Adds the contribution of a chunk of rows, in ascending order, to the gradients of one tile of keys, for one of
-    SPLITS groups of heads; grid (tiles of keys, SPLITS)."""
+    """Adds dk = sum_h sum_i w_h [S > 0] dI_i q_i, over the query rows of a chunk in ascending order, to the sums of one
+    tile of keys, for one of SPLITS groups of the indexer's heads; grid (tiles of keys, SPLITS)."""
     of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * PER_TILE, tl.program_id(1)
     key0, at = tl.load(of_keys + 1), tl.load(of_keys + 5)
     begin = tl.maximum(tl.load(of_keys + 3) - first_tile, 0)

@@ -25,7 +25,7 @@ from fusion_attention.backends.triton.selected.selection import SCANNED, token_a
 
 @triton.jit
 def largest_of(dscores, slots):
-    """Returns the largest finite magnitude of the first `slots` numbers from dscores on; 1 if it is zero."""
+    """Returns the largest finite absolute value of `slots` numbers at address `dscores`; 1 if it is 0."""
     magnitude = tl.full([], 0.0, tl.float32)
     for n0 in tl.range(0, slots, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -36,7 +36,7 @@ def largest_of(dscores, slots):
 
 @triton.jit
 def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
-    """Returns (keys, dI in float32) of the entries n of a token's list of selected keys; -1 and 0 for n >= slots.
+    """Returns (int32 keys, float32 dI: gradients of their scores) of entries n of a token's list; -1, 0 for n >= slots.
 
     Each element is loaded by several threads, so that every thread loads one: with fewer loads, Triton repeats them for
     each layout (half of all instructions of an iteration); more would need registers.
@@ -50,10 +50,10 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """Returns the address of a token's dI, the gradients of its selected scores; VIEWED: in a view of the caller, else
-    in scratch memory of the chunk.
+    """Returns the address of dI, the gradients of the scores of a token's selected keys: in the caller's tensor
+    (VIEWED), by the table `strides`, else in scratch memory, SLOTS per token.
 
-    b, row: the token's sequence and row. list_index: the token's number in the chunk. SLOTS: slots per token.
+    b, row: the token's sequence and row. list_index: the token's number in the chunk.
     """
     if VIEWED:
         at, token = common.rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
@@ -64,7 +64,7 @@ def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr,
 
 @triton.jit
 def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns 1 if an element of the rows x, given as up to three column blocks, is not finite, else 0."""
+    """Returns 1 if an element of x is NaN or infinite, else 0; x: rows as three column blocks (W1, W2 0: unused)."""
     strange = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
     if W1:
         strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))
@@ -79,12 +79,13 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
                    VIEWED: tl.constexpr, THREADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes dq and dweights of BM heads of one token from head0 on, and their contribution to dk, a gradient row for
-    each of its SLOTS selected keys.
+    """Writes dq_h = sum_j dS_hj k_j and dw_h = sum_j dI_j max(0, S_hj) of BM heads h of one token from head0 on, and
+    for each of its selected keys j sum_h dS_hj q_h, the token's contribution to dk, to `rows`. S = q . k, dS = dI * w *
+    [S > 0].
 
-    Grid (tokens from `first` on); keys are read BN at a time. ADDS: the rows are added to those of earlier heads.
-    UNITS: dS is rounded to float16, so dI and weights are divided by their largest magnitudes. Q, K: numbers of the
-    views of q and k.
+    Grid (tokens from `first` on); keys are read BN at a time. ADDS: `rows` has the sums of earlier heads. UNITS: dS is
+    rounded to float16, so dI and weights are divided by their largest magnitudes. Q, K: numbers of q, k in `strides`.
+    noted: 1 for a token with NaN or inf.
     """
     list_index = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + list_index)
@@ -143,8 +144,8 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
 
 @triton.jit
 def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns (dS of one head, true where the product of query and key is positive and the key is valid), both [slots,
-    1]; listed: rows of the selected keys; g: their dI."""
+    """Returns (dS = weight * dI of one head, true where q . k > 0 and the key is valid), both [slots, 1]; listed: rows
+    of the token's selected keys; g: their dI; chosen: mask of valid keys."""
     live = chosen & (common.products(query, listed, W1, W2) > 0.0)
     return (weight * g)[:, None], live[:, None]
 
@@ -154,10 +155,8 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                        count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Computes non-finite results of index_gradient() again, for the tokens that it flagged; grid: (tokens).
-
-    For a flagged token these are `rows` (a gradient per selected key) and the NaN elements of dq, head by head.
-    """
+    """Recomputes results of index_gradient() for the tokens that it flagged as not finite: the gradient rows of their
+    selected keys, and the NaN elements of dq, head by head; grid (tokens)."""
     list_index = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + list_index)
     slots = tl.where(tl.load(noted + list_index) > 0, tl.load(used + list_index), 0)

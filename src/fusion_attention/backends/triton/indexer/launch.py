@@ -45,30 +45,26 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """Returns the keys that a query row's buffer of candidates holds; when it is full, the top_k largest remain.
-
-    block: number of keys that index_choice scans per iteration (BN of its tile).
-    """
+    """Returns the number of candidates (keys) in a query row's buffer during selection; when it is full, the top_k
+    largest stay. block: keys that the kernel index_choice scans per iteration."""
     return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, block)) // block) * block
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
-    """Returns int32 [tiles, 8], tiles of query rows, each of one sequence: columns 0 to 2 are the sequence, the first
-    row and the end; the others are 0."""
+    """Divides the query rows of each sequence into tiles; returns int32 [tiles, 8]: sequence, first row, end, five
+    zeros."""
     return layout_table.tiles_of(extents.q_len, shapes_sparse.SCORED)
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """Returns int [tiles]: the end of the keys that rows of each tile see.
-
-    tiles: the result of row_tiles(). ratio: tokens that a (compressed) key represents.
-    """
+    """Returns int [tiles], for each tile of query rows the end of the keys that its rows see; tiles: the result of
+    row_tiles(). ratio: tokens that a (compressed) key represents."""
     e, seq = extents, tiles[:, 0]
     return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the tiles of query rows (at least 1) whose scores and candidates fit the memory limit of a chunk.
+    """Returns the number of tiles of query rows (at least 1) whose scores and candidates fit the memory limit.
 
     pitch: float32 elements that a row's scores occupy, the most visible keys rounded up to tiles.
     """
@@ -77,8 +73,8 @@ def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of index_scores, index_choice and index_write, three dictionaries by name;
-    tile: the tile shape of index_scores."""
+    """Returns the compile-time arguments, by name, of the kernels index_scores, index_choice and index_write, three
+    dictionaries; tile: the tile shape of index_scores; align: alignment of rows, in elements."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -98,7 +94,7 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Sorting:
-    """Sorts candidates by torch.sort(), then launches index_write; for lists too long for a program to sort."""
+    """A launch that sorts candidates by torch.sort(), then launches index_write; for lists too long for a program."""
 
     written: launching.Launch
     top_k: int
@@ -109,7 +105,7 @@ class Sorting:
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
-        """Sorts the candidates `given["entries"]` of each row in descending order, then launches index_write."""
+        """Sorts each row's candidates, given["entries"], descending, then launches index_write with `given`."""
         entries, counts = given["entries"][:, : self.top_k], given["counts"]
         there = torch.arange(self.top_k, device=counts.device) < counts[:, None]
         result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
@@ -117,7 +113,7 @@ class Sorting:
 
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Computes scores, and writes indices (and values) of the top_k keys of every query row, chunk by chunk of rows."""
+    """Selects each query row's top_k keys by the indexer's scores; writes their indices (and scores)."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
@@ -128,7 +124,7 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
 
 
 def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
-    """Returns the launches that run_topk() starts, for the memory layout of a call."""
+    """Returns the prepared kernel launches of run_topk(), for one memory layout (strides, alignments, device)."""
     k, table, last = m.views["k"], None, 0
     if isinstance(k, PagedView):
         if k.fragment:
@@ -184,29 +180,26 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(sizes: Sizes) -> torch.dtype:
-    """Returns the dtype of gradient rows, what one (token, selected key) pair adds to dk: bfloat16 for bfloat16
-    operands whose heads fit into one launch; else float32, as float16 may overflow and several launches add up."""
+    """Returns the dtype of the contribution of one (token, selected key) pair to dk: bfloat16 for bfloat16 operands
+    whose heads fit into one launch; else float32, as float16 may overflow and several launches add up."""
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
 
 def bytes_of_token(sizes: Sizes) -> int:
-    """Returns the bytes of scratch per token of the gradient's chunks.
-
-    Each of the `sizes.slots` selected keys has a gradient row of dk, a key, and an id with its sort (BYTES_OF_ENTRY);
-    the token has the used length of its list and the flag of a recomputation, 4 bytes each.
-    """
+    """Returns the bytes of scratch per token in the gradient: for each selected key a row to add to dk, the key, and an
+    id with its sort; for the token the length of its list and a flag."""
     return sizes.slots * (launch_key_sum.BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """Returns the number of tokens whose gradients fit the memory limit of a chunk, at most `tokens`."""
+    """Returns the number of tokens, at most `tokens`, whose scratch in the indexer's gradient fits the limit."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
     return max(1, min(launch_key_sum.whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
-    """Returns kernel argument name -> shape and dtype of the scratch tensors for a chunk of `tokens` tokens."""
+    """Returns {kernel argument name: shape and dtype} of the gradient's temporary tensors for a chunk of tokens."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: Scratch((count,), torch.int32) for name, count in lists.items()} | {
@@ -215,14 +208,14 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, Scratch]:
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """Returns the compile-time arguments of read_lists for lists of `slots` keys of `ratio` tokens each."""
+    """Returns the compile-time arguments of the kernel read_lists, for lists of `slots` keys of `ratio` tokens each."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of index_gradient and of recompute_gradient, which computes flagged tokens
-    again; tile: the kernel's tile shape; align: alignment of rows, in elements of q."""
+    """Returns the compile-time arguments of the kernels index_gradient and recompute_gradient; tile: the kernel's tile
+    shape; align: alignment of rows, in elements of q."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -268,8 +261,8 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launch_key_sum.Gradient:  # fmt: skip
-    """Returns the launches that run_backward() starts, for the memory layout of `views` (by their names in the layout
-    table) and the tensors `given`."""
+    """Returns the prepared kernel launches of run_backward(), for the memory layout of `views` (strided views by name)
+    and the tensors `given`."""
     capacity = schedule.device_tables.capacity
     m = CallMemory(
         views, given, schedule.device_tables, {"ids": launch_key_sum.numbered(given["q"], capacity.kv_len, 1)}

@@ -40,8 +40,8 @@ def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """Returns int [tiles]: the most tiles of keys that each tile of query rows reads, for any key lengths to which the
-    schedule may be updated.
+    """Returns int [tiles]: the most tiles of keys that each tile of query rows reads, for all key lengths up to
+    `capacity`, to which a schedule may be updated.
 
     Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
@@ -54,7 +54,7 @@ def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarr
 
 
 def run_lse(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Writes the softmax statistics (maximum, sum) of the indexer's scores over all keys of a band."""
+    """Writes max and sum of the softmax of the indexer's scores of each row over all keys that it sees."""
     assert o.stats is not None
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
@@ -65,9 +65,10 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: launching.Sched
 
 
 def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two tables, int32 [.., 8]: an entry for every range of keys of every tile of rows, one for every tile.
+    """Returns two tables, int32 [.., 8]: one with an entry for every range of keys of every tile of query rows, one
+    with an entry for every tile of query rows.
 
-    An entry has the sequence, first row and end, first key, number of iterations, number of the range (in the second
+    An entry has the sequence, first row and end, first key, number of tiles of keys, number of the range (in the second
     table, number of ranges), 0, and the tile's first row among the rows of all sequences.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
@@ -83,13 +84,13 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
 
 
 def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """Returns int [tiles]: the most ranges of keys into which the keys of each tile of query rows are split, for any
-    key lengths to which the schedule may be updated."""
+    """Returns int [tiles]: the most ranges into which the keys of each tile of query rows are split, for all key
+    lengths up to `capacity`, to which a schedule may be updated."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
 def ready_lse(p: IndexerProblem, m: CallMemory) -> launching.Ready:
-    """Returns the launches that run_lse() starts, for the memory layout of a call."""
+    """Returns the prepared kernel launches of run_lse(), for one memory layout (strides, alignments, device)."""
     e, device, align = m.capacity, m.device, m.align
     tile = shapes.on(device, shapes_loss.warm_tiles, p, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
@@ -113,7 +114,7 @@ def ready_lse(p: IndexerProblem, m: CallMemory) -> launching.Ready:
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict[str, launching.Scratch]:
-    """Returns the scratch of indexer_lse: two statistics for every range of keys of every query row."""
+    """Returns {"partial": shape}, run_lse()'s temporary tensor: max and sum of every row over every range of keys."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": launching.Scratch((2 * int(capacity.q_len.sum()) * most,))}
 
@@ -122,8 +123,8 @@ def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> dict
 
 
 class Chunk(NamedTuple):
-    """Adjacent tiles of query rows whose differences (indexer's minus attention's probabilities, one block per pair of
-    tiles of rows and keys) are in scratch at the same time."""
+    """Adjacent tiles of query rows whose y - p (indexer's minus attention's probabilities, one block per pair of tiles
+    of rows and keys) are in scratch memory at the same time."""
 
     first_tile: int
     tiles: int
@@ -133,8 +134,8 @@ class Chunk(NamedTuple):
 
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Divides tiles of rows, in order, into chunks with at most `most` blocks, or of one tile; turns: number of blocks
-    (tiles of keys) of each tile."""
+    """Divides tiles of query rows, in order, into chunks with at most `most` blocks (pairs with a tile of keys), or of
+    one tile; turns: number of blocks of each tile."""
     results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
@@ -149,8 +150,8 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """The work list of a loss over all keys: chunks of row tiles for the largest lengths of a schedule, and tables for
-    current lengths."""
+    """The division of a loss over all visible keys: chunks of tiles of query rows, for the largest lengths, and tables
+    of tiles for current lengths."""
 
     tile: shapes.Tile
     ratio: int
@@ -162,7 +163,7 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """Returns the work list for the largest lengths of the schedule; ratio: tokens of a key."""
+        """Returns the division for the largest lengths, `capacity`; tile: BM rows, BN keys; ratio: tokens of a key."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -170,10 +171,10 @@ class Work:
         return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
-        """Returns the table of tiles of query rows, int32 [tiles, 8], for lengths within the planned capacity.
+        """Returns the table of tiles of query rows, int32 [tiles, 8], for the lengths `e`, at most the planned ones.
 
-        Columns: sequence, first row, end, first key, tiles of keys, first block of differences in the chunk, place of
-        the first key in the sums of keys, and the first row's number among the rows of all sequences.
+        Columns: sequence, first row, end, first key, tiles of keys, first block of y - p in the chunk, index of the
+        first key in the buffer of dk, and the first row's number among the rows of all sequences.
         """
         t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
@@ -182,9 +183,9 @@ class Work:
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:
-        """Returns the table of tiles of keys, int32 [tiles, 8], for lengths within the planned capacity.
+        """Returns the table of tiles of keys, int32 [tiles, 8], for the lengths `e`, at most the planned ones.
 
-        Columns: sequence, first key, end, tiles of rows that see it (first, end), place in the sums of keys, BN, 0.
+        Columns: sequence, first key, end, first and end of the tiles of rows that see it, index in dk's buffer, BN, 0.
         """
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
@@ -200,8 +201,8 @@ class Work:
 def warm_constants(
     p: IndexerLossProblem, t: shapes_loss.Warm, align: int
 ) -> tuple[launching.Constants, dict[str, launching.Constants]]:
-    """Returns (compile-time arguments of the kernels of a loss without selection, of which each takes its own; kernel
-    name -> those that only this kernel has).
+    """Returns compile-time arguments of the kernels of the indexer's loss over all visible keys: (those of all kernels,
+    of which each takes its own; kernel name -> those that only this kernel has).
 
     t: the kernels' tile shapes. align: alignment of rows, in elements of q.
     """
@@ -216,7 +217,7 @@ def warm_constants(
 
 
 def ready_warm(p: IndexerLossProblem, m: CallMemory) -> launching.Ready:
-    """Returns the launches of a loss over all keys of a band (without selection), for the memory layout of a call."""
+    """Returns the prepared kernel launches of the indexer's loss over all visible keys, for one memory layout."""
     e, device, align, given = m.capacity, m.device, m.align, m.given
     t = shapes.on(device, shapes_loss.warm_tiles, p, align)
     work, (constexprs, of_kernel) = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
@@ -262,8 +263,8 @@ def ready_warm(p: IndexerLossProblem, m: CallMemory) -> launching.Ready:
 def buffers_of(
     p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int
 ) -> dict[str, launching.Scratch]:
-    """Returns kernel argument name -> scratch tensor of a loss without selection; tile: BM rows and BN keys of a block;
-    width: padded elements of an indexer's key; rows: query rows of all sequences."""
+    """Returns {kernel argument name: temporary tensor's shape} for the indexer's loss over all visible keys; tile: BM
+    rows and BN keys of a block; width: padded elements of a key; rows: query rows of all sequences."""
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
@@ -279,7 +280,8 @@ def buffers_of(
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """Returns the most bytes of scratch of a loss without selection, whose tiles depend on alignment."""
+    """Returns the most bytes of scratch of the indexer's loss over all visible keys, for any alignment of rows (which
+    selects tiles) and the largest sequence lengths `e`."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, p, align).target for align in (8, 1)}
     return max(launching.bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

@@ -40,7 +40,7 @@ FAMILY = launching.Family(
 def run_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: launching.Schedule, o: IndexerLossOperands, g: IndexerGrads
 ) -> None:
-    """Writes the indexer's loss `o.loss` [1] and its gradients dq, dk and dweights (`g`)."""
+    """Writes the indexer's loss, summed over all rows, to o.loss [1], and its gradients dq, dk and dweights to g."""
     p, index = problem, o.index
     stats = o.stats or index.stats  # a given target needs no attention statistics, and note() then reads none
     views: dict[str, layout_table.View | None] = {
@@ -72,7 +72,7 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
+    """Returns the most bytes of scratch of run_lse() (IndexerProblem) or run_loss() (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         tile = shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, problem).lse
@@ -89,7 +89,7 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: laun
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """Returns the query rows whose gradient rows fit the memory limit of a chunk of selected keys."""
+    """Returns the number of query rows whose contributions to dk (one row per selected key) fit the memory limit."""
     return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), of_bands.MOST), p.select_count)
 
 
@@ -105,7 +105,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, launching.Constants]:
-    """Returns kernel name -> compile-time arguments, of each kernel of a loss over selected keys.
+    """Returns {kernel name: compile-time arguments} of the kernels of the indexer's loss over selected keys.
 
     t: the kernels' tile shapes. align: alignment of rows, in elements of q.
     """
@@ -125,7 +125,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, launching.Scratch]:
-    """Returns kernel argument name -> scratch of a loss over selected keys, without the sums per key."""
+    """Returns {kernel argument name: temporary tensor's shape} of the loss over selected keys, without sums of dk."""
     rows = int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -138,8 +138,7 @@ def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, launching.Scratch
 
 
 def ready_selected(p: IndexerLossProblem, m: CallMemory) -> Gradient:
-    """Returns the launches of a loss over selected keys, for the memory layout of a call whose layout table has the
-    view "ids", the ids of keys in sums."""
+    """Returns the prepared kernel launches of the indexer's loss over selected keys, for one memory layout."""
     e, device, given, align = m.capacity, m.device, m.given, m.align
     t = shapes.on(device, shapes_loss.selected_tiles, p)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)

@@ -35,7 +35,7 @@ def is_finite(x):
 
 @triton.jit
 def finite_rows(x):
-    """Replaces rows of x [rows, elements] with a non-finite element by zeros.
+    """Returns x [rows, elements] with zeros in place of the rows that have a non-finite element.
 
     Products of these rows are then 0, so no gradient flows through the rows, as the formulas require: a product that is
     NaN or -inf is not positive. Scores are computed from the original rows.
@@ -46,17 +46,16 @@ def finite_rows(x):
 
 @triton.jit
 def finite_weights(w):
-    """Replaces non-finite weights w by 1; the differences y - p of a row with such weights are NaN for every visible
+    """Returns w with 1 in place of non-finite weights; the gradients of such a row's scores are NaN for every visible
     key anyway."""
     return tl.where(is_finite(w), w, 1.0)
 
 
 @triton.jit
 def unit_of(largest):
-    """Returns a power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
-
-    The unit stays finite in float32 even for weights too small for any gradient in float16.
-    """
+    """Returns a power of two that scales (y - p) * weight to the range of float16; 1 if `largest` is None. largest:
+    address of the largest weight's bits. The unit stays finite in float32 even for weights too small for any gradient
+    in float16."""
     if largest is None:
         return 1.0
     else:
@@ -67,10 +66,10 @@ def unit_of(largest):
 
 @triton.jit
 def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
-    """Returns (y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for
-    hidden keys.
+    """Returns (y - p, loss terms p (ln p - ln y)), y = exp(x - top) / total of the indexer's scores x; 0 for hidden
+    keys.
 
-    p: the attention's probabilities. visible: mask of keys. SELECTED: the loss is over lists, whose terms clamp p.
+    p: the attention's probabilities. visible: mask of keys. SELECTED: a loss over lists, of max(p, 1e-8).
     """
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
@@ -82,7 +81,8 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
 
 @triton.jit
 def given_difference(p, mass, y, visible):
-    """Returns (y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for keys that are not visible."""
+    """Returns (y * mass - p, loss terms p (ln p - ln y)) for indexer's probabilities y and a target p that sums to
+    `mass`; 0 where `visible` is false."""
     loss = p * (tl.log(at_least(p, LEAST)) - tl.log(at_least(y, LEAST)))
     return tl.where(visible, y * mass - p, 0.0), tl.where(visible, loss, 0.0)
 
@@ -96,10 +96,8 @@ def steps(dim, columns):
 @triton.jit
 def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                BC: tl.constexpr):  # fmt: skip
-    """Returns (address of column block c of a row, stride of rows, number of columns from there to the row's end).
-
-    The column blocks of the rope part follow those of the row without rope.
-    """
+    """Returns (address of column block c of a row, stride of rows, number of columns from there to the row's end); a
+    row of DIM elements at base + at, in blocks of BC, is followed by the blocks of its rope part at rope + at_rope."""
     first = c * BC
     place, left = base + at + first, DIM - first
     if DIM_ROPE:
@@ -116,8 +114,9 @@ def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexp
 @triton.jit(do_not_specialize=["count", "heads_q", "heads_index", "step_head", "step_row"])
 def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.int32, heads_q: tl.int32,
          heads_index: tl.int32, step_head: tl.int64, step_row: tl.int64, BM: tl.constexpr):  # fmt: skip
-    """Writes, for each row, log2(sum(exp(scores))) of every head, and the divisor of the mean over heads (their number,
-    less the sinks' probabilities); for float16, also the bits of the largest weight of all rows; grid (tiles)."""
+    """Writes to `notes`, for each query row of the attention, log2(sum(exp(scores))) of every head, and the divisor of
+    the mean over heads (their number, less the sinks' probabilities); for float16, also the largest indexer weight;
+    grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
     row = (row0 + tl.arange(0, BM)).to(tl.int64)
@@ -145,8 +144,8 @@ def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.in
 @triton.jit(do_not_specialize=["count"])
 def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
                ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes one tile of the indexer's keys, with zeros in place of keys that have a non-finite element, and padded
-    with rows of zeros; grid (tiles)."""
+    """Writes one tile of the indexer's keys to `keys`, with zeros in place of keys that have a NaN or infinity, padded
+    with rows of zeros; grid (tiles of keys)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)
@@ -160,7 +159,7 @@ def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, 
 @triton.jit(do_not_specialize=["count", "plane"])
 def finish_keys(added, dk, largest, strides, tiles, count: tl.int32, plane: tl.int64, SPLITS: tl.constexpr,
                 E: tl.constexpr, DIM_INDEX: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes dk of one tile of keys, the sum of the SPLITS partial sums; grid (tiles)."""
+    """Writes dk of one tile of the indexer's keys, the sum of SPLITS partial sums in `added`; grid (tiles of keys)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, at = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)

@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 
 @triton.jit
 def columns_ahead(at, within, there):
-    """Returns the weights of columns (token, head), at address `at` + `within`; 0 for missing ones (`there` is false).
+    """Returns the indexer's weights at address `at` + `within`, one per (token, head) column; 0 where `there` is false.
 
     Each weight is loaded twice and reduced to one: otherwise Triton repeats the load in the layout of the product, with
     32 loads per thread in place of one, and 60 registers.
@@ -29,7 +29,7 @@ def columns_ahead(at, within, there):
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """Returns max(0, keys . rows) [keys, rows], NaN for NaN; both in column blocks (D1, D2: the last two)."""
+    """Returns max(0, keys . rows), [keys, rows], NaN for NaN; both are three column blocks (D1, D2 0: unused)."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -39,7 +39,7 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
                  HEADS: tl.constexpr, H: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                  D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
                  BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes scores of BN keys for the BT rows of a tile, with H heads per token from head0 on.
+    """Writes scores I = sum_h w_h max(0, q_h . k) of BN keys and BT rows of a tile, over H heads from head0 on.
 
     Grid (tiles of keys, tiles of rows from `begin` on); BM (token, head) columns are multiplied at a time. ADDS: scores
     are added to those of earlier heads. pitch: stride of rows in scores; keys that are hidden from all rows of the tile

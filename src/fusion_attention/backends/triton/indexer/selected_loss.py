@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def listed(keys, k, slots):
-    """Returns the keys of the entries k of a list, from `keys` on; -1 for invalid entries and those from `slots` on."""
+    """Returns the keys of entries k of a token's list at address `keys`; -1 for invalid ones and from `slots` on."""
     return tl.load(keys + k, mask=k < slots, other=-1)
 
 
@@ -28,8 +28,8 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
            slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
            DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
            BC: tl.constexpr):  # fmt: skip
-    """Writes p, the mean over heads of the attention's probabilities, for BK entries of a token's list to dscores,
-    which compare() overwrites by dI; grid (tiles of entries, tokens)."""
+    """Writes p, the mean over heads of the attention's probabilities, for BK entries of a token's list of selected keys
+    to `dscores`, which compare() overwrites by dI; grid (tiles of entries, tokens)."""
     STEPS: tl.constexpr = loss_parts.steps(DIM, BC) + loss_parts.steps(DIM_ROPE, BC)
     BLOCKS: tl.constexpr = loss_parts.steps(GROUP, BH)  # of the heads that share a key head
     at_token = tl.program_id(1).to(tl.int64)
@@ -76,7 +76,7 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
 def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
           heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
           PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Writes the indexer's score I of every entry of a token's list; grid (tokens)."""
+    """Writes the indexer's score I = sum_h w_h max(0, q_h . k) of every key in a token's list; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + at_token)
     h = tl.arange(0, HI)
@@ -103,7 +103,8 @@ def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.in
 @triton.jit(do_not_specialize=["count", "first", "slots"])
 def compare(keys, scores, dscores, losses, target, values, strides, tokens, count: tl.int32, first: tl.int64,
             slots: tl.int32, GIVEN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Overwrites p of a token's list by dI = y - p with y = softmax(I), and writes its loss; grid (tokens).
+    """Overwrites p in a token's part of `dscores` by dI = y - p with y = softmax(I) over its selected keys, and writes
+    the token's loss sum p (ln p - ln y); grid (tokens).
 
     GIVEN: p is a row of `target`, dI = y sum(p) - p, and y is written to `values`, if there are any.
     """

@@ -10,8 +10,8 @@ from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 
 class Warm(NamedTuple):
-    """Tile shapes of the kernels of a loss over all keys, by kernel; `columns` is a width of column blocks. Differences
-    are stored in blocks of `target`'s BM x BN."""
+    """Tile shapes of the kernels of the indexer's loss over all visible keys, by kernel; `columns` is a width of column
+    blocks. Blocks of y - p have `target`'s BM x BN."""
 
     lse: Tile
     target: Tile
@@ -22,7 +22,7 @@ class Warm(NamedTuple):
 
 
 def warm(num_stages: int, *sizes: tuple[int, int], columns: int = 64) -> Warm:
-    """Returns the tile shapes of 8 warps for the kernels in the order of Warm's fields; sizes: (BM, BN) of each."""
+    """Returns tile shapes of 8 warps in the order of Warm's fields; sizes: (BM, BN) of each; columns: of a block."""
     lse, target, difference, query, key = (Tile(*size, 8, num_stages) for size in sizes)
     return Warm(lse, target, difference, query, key, columns)
 
@@ -45,8 +45,8 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """Returns the tile shapes of the kernels over all keys on a chip of CHIPS; None if there are none for the problem's
-    sizes.
+    """Returns the tile shapes of the kernels of the indexer's loss over all visible keys; None if there are none for
+    the problem's dims. chip: compute capability 90, 80 or 86.
 
     Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
     """
@@ -59,7 +59,7 @@ def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: i
 
 
 class Selected(NamedTuple):
-    """Tiles of the loss over selected keys: BM entries of a list and BN heads."""
+    """Tile shapes of the kernels of the indexer's loss over selected keys: BM entries of a list and BN heads."""
 
     target: Tile
     score: Tile
@@ -85,7 +85,8 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """Returns the tiles of the loss over selected keys on a chip of CHIPS; None if there are none."""
+    """Returns the tile shapes of the indexer's loss over selected keys; None if there are none for the problem's dims.
+    chip: compute capability 90, 80 or 86."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)

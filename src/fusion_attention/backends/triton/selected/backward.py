@@ -29,7 +29,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Loads columns c of rows; zeros in missing rows (`there` is false) and, if MASKED, from column DIM on."""
+    """Loads columns c of rows at base + offset; zeros in rows not `there` and, if MASKED, from column DIM on."""
     at = base + offset[:, None] + c[None, :]
     if MASKED:
         return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
@@ -39,7 +39,7 @@ def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
-    """Returns acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, true for existing rows)."""
+    """Returns acc + a b^T over columns FIRST to DIM, BC at a time; a, b: (address, offsets of rows, mask of rows)."""
     for c0 in tl.range(FIRST, DIM, BC):
         c = c0 + tl.arange(0, BC)
         x = load_tile(a[0], a[1], a[2], c, DIM, DIM % BC != 0)
@@ -50,14 +50,16 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def heads_of(strides, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns the offsets of the rows of heads `head` of the token `row` of sequence b in a view."""
+    """Returns the offsets, in elements, of heads `head` of the token `row` of sequence b in tensor number VIEW of the
+    table `strides` of `count` sequences."""
     at, stride_head, stride = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row.to(tl.int64) * stride + head * stride_head
 
 
 @triton.jit
 def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns the offsets of the rows of keys j of key head hk in sequence b in a view; j = -1 must not be loaded."""
+    """Returns the offsets, in elements, of keys j of key head hk in sequence b in tensor number VIEW of the table
+    `strides`; that of j = -1 must not be loaded."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     return at + j.to(tl.int64) * stride
 
@@ -65,10 +67,10 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
                VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Returns (memory of key head hk's rows, stride of a token) for both sources of keys; twice the same with one
-    source.
+    """Returns ((address of key head hk's first key, stride of a token) of the keys, the same of the compressed keys) of
+    sequence b; without compressed keys (RATIO 0) twice the first.
 
-    rows, rows_compressed: memory of the views VIEW and VIEW_COMPRESSED.
+    VIEW, VIEW_COMPRESSED: numbers of the tensors `rows` and `rows_compressed` in the table `strides`.
     """
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     first, second = (rows + at, stride), (rows + at, stride)
@@ -80,7 +82,8 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (memory, stride of a token) of the source of a tile of slots; sources: of sources_of()."""
+    """Returns (address, stride of a token) of the keys (slot < BAND) or of the compressed keys; sources: the result of
+    sources_of(). RATIO 0: there are no compressed keys."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])
@@ -97,8 +100,11 @@ def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat,
                 BAND: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                 DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
                 BC: tl.constexpr):  # fmt: skip
-    """Writes the probabilities P and the gradients of scores dS of BH heads for BN selected keys (slots) of a token;
-    grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
+    """Writes P = softmax(S) and dS = scale * P (dP - D) of BH query heads for BN of a token's selected keys (slots).
+
+    Grid (tiles of slots, tiles of heads, tokens * heads_kv). flat: lse and D = dout . out - dlse of each row. keys: key
+    of each slot, -1: none. used: end of the slots with a key. noted: 1 if a result is not finite. large: 1: shrink dS.
+    """
     token_head = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + token_head):
         hk = token_head % HEADS_KV
@@ -163,9 +169,10 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
                   DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, READ: tl.constexpr,
                   WRITTEN: tl.constexpr, FIRST: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
                   BC: tl.constexpr):  # fmt: skip
-    """Writes columns from FIRST on of dq, or of its rope part, of BH heads: dS k, summed over all slots.
+    """Writes BC columns of dq, or of its rope part, of BH heads of a token: sum over its slots (selected keys) of dS k;
+    `k` and `out` are the tensors number READ and WRITTEN of the table `strides`.
 
-    Grid (panels of BC columns, tiles of heads, tokens * heads_kv). READ, WRITTEN: the views of k and of dq.
+    Columns begin at FIRST. Grid (panels of BC columns, tiles of heads, tokens * heads_kv).
     """
     token_head = tl.program_id(2).to(tl.int64)
     hk = token_head % HEADS_KV
@@ -197,10 +204,8 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
 
 @triton.jit
 def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
-    """Returns acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`.
-
-    stride: from a head's row in x to the next.
-    """
+    """Returns acc + weights^T x, [slots, columns], summed over heads h < GROUP; weights: address of [GROUP, SLOTS]; x:
+    rows of heads at address `at`, of which columns c are read; stride: from a head to the next."""
     there = h < GROUP
     weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
     return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")

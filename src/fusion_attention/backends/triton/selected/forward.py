@@ -29,8 +29,8 @@ COPIES = tl.constexpr(4)  # loads of each entry
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns int32 the entries of a list that have its keys n (entry n // BLOCK), -1 for n >= slots, as entry_ahead()
-    does; for 32 entries, each is loaded by several threads.
+    """Returns int32 list entries n // BLOCK (each selects a block of BLOCK keys) for key numbers n; -1 for n >= slots.
+    For 32 numbers, each entry is loaded by several threads.
 
     With fewer loads than threads, Triton repeats them for each layout of an iteration, a fifth of all instructions. For
     16 entries the multiply-adds need the registers, and for 64 the products of sm_90 would wait for each other.
@@ -44,11 +44,8 @@ def entry_once(entries, n, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_of(table, key, there, last, PAGE: tl.constexpr):
-    """Returns int64 page numbers of keys, clamped to `last`; table: the row of a sequence in the page table; unused
-    without pages.
-
-    there: mask of the keys. PAGE: tokens of a page, 0 without pages.
-    """
+    """Returns int64 page numbers of keys, clamped to 0 to `last`; without pages (PAGE 0) the keys themselves. table:
+    address of the sequence's row in the page table. there: mask of the keys. PAGE: tokens of a page."""
     if PAGE:
         return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
     else:
@@ -74,8 +71,8 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the int32 key of each slot n: the key that the list's entry selects (LISTED), else key first + n, -1 for
-    n >= slots; in_band() tests if it is visible."""
+    """Returns the int32 key of each slot n: token n % BLOCK of the block that `entry` selects (LISTED), else first + n,
+    -1 for n >= slots. The key may be invisible; in_band() tests that."""
     if LISTED:
         return selection.named(entry, n, end, BLOCK)
     else:
@@ -100,13 +97,14 @@ def attend(state, query, rope, memory, caches, entries, table, last, first, end,
            NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
            DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Returns the state of an online softmax (weighted values in three parts, max, sum) after slots [begin, slots) of
-    one source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`.
+    """Continues an online softmax over the slots [begin, slots) of one source of keys, and returns the new state; a
+    slot is a key of the token's list (LISTED) or of its band. memory: addresses of k, v, k_rope; caches: their (first
+    element, stride of a token, stride of a page).
 
     Args:
-        state: before these slots.
+        state: sums of weight * value (three column blocks), maxima and sums, for the slots before.
         query, rope: the rows of a token's heads, and their rope part or None.
-        entries: the token's list (LISTED), else slots are keys from `first` on.
+        entries: address of the token's list; without lists, slots are the keys from `first` on.
         table, last: the sequence's row of the page table, and the pool's last page.
         first, end: range of the visible keys.
         scale, exponent: factors on scores, the latter in base 2.
@@ -165,12 +163,12 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
                    D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
                    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr,
                    SPLIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Computes out, max and sum of BM heads of one token; grid: (tokens * programs per token, splits).
+    """Writes out, max and sum of the softmax of BM heads of one token over its slots: the keys in its list, or in its
+    band and then its compressed keys (RATIO: tokens of one). Grid (tokens * programs per token, splits).
 
-    A slot is a key to read, from the token's list or from its band. Programs of a token are adjacent, so that the next
-    one finds key rows in the cache. SHARED: values are the first column blocks of the keys. SPLIT: a program computes
-    `per` slots and writes (weighted values, max, sum) to `partials`, BUFFER floats per head. With compressed keys
-    (RATIO), slots of the band come first.
+    Programs of a token are adjacent, so that the next one finds keys in the cache. SHARED: values are the first columns
+    of the keys. SPLIT: a program computes `per` slots and writes (sums of weight * value, max, sum), BUFFER floats per
+    head, to `partials`. tokens: (sequence, row) of each token. NEAR: offsets of keys fit into int32.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = selection.token_at(tokens, tl.program_id(0) // programs)

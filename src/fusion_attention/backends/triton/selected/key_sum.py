@@ -20,7 +20,7 @@ TURN = tl.constexpr(8)  # number of rows that are loaded at once
 
 @triton.jit
 def _listed(marked, e, end):
-    """Returns the next TURN entries of a sorted list `marked` from e on; those from `end` on are not read."""
+    """Loads TURN (8) int32 from `marked` + e on, as a tuple; zeros from `end` on."""
     return (
         tl.load(marked + e, mask=e < end, other=0), tl.load(marked + e + 1, mask=e + 1 < end, other=0),
         tl.load(marked + e + 2, mask=e + 2 < end, other=0), tl.load(marked + e + 3, mask=e + 3 < end, other=0),
@@ -31,16 +31,14 @@ def _listed(marked, e, end):
 
 @triton.jit
 def _row_of(mark):
-    """Returns the row r of an entry that mark() wrote as r or -1 - r."""
+    """Returns the row r of an entry that the kernel mark() stored as r or -1 - r."""
     return tl.where(mark < 0, -1 - mark, mark)
 
 
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
-    """Returns acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other.
-
-    rows: the gradient rows. marked: result of mark(). c, there: columns, and their mask.
-    """
+    """Returns acc plus rows[r] over the entries r of `marked` [begin, end), in order; rows of one block are summed
+    first, then added to acc. marked: result of mark(). c, there: columns, and their mask."""
     segment = tl.zeros_like(acc)
     # Entries are loaded one iteration ahead, so that the addresses of rows are known.
     ahead = _listed(marked, begin, end)
@@ -57,7 +55,7 @@ def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_of(marked, row, begin, end):
-    """Returns the first of a key's entries [begin, end) of `marked` whose row is at least `row`."""
+    """Returns the first index in [begin, end) of `marked` (ascending rows, from mark()) whose row is at least `row`."""
     while begin < end:
         middle = (begin + end) // 2
         is_before = _row_of(tl.load(marked + middle)) < row
@@ -67,8 +65,8 @@ def _first_of(marked, row, begin, end):
 
 @triton.jit(do_not_specialize=["entries", "per"])
 def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
-    """Writes the row r of each entry of a sorted list, or -1 - r if its block differs from that of the entry before;
-    grid (blocks of BN entries). per: rows of a block."""
+    """Writes the row r = order[e] of each entry e to `marked`, or -1 - r if r // per, its block of `per` rows, differs
+    from that of the entry before; grid (blocks of BN entries)."""
     e = tl.program_id(0) * BN + tl.arange(0, BN)
     there = e < entries
     row = tl.load(order + e, mask=there, other=0).to(tl.int32)
@@ -78,8 +76,8 @@ def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["keys"])
 def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.constexpr):
-    """Writes to hot the number of keys with more than HOT rows and a list of them, in any order, and for every key its
-    index in this list, or -1; grid (blocks of BN keys)."""
+    """Writes to `hot` the number of keys with more than HOT rows to sum and then these keys, in any order; writes each
+    key's index among them, or -1, to `strides`. starts: first row of each key. Grid (blocks of BN keys)."""
     key = tl.program_id(0) * BN + tl.arange(0, BN)
     there = key < keys
     rows = tl.load(starts + key + 1, mask=there, other=0) - tl.load(starts + key, mask=there, other=0)
@@ -93,8 +91,8 @@ def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32,
                W: tl.constexpr):  # fmt: skip
     """Writes W columns of the sum of one block of rows of a key with many rows to parts [keys, count, COLUMNS].
 
-    rows: the addends; marked, starts: as in add_rows(). hot: the number of keys with many rows, then these keys.
-    count: blocks per key; per: rows per block. Grid: (largest number of such keys, blocks, panels of W columns).
+    rows: the addends; marked: their order by key, from mark(); starts: first entry of each key. hot: the number of keys
+    with many rows, then these keys. count: blocks per key; per: rows of a block. Grid (keys, blocks, panels).
     """
     place, block = tl.program_id(0), tl.program_id(1)
     if place < tl.load(hot):
@@ -110,10 +108,10 @@ def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32,
 @triton.jit(do_not_specialize=["count"])
 def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUMNS: tl.constexpr,
              W: tl.constexpr):  # fmt: skip
-    """Adds W columns of the rows of a key to its row of `total`; grid (keys, panels of columns).
+    """Adds W columns of all rows of a key, in order, to its row of `total`; grid (keys, panels of W columns).
 
-    marked: the list, sorted by key; starts: first entry of each key, and the end; parts: sums of `count` blocks of the
-    keys with many rows.
+    marked: order of the rows by key, from mark(); starts: first entry of each key, and the end; strides: index of a key
+    in `parts` or -1; parts: sums of `count` blocks of rows of the keys with many rows.
     """
     key = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + key), tl.load(starts + key + 1)
@@ -136,10 +134,9 @@ def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUM
 def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, IDS: tl.constexpr,
                COLUMNS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
                BN: tl.constexpr):  # fmt: skip
-    """Writes DIM columns of `total` from FIRST on to the rows of a view, whose ids are in the view IDS.
-
-    Grid (tiles of keys, heads, panels).
-    """
+    """Converts DIM columns from FIRST on of the sums `total` to the dtype of `out` (tensor number VIEW of the table
+    `strides`), and writes them; tensor number IDS gives the row of `total` for each key. Grid (tiles of keys, heads,
+    panels of W columns)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     j = tl.load(tile + 1) + tl.arange(0, BN)

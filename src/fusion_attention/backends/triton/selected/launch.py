@@ -41,8 +41,8 @@ def tokens(extents: Extents) -> np.ndarray:
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """Returns (most keys of the band, most keys of the list or compressed keys) that one query row reads; the first is
-    0 if there are no compressed keys, as a list then selects keys of the sequence itself."""
+    """Returns (most keys of the band, most keys in the list or compressed keys) that one query row reads; the first is
+    0 without compressed keys, because the list then selects keys of the sequence itself."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -52,8 +52,8 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """Returns True if kernels can compute addresses of keys with int32: offsets, in elements, from a sequence's first
-    row or from the first page are small enough."""
+    """Returns True if the offsets of keys, in elements, from a sequence's first key or from the first page fit into
+    int32."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -67,7 +67,7 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns the views that the problem uses, by name; "v" is None if values are the first columns of keys."""
+    """Returns the problem's tensors as strided views by name; "v" is None if values are the first columns of keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -83,8 +83,8 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 def constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool, split: bool, page_compressed: int
 ) -> launching.Constants:
-    """Returns the compile-time arguments of the kernels of a forward, of which each takes its own; tile: the kernel's
-    shape; align: alignment of rows, in elements of q.
+    """Returns the compile-time arguments, by name, of the forward's kernels, of which each takes its own; tile: a
+    kernel's tile shape; align: alignment of rows, in elements of q.
 
     is_near: int32 holds the offsets of keys. split: several programs compute a token. page_compressed: tokens of a page
     of compressed keys, 0 without pages.
@@ -103,12 +103,12 @@ def constants(
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
-    """Returns the number of programs that share a token's query heads: at most BM heads of one key head each."""
+    """Returns the number of kernel programs per token: each computes at most BM query heads of one key head."""
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
 def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """Returns the number of slots per program for `rows` tokens with at most `most` slots each.
+    """Returns the number of keys (slots) that one program reads, for `rows` tokens that read at most `most` keys each.
 
     With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once. tile: of
     the forward kernel. processors: number of the GPU's streaming multiprocessors.
@@ -120,7 +120,8 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """Returns the work list of join(), int32 [tokens * shares, 8]; shares: number of ranges of slots per token.
+    """Returns the table of partial results that the kernel join() merges, int32 [tokens * shares, 8]; shares: number of
+    ranges of keys per token, computed by one program each.
 
     The entry of a token's first range has its sequence, first row and end (query rows that share a key head, counted as
     row * group). The last two columns of entry n have the first range of token n and its number of ranges.
@@ -134,8 +135,8 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns an upper limit of the bytes of scratch (partial results of tokens that several programs compute), for
-    every tile shape and the largest GPU."""
+    """Returns an upper limit of the bytes of partial results (of tokens that several programs compute), for every tile
+    shape and the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
     shares = -(-most // slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
@@ -143,7 +144,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Writes out and the statistics (max, sum) of attention to selected keys, for all rows."""
+    """Writes out and the softmax's max and sum of attention to selected keys, for all query rows."""
     views = views_of(problem, o)
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
@@ -157,8 +158,8 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[dict[str, int], int]:
-    """Returns (kernel arguments about the page tables of keys and of compressed keys, tokens of a page of compressed
-    keys: 0 if they are not in pages)."""
+    """Returns (kernel arguments about the page tables of keys and compressed keys, by name, tokens of a page of
+    compressed keys, 0 without pages)."""
     arguments = launch_decode.page_arguments(*launch_decode.pages(problem, views))
     second = views["k_compressed"]
     if not isinstance(second, PagedView):
@@ -169,7 +170,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def ready(p: Problem, m: CallMemory) -> launching.Ready:
-    """Returns the launches that run() starts, for the memory layout of a call."""
+    """Returns the prepared kernel launches of run(), for one memory layout (strides, alignments, device)."""
     of_pages, page_compressed = pages(p, m.views)
     device, align, listed = m.device, m.align, m.on("tokens", tokens)
     tile = shapes.on(device, shapes_sparse.forward_tile, p, align)

@@ -48,7 +48,8 @@ ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multipl
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Returns ({gradient: first column}, columns) of a gradient row: dk, dk_rope and dv of one key, side by side."""
+    """Returns ({"dk", "dk_rope", "dv": first column}, number of columns) of a row that holds the three gradients of one
+    key side by side; dv is absent if values are the first columns of keys."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -59,10 +60,10 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """Returns (places for keys of the band, places for all keys) of a token, rounded up to the largest BN of `tiles`.
+    """Returns (places for keys of the band, for all keys) per token, multiples of the largest BN of `tiles`.
 
-    Both are compile-time values. Those that follow from lengths are rounded up to powers of two, so that few kernels
-    are compiled. tiles: by kernel name.
+    Compile-time values; those that follow from lengths are rounded up to powers of two, so that few kernels are
+    compiled.
     """
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))
@@ -74,16 +75,13 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
-    """Returns the dtype in which a token's contributions to gradients of keys are stored: bfloat16 or float32 (float16
-    would overflow with a scaled loss).
-
-    float32_rows: True if the gradients of keys are float32; the contributions then are too.
-    """
+    """Returns the dtype of a token's contributions to dk and dv: bfloat16 or float32 (float16 would overflow with a
+    scaled loss); float32 if `float32_rows`, because the gradients of keys are float32."""
     return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """Returns the bytes of scratch per query token with `slots` keys; row: dtype of gradient rows."""
+    """Returns the bytes of scratch per token with up to `slots` keys; row: dtype of its contributions to dk, dv."""
     sums = problem.heads_kv * slots * launch_key_sum.BYTES_OF_ENTRY
     return sums + bytes_of(buffers_of(problem, 1, slots, row))
 
@@ -104,14 +102,14 @@ def buffers_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> d
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
-    """Returns the number of tokens whose scratch fits the memory limit of a chunk, at most `tokens` (all tokens);
-    slots: keys of a token; row: dtype of its contributions to gradients of keys."""
+    """Returns the number of tokens, at most `tokens`, whose scratch fits the memory limit; slots: keys per token; row:
+    dtype of a token's contributions to dk and dv."""
     most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
     return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Returns the bytes of scratch of the backward, without operands, results and tables."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -132,12 +130,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def keys_of(extents: Extents) -> int:
-    """Returns the number of keys of all sequences, from the cache and from the compressed keys."""
+    """Returns the total number of keys and compressed keys of all sequences."""
     return sum(extents.all_keys(b) for b in range(len(extents)))
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
-    """Returns the views that the backward's kernels use, by their names in the layout table."""
+    """Returns the strided views of operands and gradients that the backward's kernels use, by name ("q", "dk", ...)."""
     p = problem
     results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -155,7 +153,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients of attention to selected keys to `g`, from the saved out and statistics in `o`."""
+    """Writes the gradients `g` of attention to selected keys, from the saved out, max and sum in `o`."""
     views = views_of(problem, o, g)
     given = layout_table.tensors(views)
     if problem.has_sink:
@@ -169,7 +167,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
 def ready(
     p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Gradient:
-    """Returns the launches that run() starts, for the memory layout of `views` and of the tensors `given`, by name."""
+    """Returns the prepared kernel launches of run(), for the memory layout of `views` and the tensors `given`."""
     like, rows, capacity, count = given["q"], schedule.rows, schedule.device_tables.capacity, len(e)
     more = {"ids": launch_key_sum.numbered(like, capacity.kv_len, p.heads_kv)}
     if capacity.compressed is not None:
@@ -223,7 +221,7 @@ def ready(
 
 @dataclass(frozen=True)
 class Step:
-    """The arguments of launching.Family.launch() for a launch of a chunk."""
+    """One kernel launch for a chunk of tokens: kernel, grid, compile-time arguments, tile shape, renamed arguments."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -42,47 +42,45 @@ class Where:
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
-    """Numbers the rows of a key tensor: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
+    """Returns a view of ids: the id of key j of head h of sequence b is (first + start[b] + j) * heads + h, with start
+    the exclusive sum of lengths.
 
     like: a tensor on the device. lengths: int [sequences], the maximum number of keys of each sequence, so that ids
-    stay the same if a sequence grows; start is their exclusive sum. first: number of keys of the key tensors that are
-    numbered before this one (compressed keys follow the others).
+    stay the same if a sequence grows. first: number of keys numbered before these (compressed keys follow the others).
     """
     start = first + np.cumsum(lengths) - lengths
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
 
 
 def key_tiles(extents: Extents, compressed: bool = False) -> np.ndarray:
-    """Returns int32 [tiles, 8], tiles of the keys, or of the compressed keys, of all sequences: columns 0 to 2 are the
-    sequence, the first key and the end, the others 0."""
+    """Divides the keys, or the compressed keys, of each sequence into tiles; returns int32 [tiles, 8]: sequence, first
+    key, end, five zeros."""
     source = extents.compressed if compressed else extents
     assert source is not None
     return layout_table.tiles_of(source.kv_len, WRITE.BN)
 
 
 def block_of(of_token: int) -> int:
-    """Returns the number of tokens that are summed as one block; of_token: entries (rows) per token."""
+    """Returns the number of tokens whose rows (contributions to keys) are one block of sums; of_token: of one token."""
     return max(1, BLOCK // of_token)
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Returns the largest multiple of a block of tokens that is at most `tokens`; at least one block.
-
-    of_token: entries (rows to sum) per token.
-    """
+    """Returns the largest multiple of block_of(of_token) tokens that is at most `tokens`; at least one block. of_token:
+    rows to sum per token."""
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """Returns (most keys whose sums several programs compute, blocks), for `entries` with `of_token` per token."""
+    """Returns (most keys whose rows several programs sum, blocks of rows), for `entries` rows, `of_token` per token."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """Returns the bytes that a KeySum allocates, without the rows and lists of entries that its caller passes.
+    """Returns the bytes that a KeySum allocates, without the rows to sum and their ids, which its caller passes.
 
-    keys: number of keys. columns: elements of a row. entries: entries of a chunk. of_token: entries per token.
+    keys: number of keys. columns: elements of a row. entries: rows of a chunk. of_token: rows per token.
     """
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
@@ -94,7 +92,7 @@ def panel_of(columns: int) -> int:
 
 
 class KeySum:
-    """Sums of gradient rows per key, float32 [keys, columns], initially zero: add() adds rows, write() stores the sums.
+    """Sums per key of contributions to dk and dv, float32 [keys, columns]: add() adds rows, write() stores the sums.
 
     Args:
         like: a tensor on the device.
@@ -107,10 +105,9 @@ class KeySum:
         self._every = torch.arange(keys + 1, dtype=torch.int32, device=like.device)
 
     def add(self, rows: torch.Tensor, ids: torch.Tensor, of_token: int) -> None:
-        """Adds rows [entries, columns] to the keys of int32 ids [entries], in the order of entries; id -1 is ignored.
+        """Adds rows [entries, columns] to the keys of int32 ids [entries], in this order; rows with id -1 are not read.
 
-        The call does not wait for the device, and rows with id -1 are not read. of_token: entries per token; all calls
-        except the last must have complete blocks of tokens.
+        Does not wait for the device. of_token: entries per token; all calls but the last must have complete blocks.
         """
         keys, columns = self.total.shape
         if not keys or not len(ids):

@@ -21,7 +21,7 @@ from fusion_attention.backends.triton.selected.forward import NUMBERS, heads_of,
 
 @triton.jit
 def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of the rows of the token `row` of sequence b, stride of a head) in a view."""
+    """Returns (offset of head 0 of token `row` of sequence b, stride of a head) in tensor number VIEW of `strides`."""
     at, head, token = common.heads_at(strides, count, b, VIEW, ALIGN)
     return at + row * token, head
 
@@ -32,9 +32,10 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
                NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
                R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
                DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Returns acc plus the weighted values of one row's slots of one source; values with a weight of 0 are skipped.
+    """Returns acc (column blocks) plus weight * value over a query row's visible keys in its list (LISTED) or band.
 
-    Stops as soon as all elements that are NaN at `at_out` (memory, offset) are NaN in the sum too.
+    Stops as soon as all elements that are NaN at `at_out` (address, offset) are NaN in the sum too. peak: maximum of
+    the row's scores. Other parameters: as in attend() of forward.py.
     """
     acc0, acc1, acc2 = acc
     k, v, k_rope = memory
@@ -80,7 +81,8 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
                     D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr,
                     V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr):  # fmt: skip
-    """Computes non-finite rows of out again from the statistics; grid (tokens * tiles of BM heads of a token)."""
+    """Recomputes the NaN elements of rows of out from visible keys only, with the stored max and sum of the softmax;
+    grid (tokens * tiles of BM heads of a token)."""
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = selection.token_at(tokens, tl.program_id(0) // programs)
     hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)

@@ -23,7 +23,6 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def weighed(weight, x):
-    """Returns weight * x in float32; 0 if the weight is 0, for every x."""
     return tl.where(weight != 0.0, weight.to(tl.float32) * x.to(tl.float32), 0.0)
 
 
@@ -38,8 +37,8 @@ def recompute_rows(k, k_compressed, out, large, keys, used, noted, ds, strides, 
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, RATIO: tl.constexpr,
                    BAND: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Computes dq, or its rope part, of flagged tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as
-    in backward_rows()."""
+    """Recomputes NaN elements of dq, or of its rope part, as sum of dS k over nonzero dS, for tokens flagged in
+    `noted`; grid (tokens * heads_kv). `k` and `out` are the tensors number READ and WRITTEN of the table `strides`."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)
@@ -73,8 +72,8 @@ def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, st
                     COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
                     ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
                     BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Computes again, for flagged tokens, the columns from AT on of the gradient rows of their slots: weights^T x, plus
-    weights_also^T also if `also` is given, several slots at a time; grid (tokens * heads_kv)."""
+    """Recomputes NaN elements of `rows`, a token's contributions to dk or dv of its keys (slots), from column AT on, of
+    tokens flagged in `noted`: weights^T x, plus weights_also^T also if `also` is given; grid (tokens * heads_kv)."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)

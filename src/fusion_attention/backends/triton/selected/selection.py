@@ -22,17 +22,15 @@ SCANNED = tl.constexpr(512)  # entries per iteration
 
 @triton.jit
 def token_at(tokens, n):
-    """Returns int64 (sequence, row) of token n of all sequences, from the list of launch.tokens()."""
+    """Returns int64 (sequence, query row in it) of token n, from `tokens`, a table [tokens, 2] of all sequences."""
     at = tokens + n.to(tl.int64) * 2
     return tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
 
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: tokens that a key represents.
-
-    kv_len, lo, hi, prefix: the sequence's, from lengths_at().
-    """
+    """Returns int32 (first, end) of one row's visible keys: row + lo and max((row + hi) // RATIO, prefix), clamped to 0
+    and kv_len. RATIO: tokens of a key. kv_len, lo, hi, prefix: the sequence's, from lengths_at()."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
@@ -40,25 +38,24 @@ def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
-    """Returns the int32 number of compressed keys that are visible to a row of sequence b, as Extents.compressed_end().
-
-    lengths: the table of lengths of `count` sequences. RATIO: tokens of a compressed key.
-    """
+    """Returns int32 (row + hi) // RATIO, clamped to 0 and kv_len, the number of compressed keys that a row of sequence
+    b sees; hi, kv_len: rows 6 and 7 of `lengths`, a table of `count` sequences. RATIO: tokens of a compressed key."""
     kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
     return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
 def list_at(indices, strides, count, b, hk, row):
-    """Returns the address of the list of a row of key head hk in sequence b; indices: memory of all lists."""
+    """Returns the address of the list of selected keys of a row and key head hk in sequence b; indices: address of all
+    lists; strides: table of tensors' strides."""
     first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the int32 number of slots of a row: those of its entries before the first negative one, at most ceil(end
-    / BLOCK) entries.
+    """Returns the int32 number of keys (slots) that a row reads: BLOCK times its entries before the first negative one,
+    at most ceil(end / BLOCK) entries.
 
     entries: address of the row's list, of SELECT entries. end: end of the visible keys.
     """
@@ -72,15 +69,14 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns the int32 entry of a list, the number of a block of keys, to which each slot n belongs; -1 for n >=
-    slots."""
+    """Returns int32 list entries n // BLOCK, numbers of blocks of BLOCK keys, for key numbers n; -1 for n >= slots."""
     return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
 
 
 @triton.jit
 def named(entry, n, end, BLOCK: tl.constexpr):
-    """Returns the int32 key of each slot n: token n % BLOCK of the block that its entry selects; in_band() tests if it
-    is visible."""
+    """Returns the int32 key of each key number n of a list: token n % BLOCK of the block of keys that `entry` selects;
+    it may be invisible, which in_band() tests."""
     # An entry beyond the last block may have any value; it is limited so that the product stays behind the band.
     return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
 
@@ -93,7 +89,8 @@ def in_band(key, first, end):
 
 @triton.jit
 def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
-    """Returns int32 keys of slots n; -1 for n >= slots and for keys outside the band."""
+    """Returns the int32 keys that a list at address `entries` selects, for key numbers n; -1 for n >= slots and for
+    keys outside [first, end), the visible ones."""
     key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
     return tl.where(in_band(key, first, end), key, -1)
 
@@ -101,10 +98,11 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 @triton.jit
 def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.constexpr, LAST: tl.constexpr,
                LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key and id of slots FIRST to LAST, -1 for slots without a key; returns the end of the slots with one.
+    """Writes a token's key and its id (id0 + key * step) to places FIRST to LAST of `keys` and `ids`, -1 for places
+    without a key; returns the end of the places with one.
 
-    Slot FIRST + n has key n of the list's entries, each of which stands for BLOCK keys (LISTED), else key first + n;
-    for n >= slots it has none.
+    Place FIRST + n has the list's n-th key, where each entry selects a block of BLOCK keys (LISTED), else key first +
+    n, if n < slots. Keys outside [first, end) are left out.
     """
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, LAST - FIRST, N):
@@ -124,13 +122,12 @@ def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.const
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
                SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, COMPRESSED: tl.constexpr,
                BAND: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key and id of every slot, or -1, the number of used slots, and a 0 to the flag of the token.
+    """Writes for each token of a chunk, to SLOTS places, the keys that it reads, and their ids in the sums of
+    gradients, or -1; to `used` the end of the places with a key; to `noted` 0. Grid (tokens of the chunk, heads_kv).
 
-    With a second source, the first BAND slots are for keys of the band. Grid (tokens of a chunk, heads_kv).
-
-    indices: the lists, or None (SELECT 0). keys, ids, used, noted: results. first: the chunk's first token. RATIO,
-    COMPRESSED: tokens per key of the first and of the second source (0: no such source). SLOTS: slots per token. N:
-    slots per iteration.
+    indices: the lists, or None (SELECT 0); each entry selects a block of BLOCK keys. With compressed keys (COMPRESSED:
+    tokens of one, else 0) the first BAND places are for keys of the band. first: the chunk's first token. RATIO: tokens
+    of a key. N: places per iteration.
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)

@@ -72,10 +72,8 @@ def shared(problem: Problem) -> bool:
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     """Returns the tile shape of the forward over selected keys, BM heads of a token and BN keys; None if the table has
-    no entry for the problem's sizes.
-
-    align: alignment of rows in elements; 0: 16 bytes.
-    """
+    no entry for the problem's dims. chip: compute capability 90, 80 or 86; align: alignment of rows in elements; 0: 16
+    bytes."""
     p = problem
     if max(p.dim_qk, p.dim_v) > MOST_PARTS * WIDEST_PART or p.dim_rope > WIDEST_ROPE:
         return None
@@ -138,7 +136,7 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """Returns the heads of a token that one launch computes, at most `columns`; more need several launches."""
+    """Returns the number of a token's heads in one launch of the score kernel, at most `columns`; more need several."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
@@ -148,13 +146,13 @@ def sorts(top_k: int) -> bool:
 
 
 def write_tile(problem: IndexerProblem) -> Tile:
-    """Returns the tile shape of the kernel that sorts and writes lists."""
+    """Returns the tile shape of the kernel that sorts and writes the lists of selected keys."""
     return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """Returns the tile shape of the indexer's scores, BM columns (token, head) and BN keys; None if no entry fits the
-    dim.
+    """Returns the tile shape of the indexer's scores, BM (token, head) columns and BN keys; None if the table has no
+    entry for the dim. chip: compute capability 90, 80 or 86.
 
     align: alignment of rows in elements; for less than 16 bytes BM and BN are at most 64.
     """
@@ -166,7 +164,7 @@ def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | No
 
 
 class Sizes(NamedTuple):
-    """The sizes that determine the kernels of the gradient of an indexer's scores."""
+    """The properties that select the kernels of the gradient of an indexer's scores: heads, dim, list length, dtype."""
 
     heads: int
     dim: int
@@ -176,7 +174,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
-    """Returns the sizes that determine the kernels of the gradient of an indexer's scores."""
+    """Returns the properties that select the gradient kernels of an indexer's scores or loss."""
     p = problem
     if isinstance(p, IndexerProblem):
         return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
@@ -185,9 +183,8 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
     """Returns the tile shape of the indexer's gradient, BM heads and BN selected keys; None if no tile fits the dim.
-
-    More heads than BM need several launches. chip: a key of CHIPS; align: number of elements that divides all strides.
-    """
+    More heads than BM need several launches. chip: compute capability 90, 80 or 86; align: alignment of rows, in
+    elements."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -218,7 +215,7 @@ OPERATIONS: dict[type[AnyProblem], tuple[str, ...]] = {
 
 
 def sizes_of(problem: AnyProblem) -> str:
-    """Returns the sizes of a problem as text for an error message."""
+    """Returns the problem's heads and dims as text for an error message."""
     p: Any = problem
     if isinstance(p, IndexerProblem):
         return f"{p.heads} indexer heads of {p.dim} elements, top_k {p.top_k}"
@@ -229,9 +226,9 @@ def sizes_of(problem: AnyProblem) -> str:
 
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
-    """Returns [a sentence with the sizes] if some operation's kernels have no tile for a problem's sizes, else [].
+    """Returns [a sentence with heads and dims] if the kernels of an operation have no tile shape for them, else [].
 
-    op_kind: the operation's name; "": all operations of the problem. chip: a key of CHIPS.
+    op_kind: the operation's name; "": all operations of the problem. chip: compute capability 90, 80 or 86.
     """
     op_kinds = (op_kind,) if op_kind else OPERATIONS[type(problem)]
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):

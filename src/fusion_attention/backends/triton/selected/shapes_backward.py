@@ -59,7 +59,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """Returns the tile shape of the kernel named `kernel` on a chip of CHIPS; align: alignment of rows, in elements."""
+    """Returns a kernel's tile shape; chip: compute capability 90, 80 or 86; align: alignment of rows, in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
@@ -72,8 +72,8 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
 
 
 def panels(dim: int, most: int) -> list[tuple[int, int, int]]:
-    """Divides `dim` columns into panels of at most `most` columns; returns (first column, columns of a panel, number of
-    such panels). Example: 576 with at most 256 are 2 panels of 256, then 1 of 64."""
+    """Divides `dim` columns into panels of at most `most` columns; returns [(first column, columns of a panel, number
+    of such panels), ...]. Example: 576 with at most 256 are 2 panels of 256, then 1 of 64."""
     full, rest = dim // most, dim % most
     result = [(0, most, full)] if full else []
     first = full * most

@@ -25,10 +25,9 @@ LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive num
 
 @triton.jit
 def _window(tokens, lengths, count, n):
-    """Returns int64 (sequence, index among its pooled rows in this call, number of its window) of pooled row n of all
-    sequences.
+    """Returns int64 (sequence, index of the pooled row in it, number of its window) of pooled row n of all sequences.
 
-    tokens: (sequence, index) of every pooled row. lengths: the table of lengths of `count` sequences.
+    tokens: (sequence, index) of every pooled row. lengths: table of lengths, of `count` sequences.
     """
     b, row = token_at(tokens, n)
     return b, row, row + tl.load(lengths + 2 * count + b)
@@ -36,8 +35,8 @@ def _window(tokens, lengths, count, n):
 
 @triton.jit
 def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
-    """Returns (positions in the window, row numbers in memory, columns, mask) of BR rows that window w pools, from
-    position r0 on; half: 0 for the previous window's rows if windows overlap (HALVES 2), else the window's own."""
+    """Returns (positions in the window, row numbers, columns, mask [rows, columns]) of BR rows that window w pools,
+    from position r0 on; half 0: rows of the previous window if windows overlap (HALVES 2); else its own rows."""
     position = r0 + tl.arange(0, BR)
     row = (w - (HALVES - 1 - half)) * RATIO + position
     return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
@@ -46,10 +45,8 @@ def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.con
 @triton.jit
 def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr, HALVES: tl.constexpr,
            DIM: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """Returns the gates of rows with the bias in float32, [rows, channels]; -inf outside of the mask `there`.
-
-    position: of each row in its window. at, step: the first element, and the stride of a row.
-    """
+    """Returns float32 [rows, channels], the gates (logits of the pooling softmax) of rows plus the bias of their
+    positions in the window; -inf where `there` is false. at, step: offset of the first row, stride of a row."""
     z = tl.load(k + at + row[:, None] * step + column[None, :], mask=there, other=-INFINITE).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias + position[:, None] * (HALVES * DIM) + column[None, :], mask=there, other=0.0)
@@ -59,7 +56,7 @@ def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr,
 @triton.jit
 def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr,
              HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Returns (maximum of the gates, 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
+    """Returns (max of the gates, 0 if all are -inf; sum of exp(gate - max)) over rows of window w, for channels d."""
     top, total = tl.full([BD], -INFINITE, tl.float32), tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -75,8 +72,8 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 @triton.jit
 def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
              HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Returns (row numbers, columns, mask, gates minus their maximum, values, softmax weights) of BR of the rows that
-    window w pools."""
+    """Returns (row numbers, columns, mask, gates minus their maximum, values, softmax weights) of BR rows that window w
+    pools, from position r0 on. at, step: offset and stride of rows; top, total: results of _softmax()."""
     position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
     gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
     x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -86,8 +83,8 @@ def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
 @triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Returns BD channels of the pooled row of window w in float32; an infinite value is kept unless its weight would
-    be 0 in float64 too."""
+    """Returns float32 [BD], sum of softmax weight * value over the rows of window w, for channels d; an infinite value
+    is kept unless its weight would be 0 in float64 too. Other parameters: as in _weighed()."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -102,10 +99,8 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
 def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
            HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
            BD: tl.constexpr):  # fmt: skip
-    """Returns the sum of weights times gradients of weights: upstream * acc, or term by term for infinite upstream.
-
-    upstream: the gradient of the window's result, [channels]. acc: the result.
-    """
+    """Returns [BD], sum of P * dP over the rows of window w (P: softmax weights, dP = upstream * value): upstream *
+    acc, or term by term where upstream is infinite. upstream: gradient of the pooled row, acc: the pooled row."""
     infinite = tl.abs(upstream) == INFINITE
     delta = upstream * acc
     if tl.max(infinite.to(tl.int32), 0) > 0:
@@ -123,7 +118,8 @@ def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w,
 def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
          DIM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr,
          BD: tl.constexpr):  # fmt: skip
-    """Writes BD channels of one pooled row; grid (pooled rows, heads, blocks of channels)."""
+    """Writes BD channels of one pooled row, sum over a window of softmax(gate + bias) * x; q: rows x; k: gates; HALVES:
+    2 if windows overlap. Grid (pooled rows, heads, blocks of BD channels)."""
     h, d = tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
     b, row, w = _window(tokens, lengths, count, tl.program_id(0))
     at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
@@ -138,11 +134,11 @@ def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.c
 def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
                   RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
                   ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Writes the gradients of rows (dq) and gates (dk) of one window, BD channels of it, by the pooled row's gradient
-    dout. With a bias it also stores the softmax's maximum and sum and delta = sum(p * x * dout) for pool_bias(): notes
-    has three planes of `plane` elements, [results, heads, DIM]. Grid: (results, heads, blocks of BD channels).
+    """Writes BD channels of the gradients of a window's rows (dq) and gates (dk) from the pooled row's gradient dout.
 
-    q: rows x; k: gates; tokens: (sequence, row) of every result; count: sequences; HALVES: 2 if windows overlap.
+    Grid (pooled rows, heads, blocks of BD channels). q: rows x; k: gates; tokens: (sequence, index) of every pooled
+    row; HALVES: 2 if windows overlap. With a bias, `notes` receives for pool_bias() three planes of `plane` elements,
+    [pooled rows, heads, DIM]: the softmax's maximum and sum, and sum(P * x * dout).
     """
     n, h, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
     b, of_result, w = _window(tokens, lengths, count, n)
@@ -174,8 +170,9 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
 def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
               results: tl.int32, per: tl.int32, heads: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
               DIM: tl.constexpr, ALIGN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Writes a partial sum of the bias's gradient, for one position in the window and BD channels: the sum over heads
-    and `per` pooled rows; grid (positions, twice with overlap; blocks of channels; ranges of pooled rows)."""
+    """Writes a partial sum of the bias's gradient for one position in the window and BD channels: the sum over heads
+    and `per` pooled rows of P * (x * dout - delta), from the results of pool_gradient() in `notes`; grid (positions,
+    twice with overlap; blocks of channels; ranges of pooled rows)."""
     position, half = tl.program_id(0) % RATIO, tl.program_id(0) // RATIO
     d, split = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
     column, there = half * DIM + d, d < DIM
