@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.cached import Case, operands_of
+from benchmarks.kv_cache_calls import Case, operands_of
 from fusion_attention import npu
 from fusion_attention.bench.pair import seconds
 from fusion_attention.ir.kv import PagedView

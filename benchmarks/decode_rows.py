@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 import torch
 
-from benchmarks.cached import Case, call, operands_of
 from benchmarks.decode import READ_BYTES, called, onnx_peer, peers, reader, step_of
 from benchmarks.figures import Figure
+from benchmarks.kv_cache_calls import Case, call, operands_of
 from fusion_attention import _native, npu
 from fusion_attention import plan as planning
 from fusion_attention.bench.pair import Pair, seconds

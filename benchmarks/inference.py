@@ -7,7 +7,7 @@ pages [heads, page, dim] in random order unless a row says otherwise.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.cached import Case, call
+from benchmarks.kv_cache_calls import Case, call
 from fusion_attention.bench.pair import Pair
 
 

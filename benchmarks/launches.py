@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.cached import Case, operands_of
 from benchmarks.figures import Figure
+from benchmarks.kv_cache_calls import Case, operands_of
 from fusion_attention.ir.problem import Grads
 
 TITLE = "CPU time of a planned call of the Triton back end without its launches; medians"

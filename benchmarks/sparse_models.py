@@ -27,7 +27,7 @@ import transformers
 import typer
 
 import fusion_attention as fa
-from examples.finetune_sparse import SIZES, model_of, text
+from examples.train_sparse_transformers import SIZES, model_of, text
 from fusion_attention import _native
 from fusion_attention.bench.pair import seconds
 from fusion_attention.integrations import sparse_latent
@@ -277,7 +277,7 @@ def generate(
     peer: str = "eager",
     chunk: Annotated[int, typer.Option(help="Rows of the prompt that the peer computes at a time.")] = 512,
 ) -> None:
-    """Times generate() of a small model (examples/finetune_sparse.py) with random weights, and compares its tokens.
+    """Times generate() of a small random model of examples/train_sparse_transformers.py, and compares its tokens.
 
     In one piece the scores of the original's indexer take 16 GiB for every copy.
     """

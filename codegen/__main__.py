@@ -6,7 +6,7 @@ from codegen import headers, stub
 from fusion_attention import aclnn
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from website.overview import overview
 
 ROOT = Path(__file__).resolve().parents[1]

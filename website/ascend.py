@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from fusion_attention.cli import app, docstrings
 from fusion_attention.cli.op_pages import another, groups
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
 from website.ascend_call_counts import ALL_CALLS, EVERYWHERE
 from website.svg import Picture
 

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 from fusion_attention.cli import op_pages
 from fusion_attention.contract.doc_pages import versions
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from website import accuracy, ascend, charts, masks, overview, pictures, reference
 from website.svg import Picture, site_stylesheet
 

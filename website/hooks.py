@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_attention.cli.op_pages import groups
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from website.everything import generated, with_tables
 
 # Sections of the operators' pages that would be found for every word.

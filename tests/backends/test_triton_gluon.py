@@ -18,12 +18,12 @@ from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
 from fusion_attention.backends.triton.common import shapes
-from fusion_attention.backends.triton.dense import launch_gluon
+from fusion_attention.backends.triton.dense import select_gluon
 from fusion_attention.ir.problem import Problem
 
 HOPPER = torch.device("cuda:0")
 BY_TMA = shapes.Tile(128, 128, 8, 2, shapes.TMA)
-gluon = pytest.mark.skipif(launch_gluon.kernel() is None, reason=f"Triton {triton.__version__} has no Gluon for sm_90")
+gluon = pytest.mark.skipif(select_gluon.kernel() is None, reason=f"Triton {triton.__version__} has no Gluon for sm_90")
 
 
 def problem(dim: int = 128, **more: Any) -> Problem:
@@ -41,7 +41,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     "more", [{}, {"dtype": "float16"}, {"has_sink": True}, {"empty_rows": "mean_in_band"}], ids=str
 )
 def test_a_band_alone_is_served(more: dict[str, Any], hopper: None) -> None:
-    assert launch_gluon.serves(problem(**more), HOPPER, BY_TMA)
+    assert select_gluon.serves(problem(**more), HOPPER, BY_TMA)
 
 
 @pytest.mark.parametrize(
@@ -55,41 +55,41 @@ def test_a_band_alone_is_served(more: dict[str, Any], hopper: None) -> None:
     ids=str,
 )
 def test_anything_else_is_plain_tritons(more: dict[str, Any], hopper: None) -> None:
-    assert not launch_gluon.serves(problem(**more), HOPPER, BY_TMA)
+    assert not select_gluon.serves(problem(**more), HOPPER, BY_TMA)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
 def test_other_chips_have_no_wgmma(capability: tuple[int, int], hopper: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert not launch_gluon.serves(problem(), HOPPER, BY_TMA)
+    assert not select_gluon.serves(problem(), HOPPER, BY_TMA)
 
 
 def test_rows_that_no_descriptor_describes_are_plain_tritons(hopper: None) -> None:
-    assert not launch_gluon.serves(problem(), HOPPER, BY_TMA._replace(TMA=False))
-    assert not launch_gluon.serves(problem(), torch.device("cpu"), BY_TMA)
+    assert not select_gluon.serves(problem(), HOPPER, BY_TMA._replace(TMA=False))
+    assert not select_gluon.serves(problem(), torch.device("cpu"), BY_TMA)
 
 
 @gluon
 def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, dict[str, Any]]] = []
     watch(monkeypatch, lambda *launch: launched.append(launch), computes=False)
-    monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
+    monkeypatch.setattr(select_gluon, "serves", lambda *_: True)
     monkeypatch.setattr("fusion_attention.backends.triton.reasons_against", lambda *_: [])
     q = torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16)
     fa.attention(q, q, q, backend="triton")
     kernel, named = launched[0]
-    constexprs = launch_gluon.constants(problem(128, scale=q.shape[-1] ** -0.5), 8)
-    assert kernel is launch_gluon.kernel()
+    constexprs = select_gluon.constants(problem(128, scale=q.shape[-1] ** -0.5), 8)
+    assert kernel is select_gluon.kernel()
     assert {name: value for name, value in named.items() if name.isupper()} == constexprs | {"GROUP": 1}
     assert {name for name, value in named.items() if value is None} == {"sink"}
-    assert launch_gluon.OPTIONS.items() <= named.items()
+    assert select_gluon.OPTIONS.items() <= named.items()
 
 
 def compiled(p: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel for sm_90."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
+    monkeypatch.setattr(select_gluon, "serves", lambda *_: True)
     one = Config("gluon_forward", p).launched(90)
     return triton.compile(source(one, GluonASTSource), target=GPUTarget("cuda", 90, 32), options=one.options)
 
@@ -110,7 +110,7 @@ def test_ahead(p: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert re.findall(r"(?:STACK|LOCAL):(\d+)", usage) == ["0", "0"]
     assert binary.metadata.shared <= 177 * 1024
-    tile = launch_gluon.TILE
+    tile = select_gluon.TILE
     scores = sass.loops(code)
     assert len(scores) == 2  # warpgroups, each with a loop of its own
     # instructions of a whole tile per score of a thread

@@ -7,7 +7,6 @@ from clauses import (
     flash_attention_score_v2,
     incre_flash_attention_v4,
     indexer_grad_kl_loss,
-    indexer_kl_loss_grad,
     indexer_v2,
     score_grad_v4,
     score_v4,
@@ -15,6 +14,7 @@ from clauses import (
     sparse_flash_attention_grad,
     sparse_flash_mla,
     sparse_flash_mla_grad,
+    sparse_lightning_indexer_kl_loss_grad,
     unpadding_score_grad_v3,
 )
 from clauses.checks import Page
@@ -26,7 +26,7 @@ PAGES: tuple[Page, ...] = (
     incre_flash_attention_v4.PAGE,
     indexer_grad_kl_loss.PAGE,
     sparse_flash_mla.PAGE,
-    indexer_kl_loss_grad.PAGE,
+    sparse_lightning_indexer_kl_loss_grad.PAGE,
     sparse_flash_mla_grad.PAGE,
     softmax_l1_norm.PAGE,
     dense_indexer.PAGE,

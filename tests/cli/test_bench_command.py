@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.commands import run as command
 
-from fusion_attention.bench import rows
+from fusion_attention.bench import cases
 from fusion_attention.bench.changes import FiguresError, compared, figures
 from fusion_attention.bench.pair import Pair, Timing, measure
 from fusion_attention.cli import bench as module
@@ -28,9 +28,9 @@ def run(*arguments: str) -> tuple[int, str, str]:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("group", rows.GROUPS)
+@pytest.mark.parametrize("group", cases.GROUPS)
 def test_both_sides_of_a_row_compute_the_same(group: str) -> None:
-    make, count = rows.GROUPS[group]
+    make, count = cases.GROUPS[group]
     pairs = list(make(CPU, True))
     assert len(pairs) == count
     for pair in pairs:
@@ -55,10 +55,10 @@ def unpadded(padded: Any, packed: Any) -> torch.Tensor:
 
 
 def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rows.peers(CPU)["torch SDPA"] == torch.__version__
-    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes only on GPUs"
-    monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
-    assert rows.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
+    assert cases.peers(CPU)["torch SDPA"] == torch.__version__
+    assert cases.peers(CPU)["FlashAttention (flash_attn)"] == "computes only on GPUs"
+    monkeypatch.setattr(cases.importlib.util, "find_spec", lambda name: None)
+    assert cases.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
 
 
 def test_a_timing_says_between_what_its_ratios_lie() -> None:
@@ -74,7 +74,7 @@ def test_files_table_and_chart(tmp_path: Path) -> None:
     assert (tmp_path / "run.v1.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "run.v1.json").read_text(encoding="utf-8"))
     assert [row["group"] for row in result["rows"]] == ["packed"] * 2
-    assert result["peers"].keys() == rows.peers(CPU).keys()
+    assert result["peers"].keys() == cases.peers(CPU).keys()
     assert result["torch"] == torch.__version__
     assert len(figures(tmp_path / "run.v1.json")) == 2
 

@@ -14,7 +14,7 @@ from fusion_attention.cli import op_pages
 from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.ops.training import score_v4
 

@@ -20,7 +20,7 @@ import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning
 from fusion_attention.contract import INVALID, LEVELS, NULL_POINTER, STAGES, TILING, Array, Op, Rule, Tensor, bind
 from fusion_attention.contract.sampling import invalid_samples, sample
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.plan import Plan
 

@@ -18,7 +18,7 @@ from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bin
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.ops.fused import definitions as fused_inference
 from fusion_attention.ops.fused.geometry import words
 from fusion_attention.plan import compute

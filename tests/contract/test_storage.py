@@ -16,7 +16,7 @@ import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, RUNTIME, ContractError, Op, Tensor, bind, lost, reach, span
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 

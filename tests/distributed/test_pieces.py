@@ -18,8 +18,8 @@ from support.pieces import Call, draw, each, expected, place, run, subset
 
 import fusion_attention.plan as plans
 from fusion_attention.backends import cpu
-from fusion_attention.distributed import chunk_pairs
-from fusion_attention.distributed.chunk_pairs import Gradients
+from fusion_attention.distributed import chunk_attention
+from fusion_attention.distributed.chunk_attention import Gradients
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.merge import Partial, empty_partial, join_sink, merge
 from fusion_attention.ir.problem import CUT
@@ -56,11 +56,11 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
     all_rows, all_keys = call.chunks("q"), call.chunks("kv")
     torch.set_num_threads(1)
     rows, keys = call.chunks("q", cuts), call.chunks("kv", cuts)
-    together = chunk_pairs.forward(full, call.rows(rows), call.keys(all_keys))
+    together = chunk_attention.forward(full, call.rows(rows), call.keys(all_keys))
     for chunk in each(rows):
         b, at = place(chunk)
-        alone = chunk_pairs.forward(full, call.rows(chunk), call.keys(all_keys))
-        g = chunk_pairs.backward(full, call.rows(chunk), saved, call.keys(all_keys), dbias="dbias" in want)
+        alone = chunk_attention.forward(full, call.rows(chunk), call.keys(all_keys))
+        g = chunk_attention.backward(full, call.rows(chunk), saved, call.keys(all_keys), dbias="dbias" in want)
         for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
             expected = call.tokens(want[name])[b, at]
             same_bits(one[b, at], expected, f"{name}, chunks together")
@@ -70,12 +70,12 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     for chunk in each(keys):
         b, at = place(chunk)
-        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(chunk), dbias="dbias" in want)
+        g = chunk_attention.backward(full, call.rows(all_rows), saved, call.keys(chunk), dbias="dbias" in want)
         for name in KEY_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     if "dsink" in want:
-        same_bits(chunk_pairs.sink_gradient(full, call.rows(all_rows), saved), want["dsink"], "dsink")
+        same_bits(chunk_attention.sink_gradient(full, call.rows(all_rows), saved), want["dsink"], "dsink")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> 
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
     rows = call.rows(call.chunks("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
-    result = chunk_pairs.forward(call.full(), rows, call.keys(call.chunks("kv")))
+    result = chunk_attention.forward(call.full(), rows, call.keys(call.chunks("kv")))
     same_bits(result.out[0], run(call)["out"])
 
 
@@ -97,7 +97,7 @@ def test_golden_knows_parts(seed: int) -> None:
     call.args["keep_prob"] = 0.6
     full, cuts = call.full(), cuts_of(rng)
     rows, keys = call.rows(call.chunks("q", cuts)), call.keys(call.chunks("kv", cuts))
-    result = chunk_pairs.forward(full, rows, keys, backend="golden", partial=True)
+    result = chunk_attention.forward(full, rows, keys, backend="golden", partial=True)
     if full.sink is not None:
         join_sink(result, full.sink)
     wanted = expected(call)["out"].map(call.tokens)
@@ -106,7 +106,7 @@ def test_golden_knows_parts(seed: int) -> None:
         compare("out", result.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
-def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Keys]]:
+def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_attention.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
     full, cuts = call.full(), cuts_of(rng)
     rows, keys = call.rows(call.chunks("q", cuts)), call.chunks("kv", cuts)
@@ -115,7 +115,7 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Ke
     result = empty_partial(rows.q, (batch, tokens, heads), full.problem.dim_v)
     for lot in lots:
         if len(lot.chunks):
-            merge(result, chunk_pairs.forward(full, rows, lot, partial=True))
+            merge(result, chunk_attention.forward(full, rows, lot, partial=True))
     if full.sink is not None:
         join_sink(result, full.sink)
     return result, lots
@@ -132,10 +132,10 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
     covered = call.chunks("q")
     ours = {"out": result.out.to(call.dout.dtype)}
     all_rows = call.rows(covered)
-    saved = chunk_pairs.Saved(call.tokens(call.dout), ours["out"], result.max, result.sum)
+    saved = chunk_attention.Saved(call.tokens(call.dout), ours["out"], result.max, result.sum)
     added: dict[str, Any] = {}
     for lot in lots:
-        g = chunk_pairs.backward(full, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
+        g = chunk_attention.backward(full, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
         for name, t in vars(g).items():
             if t is not None:
                 assert t.dtype == torch.float32 or (name == "dbias" and full.owns_bias)

@@ -7,7 +7,7 @@ from support.bits import same_bits
 from support.cases import CAUSAL
 from support.on_gpu import on_gpu
 
-from fusion_attention.backends.triton.dense import launch_gluon
+from fusion_attention.backends.triton.dense import select_gluon
 from fusion_attention.testing import Case, arguments, check, expected
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -38,8 +38,8 @@ CASES = [
 def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every forward, whether Gluon computed it."""
     served: list[bool] = []
-    serves = launch_gluon.serves
-    monkeypatch.setattr(launch_gluon, "serves", lambda *given: served.append(serves(*given)) or served[-1])
+    serves = select_gluon.serves
+    monkeypatch.setattr(select_gluon, "serves", lambda *given: served.append(serves(*given)) or served[-1])
     return served
 
 

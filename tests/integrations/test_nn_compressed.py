@@ -9,7 +9,7 @@ import torch
 from support.bits import same_bits
 from support.compiled import compiled
 from support.hf_models import Float64Torch
-from support.selected import close
+from support.sparse_checks import close
 from support.sparse_models import code_of
 from torch import Tensor, nn
 from transformers import DynamicCache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention.testing.roundings import Copies, Noise, Roundings
+from fusion_attention.testing.monte_carlo_arithmetic import Copies, Noise, Roundings
 
 Tensor = torch.Tensor
 ROWS = torch.tensor([2, 0, 2])

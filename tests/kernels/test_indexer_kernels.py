@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.launches import fresh_plans
-from support.selected import cloned, operands, ordered
+from support.sparse_checks import cloned, operands, ordered
 
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import choice as indexer_choice

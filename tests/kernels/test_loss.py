@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.launches import fresh_plans
-from support.selected import cloned, operands
+from support.sparse_checks import cloned, operands
 
 from fusion_attention.backends.triton.common import launching
 from fusion_attention.backends.triton.common.shapes import Tile

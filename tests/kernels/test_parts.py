@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.pieces import Call, expected
 
-from fusion_attention.distributed import chunk_pairs
+from fusion_attention.distributed import chunk_attention
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.merge import empty_partial, join_sink, merge
 from fusion_attention.testing import compare
@@ -38,17 +38,17 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
     rows, keys = call.rows(call.chunks("q", cuts)), call.chunks("kv", cuts)
     result = empty_partial(rows.q, rows.q.shape[:3], 16)
-    lots = [call.keys(chunk_pairs.Chunks(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
+    lots = [call.keys(chunk_attention.Chunks(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
     for lot in lots:
-        partial = chunk_pairs.forward(full, rows, lot, backend="triton", partial=True)
+        partial = chunk_attention.forward(full, rows, lot, backend="triton", partial=True)
         assert partial.out.dtype == torch.float32
         merge(result, partial)
     if full.sink is not None:
         join_sink(result, full.sink)
     out = result.out.to(dtype)
     compare("out", out[0], wanted["out"])
-    saved = chunk_pairs.Saved(call.tokens(call.dout), out, result.max, result.sum)
-    parts = [chunk_pairs.backward(full, rows, saved, lot, backend="triton", partial=True) for lot in lots]
+    saved = chunk_attention.Saved(call.tokens(call.dout), out, result.max, result.sum)
+    parts = [chunk_attention.backward(full, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
         total = sum(getattr(addend, name) for addend in parts).to(dtype)
         compare(name, total[0], wanted[name])
@@ -62,5 +62,5 @@ def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
     everything = call.keys(call.chunks("kv"))
     rows = call.chunks("q", lambda length: list(range(64, length, 64)))
-    result = chunk_pairs.forward(call.full(), call.rows(rows), everything, backend="triton")
+    result = chunk_attention.forward(call.full(), call.rows(rows), everything, backend="triton")
     compare("out", result.out[0], expected(call)["out"])

@@ -10,7 +10,7 @@ import torch
 from support.aligned import aligned
 from support.bits import same_bits
 from support.launches import fresh_plans
-from support.selected import leaves_of, shown
+from support.sparse_checks import leaves_of, shown
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend

@@ -13,7 +13,7 @@ import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, far, in_pages, run
-from support.selected import ordered
+from support.sparse_checks import ordered
 
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index

@@ -11,7 +11,7 @@ from support.records import AUXILIARY_INTERFACES
 from fusion_attention import ContractError, npu
 from fusion_attention.contract import Tensor
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY
+from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY
 
 # What moves elements, and computes none, takes them of any dtype.
 OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast", "npu_format_cast_"}

@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention import ContractError, npu
 from fusion_attention.npu.auxiliary.products import ACTIVATIONS
-from fusion_attention.ops.auxiliary.products import GROUPED
+from fusion_attention.ops.auxiliary_definitions.products import GROUPED
 from fusion_attention.testing.drawn import compare_with
 
 M, K, N, E = 9, 16, 6, 3

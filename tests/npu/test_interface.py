@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention import npu
 from fusion_attention.contract import Op
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.torch_ops.misspelled_arguments import misused
 
 OPERATORS = {name: op for name, op in CONTRACTS.items() if name in npu.__all__}

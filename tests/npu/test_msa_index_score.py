@@ -12,7 +12,7 @@ import torch
 from support.bits import same_bits
 
 import fusion_attention as fa
-from fusion_attention.npu.surface.block_scores import msa_index_score
+from fusion_attention.npu.auxiliary.block_scores import msa_index_score
 
 Tensor = torch.Tensor
 HEADS, DIM, BLOCK, LEAST = 3, 8, 128, -3.4028234663852886e38

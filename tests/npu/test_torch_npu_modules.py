@@ -14,8 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import npu
+from fusion_attention.npu.surface.missing_name_hints import instead
 from fusion_attention.npu.surface.modules import build_modules, functions
-from fusion_attention.npu.surface.replacements import instead
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [

@@ -12,7 +12,7 @@ from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.npu import operators
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary import atb, atb_rows
+from fusion_attention.ops.auxiliary_definitions import atb, atb_rows
 
 # Those of torch_npu declare parameters that are here; what they return could not be read.
 OUT = {"npu_fusion_attention_v3.out", "npu_fusion_attention_grad_v3.out"}

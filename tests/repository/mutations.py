@@ -144,7 +144,7 @@ INFERENCE = [
             "([-operands.blocked.first_of(b), 0-]{+0, operands.blocked.first_of(b)+})", FUSED),
     package("a row's scale left out", SPECIFICATION, "scores = scores * [-query(operands.row_scale)-]{+1+}", FUSED),
     package("weights are not rounded", SPECIFICATION, "(operands.weight_scale.double() * weights)[-.round()-]",
-            "inference/test_fused_examples.py::test_e8_int8_throughout", FUSED),
+            "inference/test_fused_worked_examples.py::test_e8_int8_throughout", FUSED),
     package("int8 weights against the maximum so far", "backends/cpu/full_int8.py",
             "weights = (self._scores(keys) - [-peak.masked_fill(empty, 0.0)-]{+self._scores(keys).amax(-1, keepdim="
             "True).clamp(min=-99)+}).exp()", CPU_FUSED),
@@ -169,9 +169,9 @@ SPARSE = [
             "scores, order = scores.[-sort(dim=-1, descending=True, stable=True)-]{+flip(-1).sort(dim=-1, descending="
             "True, stable=True)\n        order = kv_len - 1 - order+}",
             "sparse/test_indexer.py::test_the_order_is_exact"),
-    package("a list read beyond its first -1", "backends/golden/gather.py", "(entries >= 0)[-.cumprod(-1).bool()-]",
-            SELECTION),
-    package("a block that the diagonal cuts is not read", "backends/golden/gather.py",
+    package("a list read beyond its first -1", "backends/golden/sparse_indices.py",
+            "(entries >= 0)[-.cumprod(-1).bool()-]", SELECTION),
+    package("a block that the diagonal cuts is not read", "backends/golden/sparse_indices.py",
             "[--(-np.maximum(end, 0) // block)-]{+np.maximum(end, 0) // block+}", SELECTION),
     package("a block listed twice counts once", SPECIFICATION,
             "times = added_up(read.double(), entries, read, -(-listed // block)){+.clamp(max=1)+}", SELECTION),
@@ -393,7 +393,7 @@ PAGES = [
     package("a page that a window touches is let go", "api/cache.py",
             "released = [-max(tokens_cached - self._count(tokens), 0) // self.page_size-]{+-(-max(tokens_cached - "
             "self._count(tokens), 0) // self.page_size)+}",
-            "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
+            "inference/test_paged_kv_cache.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 
 MUTANTS = (

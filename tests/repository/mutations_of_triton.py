@@ -11,7 +11,7 @@ FORWARD = [
     package("Triton: the caller's allocator is overwritten", "backends/triton/common/launching.py",
             "[-contextvars.copy_context().run(self._start_with_scratch, given)-]{+self._start_with_scratch(given)+}",
             "backends/test_triton_launch.py::test_the_callers_allocator_stays"),
-    package("Gluon: wgmma on a chip that has none", "backends/triton/dense/launch_gluon.py",
+    package("Gluon: wgmma on a chip that has none", "backends/triton/dense/select_gluon.py",
             "get_device_capability(device) [-==-]{+>=+} _CAPABILITY", f"{GLUON}::test_other_chips_have_no_wgmma"),
     package("Gluon: no product overlaps the weighing of a tile", "backends/triton/dense/gluon_forward.py",
             "s = warpgroup_mma_wait([-1-]{+0+}, [s])", f"{GLUON}::test_ahead"),
@@ -206,7 +206,7 @@ INDEXER = [
             "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip
 
-POOLING_KERNEL, POOLING_LAUNCH = "backends/triton/windows/kernel.py", "backends/triton/windows/launch.py"
+POOLING_KERNEL, POOLING_LAUNCH = "backends/triton/pooling/kernel.py", "backends/triton/pooling/launch.py"
 POOLING_CASES = "kernels/test_pooling.py::test_results_and_gradients"
 UNBOUNDED = "kernels/test_pooling.py::test_what_is_not_finite_reaches_what_it_reaches_in_float64"
 PLANTED = "judging/test_planted_compressed.py::test_mistakes_of_the_compressor"
@@ -251,11 +251,11 @@ POOLING = [
     package("rows of an empty list see their sequence", "ops/compressed/lowered_call.py",
             "[-(end > first) & (self.second is not None)-]{+end > first+}",
             f"{LISTED}::test_lists_of_keys_and_their_gradients"),
-    package("saved rows of windows do not alternate", "ops/auxiliary/compressed_rows.py",
+    package("saved rows of windows do not alternate", "ops/compressed/compressed_rows.py",
             ".[-transpose(1, 2).-]flatten(1, 2)", CLAUSE),
-    package("a call begins with its own window", "ops/auxiliary/compressed_rows.py",
+    package("a call begins with its own window", "ops/compressed/compressed_rows.py",
             "begin = [-max(start // ratio - (coff - 1), 0)-]{+start // ratio+} * ratio", STATE),
-    package("a ring keeps nothing of the last window", "ops/auxiliary/compressed_rows.py",
+    package("a ring keeps nothing of the last window", "ops/compressed/compressed_rows.py",
             "max(start, last[- - (coff - 1) * ratio-])", STATE),
     core("core: both halves have the bias of the first", "sparse/pool.h",
          "problem.overlap ? [-size - -]{+-+}previous * stride : 0"),

@@ -16,17 +16,17 @@ from support.sources import ROOT, modules
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.cli import op_pages
-from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
-    "finetune_sparse": ["--families", "deepseek_v4", "--steps", "1", "--tokens", "64"],
     "generate": ["--tokens", "8"],
-    "long_context": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
     "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],
     "serve": ["--tokens", "8"],
+    "train_context_parallel": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
+    "train_sparse_transformers": ["--families", "deepseek_v4", "--steps", "1", "--tokens", "64"],
     "train_v4": ["--steps", "1", "--folder", "{folder}"],
 }
 # Examples of their own have docstrings, and those of their records functions that are made from these. The examples of

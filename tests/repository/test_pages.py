@@ -16,7 +16,7 @@ from codegen.__main__ import files
 from fusion_attention.cli import app, docstrings, op_pages, op_support
 from fusion_attention.contract import BackendError
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
 from website import charts, everything, hooks, masks, reference
 from website.pictures import in_memory
 

@@ -265,7 +265,7 @@ CLOSE = {"assert_close": 3, "allclose": 2, "assert_allclose": 2, "isclose": 2, "
 TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
 # File of tests -> why it may set a number by hand (docs/dev/design.md, How results are judged).
 HAND_SET = {
-    "inference/test_fused_examples.py": "examples printed to six digits",
+    "inference/test_fused_worked_examples.py": "examples printed to six digits",
     "training/test_golden.py": "finite differences: a step's own error",
     "judging/test_error_bound.py": "quantiles as tables print them, and spreads of so many draws",
     "npu/test_transformers_window_warnings.py": "a whole model beside itself on another path",

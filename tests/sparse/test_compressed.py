@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compressed import CASES, CompressedCase, arguments, compute, golden, lowered, wanted, witness
-from support.selected import close
+from support.sparse_checks import close
 
 import fusion_attention as fa
 from fusion_attention.testing import check

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.selected import Args, backends, close, operands, ordered
+from support.sparse_checks import Args, backends, close, operands, ordered
 
 import fusion_attention as fa
 from fusion_attention import npu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.selected import Args, close, leaves_of, operands
+from support.sparse_checks import Args, close, leaves_of, operands
 
 import fusion_attention as fa
 from fusion_attention import npu

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.records import by_name
-from support.selected import Args, Results, check_half_of_a_loss, close, leaves_of
+from support.sparse_checks import Args, Results, check_half_of_a_loss, close, leaves_of
 
 import fusion_attention as fa
 from fusion_attention import ContractError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from support.selected import Args, Results, cloned
+from support.sparse_checks import Args, Results, cloned
 
 from fusion_attention.ir.call import Lowered
 from fusion_attention.judging.error_bound import Expected

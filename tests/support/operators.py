@@ -10,7 +10,7 @@ import torch
 from fusion_attention.contract import Tensors
 from fusion_attention.contract.sampling import sample
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
 
 from .records import by_name
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Keys, Rows, Saved
+from fusion_attention.distributed.chunk_attention import Chunks, FullCall, Keys, Rows, Saved
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected

@@ -12,7 +12,7 @@ from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
 from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
+from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
 
 INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}

@@ -76,7 +76,7 @@ def bench(
 def _time(
     only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool, console: Console
 ) -> None:
-    from fusion_attention.bench.rows import GROUPS, peers
+    from fusion_attention.bench.cases import GROUPS, peers
 
     if only not in (ALL, *GROUPS):
         raise ValueError(f"--only: expected {ALL} or one of {', '.join(GROUPS)}, got {only!r}")
@@ -136,7 +136,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def _machine_lines(console: Console, environment: dict[str, Any]) -> None:
     import torch
 
-    from fusion_attention.bench.rows import peers
+    from fusion_attention.bench.cases import peers
 
     line = (
         f"fusion-attention {environment['library']}, torch {environment['torch']}, "

@@ -71,8 +71,8 @@ def _modules() -> dict[str, Any]:
 def _facts(path: Path) -> dict[str, Any]:
     """Returns, for the Python sources in a path, the names of torch_npu that they use, the number of uses, and whether
     this library has each, as JSON values."""
-    from fusion_attention.npu.coverage import present, read
-    from fusion_attention.npu.surface.replacements import instead
+    from fusion_attention.npu.source_scan import present, read
+    from fusion_attention.npu.surface.missing_name_hints import instead
 
     reading, modules = read(path), _modules()
     rows: list[dict[str, Any]] = []

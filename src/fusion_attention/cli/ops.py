@@ -22,7 +22,7 @@ def ops(
     as_json: bool = typer.Option(False, "--json", help="Print the list, or NAME's parameters and rules, as JSON."),
 ) -> None:
     """List the operators, or print one operator's page."""
-    from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+    from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 
     if as_json:
         show_json(

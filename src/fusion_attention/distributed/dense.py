@@ -15,7 +15,7 @@ import torch
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind, intact
 from fusion_attention.distributed import schedules
-from fusion_attention.distributed.chunk_pairs import FullCall, Keys, Rows, Saved
+from fusion_attention.distributed.chunk_attention import FullCall, Keys, Rows, Saved
 from fusion_attention.distributed.groups import AnyGroup, Group, group_of
 from fusion_attention.distributed.layout import layout_of
 from fusion_attention.distributed.schedules import ScheduleInputs, Side

@@ -1,7 +1,7 @@
 """Schedules that combine sharded rows and keys: gathered keys, or keys that circulate around a ring.
 
-Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py computes
-the attention. ulysses.py combines either schedule with an exchange of heads.
+Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_attention.py
+computes the attention. ulysses.py combines either schedule with an exchange of heads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.distributed import chunk_pairs
-from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Gradients, Keys, Pairs, Rows, Saved
+from fusion_attention.distributed import chunk_attention
+from fusion_attention.distributed.chunk_attention import Chunks, FullCall, Gradients, Keys, Pairs, Rows, Saved
 from fusion_attention.distributed.groups import Call, Pending
 from fusion_attention.distributed.layout import Chunk, Layout, joined
 from fusion_attention.distributed.sharding import shard_of
@@ -79,7 +79,7 @@ class ScheduleInputs:
         """Returns the pairs of a query chunk and a key chunk that it sees; cached under `name` between calls."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
-            result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
+            result = self.call.call_cache[name] = chunk_attention.pairs(self.full, rows, keys, partial=partial)
         return result
 
 
@@ -91,7 +91,7 @@ def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
     to those that one process computes. m: the schedule's inputs, as in all functions of this module."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
-    return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
+    return chunk_attention.forward(m.full, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
@@ -99,7 +99,7 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
     sums over ranks, in rank order; if m.deterministic, this rank computes those of its keys from all ranks' queries."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
-    g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
+    g = chunk_attention.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
     if m.deterministic:
         g = replace(g, dk=None, dv=None, dk_rope=None)  # frees the memory
         owned = _owned(m, *_gather_rows(m, rows, saved), keys)
@@ -120,7 +120,7 @@ def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients
         chunks = Chunks(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
         met = m.pairs(("owned", n), rows.chunks, chunks)
         # The gradient of a bias that heads share changes the rounding of other gradients, so it is computed here too.
-        g = chunk_pairs.backward(m.full, rows, saved, replace(keys, chunks=chunks), met, m.backend, dbias=m.dbias)
+        g = chunk_attention.backward(m.full, rows, saved, replace(keys, chunks=chunks), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
             continue
@@ -184,7 +184,7 @@ def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> 
 
 def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
     """Returns the gradient of the sink logits [heads] from this rank's queries; None without a sink."""
-    return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
+    return None if m.full.sink is None else chunk_attention.sink_gradient(m.full, rows, saved, m.backend)
 
 
 # --------------------------------------------------------------------------------------------------------- ring of keys
@@ -199,7 +199,7 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
-        return chunk_pairs.forward(m.full, rows, keys, m.pairs("local", rows.chunks, keys.chunks), m.backend)
+        return chunk_attention.forward(m.full, rows, keys, m.pairs("local", rows.chunks, keys.chunks), m.backend)
     block, result = _block(keys), None
     for step in range(call.world):
         source = (call.rank - step) % call.world
@@ -208,7 +208,7 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
         met = m.pairs(("ring", source), rows.chunks, chunks, partial=True)
         with pending:
             if result is None or len(met):
-                partial = chunk_pairs.forward(m.full, rows, Keys(chunks, *block), met, m.backend, partial=True)
+                partial = chunk_attention.forward(m.full, rows, Keys(chunks, *block), met, m.backend, partial=True)
                 if result is None:
                     result = partial
                 else:
@@ -231,7 +231,7 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
         met = m.pairs("local", rows.chunks, keys.chunks)
-        g = chunk_pairs.backward(m.full, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
+        g = chunk_attention.backward(m.full, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
     block, total = _block(keys), None
     mine: list[Tensor] = []
@@ -244,7 +244,7 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
         of_block = Keys(m.keys.chunks(source), *block)
         met = m.pairs(("ring", source), rows.chunks, of_block.chunks, partial=True)
         with pending, behind:
-            g = chunk_pairs.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+            g = chunk_attention.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
             del of_block  # at most this block and the next one are in memory
             if total is None:
                 total = g

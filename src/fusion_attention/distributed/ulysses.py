@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.distributed.chunk_pairs import Gradients, Keys, Rows, Saved
+from fusion_attention.distributed.chunk_attention import Gradients, Keys, Rows, Saved
 from fusion_attention.distributed.groups import Call
 from fusion_attention.distributed.schedules import Results, ScheduleInputs
 from fusion_attention.ir.merge import Partial

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.golden.attention import weighted_sum
-from fusion_attention.backends.golden.gather import added_up
+from fusion_attention.backends.golden.sparse_indices import added_up
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging.expected_error import products_of_squares
 from fusion_attention.judging.setting import selected_times

@@ -13,7 +13,7 @@ from fusion_attention.contract import to_array
 from fusion_attention.ir.merge import Partial, empty_partial, merge
 from fusion_attention.npu.auxiliary.call import checked, computed
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import merging
+from fusion_attention.ops.auxiliary_definitions import merging
 
 Tensor = torch.Tensor
 _LOWEST, _LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

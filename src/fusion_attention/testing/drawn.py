@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.testing.compare import compare
-from fusion_attention.testing.roundings import Copies, Noise, Roundings, quantum
+from fusion_attention.testing.monte_carlo_arithmetic import Copies, Noise, Roundings, quantum
 
 __all__ = ["attend", "compare_with", "drawn", "expected_of"]
 

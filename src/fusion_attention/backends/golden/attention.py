@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fusion_attention.backends.golden.gather import added_up, scanned
+from fusion_attention.backends.golden.sparse_indices import added_up, scanned
 from fusion_attention.ir import bias
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.ir.kv import Dequant, PagedView, RowView

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.golden.attention import weighted_sum
-from fusion_attention.backends.golden.gather import added_up, scanned
+from fusion_attention.backends.golden.sparse_indices import added_up, scanned
 from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 _INF = float("inf")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.golden.attention import weighted_sum
-from fusion_attention.backends.golden.gather import added_up, scanned
 from fusion_attention.backends.golden.indexer import dots_of
+from fusion_attention.backends.golden.sparse_indices import added_up, scanned
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import (
     Extents,

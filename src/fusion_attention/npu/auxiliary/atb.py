@@ -12,7 +12,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu.auxiliary.atb_call import MASK_ALONE, attend, causal, ends_of, one_each, read
 from fusion_attention.npu.auxiliary.call import checked
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import atb
+from fusion_attention.ops.auxiliary_definitions import atb
 
 
 def _masked(args: Args) -> Args:

@@ -5,7 +5,7 @@ import torch
 from fusion_attention.npu.auxiliary.caches import store
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.npu.auxiliary.rotary import npu_rotary_mul
-from fusion_attention.ops.auxiliary import atb_rows
+from fusion_attention.ops.auxiliary_definitions import atb_rows
 
 Tensor = torch.Tensor
 

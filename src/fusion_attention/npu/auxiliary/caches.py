@@ -8,7 +8,7 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.norms import normalised
 from fusion_attention.npu.auxiliary.quantised import rounded
 from fusion_attention.npu.auxiliary.rotary import npu_interleave_rope
-from fusion_attention.ops.auxiliary import caches, latent_caches
+from fusion_attention.ops.auxiliary_definitions import caches, latent_caches
 
 Tensor = torch.Tensor
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
-from fusion_attention.ops.auxiliary.compressed_rows import Sequences, compressed
-from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
+from fusion_attention.ops.auxiliary_definitions.compressor import COMPRESSOR
+from fusion_attention.ops.compressed.compressed_rows import Sequences, compressed
 from fusion_attention.ops.compressed.pooling import RECORD
 from fusion_attention.ops.shared.pooling import Windows
 from fusion_attention.torch_ops import dispatch

@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.npu.auxiliary.saved import Some, keeping
-from fusion_attention.ops.auxiliary import experts
+from fusion_attention.ops.auxiliary_definitions import experts
 
 Tensor = torch.Tensor
 

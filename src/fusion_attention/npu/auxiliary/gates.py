@@ -7,7 +7,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import keeping
-from fusion_attention.ops.auxiliary import gates
+from fusion_attention.ops.auxiliary_definitions import gates
 
 Tensor = torch.Tensor
 _WORDS = "none", "tanh"

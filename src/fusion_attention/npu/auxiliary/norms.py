@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import Some, keeping
-from fusion_attention.ops.auxiliary import norms
+from fusion_attention.ops.auxiliary_definitions import norms
 
 Tensor = torch.Tensor
 

@@ -11,8 +11,8 @@ from fusion_attention.npu.auxiliary.call import as_given, checked
 from fusion_attention.npu.auxiliary.gates import fast_gelu
 from fusion_attention.npu.auxiliary.quantised import block_sums, exact, read_scale, rounded, unpacked
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import products
-from fusion_attention.ops.auxiliary.quantised import DTYPES, number_of
+from fusion_attention.ops.auxiliary_definitions import products
+from fusion_attention.ops.auxiliary_definitions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
 
 Tensor = torch.Tensor

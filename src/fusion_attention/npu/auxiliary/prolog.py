@@ -13,7 +13,7 @@ from fusion_attention.npu.auxiliary.call import as_given, checked
 from fusion_attention.npu.auxiliary.norms import normalised
 from fusion_attention.npu.auxiliary.rotary import npu_interleave_rope
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import prolog
+from fusion_attention.ops.auxiliary_definitions import prolog
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.functions_from_definitions import Args
-from fusion_attention.ops.auxiliary import quantised
+from fusion_attention.ops.auxiliary_definitions import quantised
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import checked, in_place_of
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import quantised_sparse
+from fusion_attention.ops.auxiliary_definitions import quantised_sparse
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch

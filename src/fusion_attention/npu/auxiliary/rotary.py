@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
-from fusion_attention.ops.auxiliary import rotary
+from fusion_attention.ops.auxiliary_definitions import rotary
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,7 @@ from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.experts import taken
 from fusion_attention.npu.auxiliary.quantised import rounded, row_scales
 from fusion_attention.npu.functions_from_definitions import Args
-from fusion_attention.ops.auxiliary import routing
+from fusion_attention.ops.auxiliary_definitions import routing
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.saved import keeping
-from fusion_attention.ops.auxiliary import softmax
+from fusion_attention.ops.auxiliary_definitions import softmax
 
 Tensor = torch.Tensor
 _MASKED = -10000.0

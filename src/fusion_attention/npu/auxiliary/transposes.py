@@ -9,7 +9,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu.auxiliary.call import as_given, checked, computed
 from fusion_attention.npu.auxiliary.quantised import read_scale, rounded
 from fusion_attention.npu.functions_from_definitions import Args, from_record
-from fusion_attention.ops.auxiliary import transposes
+from fusion_attention.ops.auxiliary_definitions import transposes
 
 __all__ = ["get_npu_format"]  # from_record() adds the functions that are made from definitions
 

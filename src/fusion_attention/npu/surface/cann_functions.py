@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.functions_from_definitions import Args, from_record, in_order
-from fusion_attention.ops.auxiliary import losses
+from fusion_attention.ops.auxiliary_definitions import losses
 from fusion_attention.ops.block_sparse import definitions as blocks
 from fusion_attention.ops.block_sparse import lowered_call as blocks_call
 from fusion_attention.ops.compressed import definitions as compressed

@@ -16,11 +16,11 @@ import torch
 from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.auxiliary.block_scores import msa_index_score
 from fusion_attention.npu.auxiliary.compressor import compressor
 from fusion_attention.npu.auxiliary.experts import npu_moe_token_permute
 from fusion_attention.npu.auxiliary.rotary import npu_rotary_mul
 from fusion_attention.npu.surface import cann_functions
-from fusion_attention.npu.surface.block_scores import msa_index_score
 from fusion_attention.npu.surface.metadata import METADATA
 
 Tensor = torch.Tensor

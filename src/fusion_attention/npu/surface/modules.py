@@ -30,7 +30,7 @@ from fusion_attention.npu.auxiliary import (
 )
 from fusion_attention.npu.device import process_groups
 from fusion_attention.npu.surface import cann_ops, device_module, mindspeed, profiler, runtime, testcase, torchair
-from fusion_attention.npu.surface.replacements import LIST, PAGE, instead
+from fusion_attention.npu.surface.missing_name_hints import LIST, PAGE, instead
 from fusion_attention.patches import make_modules
 from fusion_attention.torch_ops.misspelled_arguments import suggested
 

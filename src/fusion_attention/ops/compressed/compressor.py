@@ -9,9 +9,9 @@ import torch
 
 from fusion_attention.contract import Attr, Bound, Declared, Param, Rule, Tensor
 from fusion_attention.memory import empty
-from fusion_attention.ops.auxiliary.common import floats, result
-from fusion_attention.ops.auxiliary.compressed_rows import Saved, Sequences, compressed, gradients
-from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
+from fusion_attention.ops.auxiliary_definitions.common import floats, result
+from fusion_attention.ops.auxiliary_definitions.compressor import COMPRESSOR
+from fusion_attention.ops.compressed.compressed_rows import Saved, Sequences, compressed, gradients
 from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TorchCall
 from fusion_attention.ops.shared.checks import float32
 from fusion_attention.ops.shared.prototypes import ON_DEVICE

@@ -1,4 +1,4 @@
-"""The forward kernel for sm_90 in Gluon, for rows of 128 elements and no mask but a band; launch_gluon.py selects it.
+"""The forward kernel for sm_90 in Gluon, for rows of 128 elements and no mask but a band; select_gluon.py selects it.
 
 One warp loads tiles of keys (TMA); two warpgroups multiply (wgmma) and compute the softmax of 64 rows each.
 

@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.common import kernels as common
 from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule, Scratch
 from fusion_attention.backends.triton.common.layout_table import CallMemory
 from fusion_attention.backends.triton.decode.kernel import decode, join
-from fusion_attention.backends.triton.dense import launch_gluon
+from fusion_attention.backends.triton.dense import select_gluon
 from fusion_attention.backends.triton.dense.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.backends.triton.dense.not_finite import recompute_key, recompute_out, recompute_query
@@ -289,9 +289,9 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
     tile = shapes.on(device, partial(shapes.tile_of, "forward"), p, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, constants(p, tile, align), dict[str, Any]()
-    if launch_gluon.serves(p, device, tile):
-        kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
-        constexprs = launch_gluon.constants(p, align)
+    if select_gluon.serves(p, device, tile):
+        kernel, tile, options = select_gluon.kernel(), select_gluon.TILE, select_gluon.OPTIONS
+        constexprs = select_gluon.constants(p, align)
     tiled = m.on(f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     arguments = ABSENT | numbers(p) | m.fixed | {"tiles": tiled.tensor}
     grid = len(tiled.tensor), p.heads_q

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, result, writes
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, result, writes
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 

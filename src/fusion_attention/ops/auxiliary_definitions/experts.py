@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, auxiliary, floats, result
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 SIZES = {"T": 6, "P": 12, "K": 2, "H": 4, "E": 3}  # tokens, experts of a token, elements of a row, experts

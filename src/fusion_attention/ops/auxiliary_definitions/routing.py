@@ -6,8 +6,8 @@ from typing import Annotated
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import FLOATS, floats, result
-from fusion_attention.ops.auxiliary.experts import counting, moe, within
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, floats, result
+from fusion_attention.ops.auxiliary_definitions.experts import counting, moe, within
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 

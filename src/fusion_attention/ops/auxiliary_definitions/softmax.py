@@ -3,7 +3,7 @@
 import torch
 
 from fusion_attention.contract import Attr, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.shared.rules import finite_scale, invalid
 
 MASK = Tensor(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
-from fusion_attention.ops.auxiliary.block_scores import BLOCK, FIRST, INDEX_SCORE, LOCAL, NOT_SCORED
+from fusion_attention.ops.auxiliary_definitions.block_scores import BLOCK, FIRST, INDEX_SCORE, LOCAL, NOT_SCORED
 
 Tensor = torch.Tensor
 _SCORES = 1 << 24  # maximum number of scores in memory at once

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, has_axis, result
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, auxiliary, floats, has_axis, result
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, Op, Tensor
-from fusion_attention.ops.auxiliary.common import result
+from fusion_attention.ops.auxiliary_definitions.common import result
 from fusion_attention.ops.shared.checks import float32, pages_exist
 from fusion_attention.ops.shared.cu_seqlens import ends_fit
 from fusion_attention.ops.shared.params import PAGE_IDS, in_order, one_of

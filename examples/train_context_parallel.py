@@ -3,13 +3,13 @@
 Each rank has a part of every text, and of the weights (FSDP2), and attention computes over whole texts. The model is a
 transformer whose tokens are bytes, and it learns Python's help topics. The losses equal those of one process:
 
-    python examples/long_context.py --steps 20 --folder build/one
-    torchrun --nproc-per-node 4 examples/long_context.py --steps 20 --compare build/one
+    python examples/train_context_parallel.py --steps 20 --folder build/one
+    torchrun --nproc-per-node 4 examples/train_context_parallel.py --steps 20 --compare build/one
 
 A run continues from its last checkpoint, also with another number of ranks. With `--max-restarts`, torchrun restarts
 the run when a rank dies. To try it, end one of the processes by `kill -9`:
 
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/long_context.py --steps 60 --every 5
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_context_parallel.py --steps 60 --every 5
 
 The exit code is 1 if --compare finds a loss that differs by more than TOLERANCE.
 """
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="zigzag", help="allgather, ring, zigzag or ulysses")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
-    parser.add_argument("--folder", type=Path, default=Path("build/long_context"))
+    parser.add_argument("--folder", type=Path, default=Path("build/train_context_parallel"))
     parser.add_argument("--compare", type=Path, help="folder of another run, whose losses must be the same")
     options = parser.parse_args()
     join()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor, trained
-from fusion_attention.ops.auxiliary.common import FLOATS, result
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, result
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.shared.rules import invalid, limit, untrained

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Op, Tensor
-from fusion_attention.ops.auxiliary.atb import SIZES
-from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, in_place, stores_fragments, written
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
+from fusion_attention.ops.auxiliary_definitions.atb import SIZES
+from fusion_attention.ops.auxiliary_definitions.caches import IDS, WRITTEN, apart, in_place, stores_fragments, written
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 

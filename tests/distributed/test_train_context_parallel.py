@@ -1,4 +1,4 @@
-"""examples/long_context.py on several ranks: the losses of one process, and a run that goes on when a rank dies."""
+"""examples/train_context_parallel.py on several ranks: losses of one process, and a restart after a rank dies."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.sources import ROOT
 
-SCRIPT = ROOT / "examples" / "long_context.py"
+SCRIPT = ROOT / "examples" / "train_context_parallel.py"
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TEXT = ["--tokens", "768", "--every", "2"]
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fusion_attention.contract import Attr
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape, two_halves
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, same_shape, two_halves
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid
 

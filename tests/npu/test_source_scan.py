@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
-from fusion_attention.npu.coverage import LARGEST, Reading, read
+from fusion_attention.npu.source_scan import LARGEST, Reading, read
 from fusion_attention.npu.surface import modules
 from website.ascend_call_counts import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, writes
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, no_derivative, result, writes
 from fusion_attention.ops.shared.rules import invalid
 
 

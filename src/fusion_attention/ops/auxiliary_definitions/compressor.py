@@ -6,8 +6,8 @@ from typing import Annotated
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.caches import apart, in_place
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
+from fusion_attention.ops.auxiliary_definitions.caches import apart, in_place
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result
 from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, same_shape
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, no_derivative, result, same_shape
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 

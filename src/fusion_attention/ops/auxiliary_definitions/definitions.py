@@ -10,7 +10,7 @@ FAMILIES = (
     *("quantised", "products", "losses", "atb", "atb_rows", "block_scores", "compressor", "quantised_sparse"),
     *("merging", "prolog"),
 )
-_LOADED = (importlib.import_module(f"fusion_attention.ops.auxiliary.{name}") for name in FAMILIES)
+_LOADED = (importlib.import_module(f"fusion_attention.ops.auxiliary_definitions.{name}") for name in FAMILIES)
 AUXILIARY: dict[str, Op] = {record.name: record for family in _LOADED for record in family.RECORDS}
 # All operator definitions by name.
 CONTRACTS: dict[str, Op] = {**RECORDS, **AUXILIARY}

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
-from fusion_attention.ops.auxiliary.experts import counting
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, same_shape
+from fusion_attention.ops.auxiliary_definitions.experts import counting
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 

@@ -1,6 +1,6 @@
 """docs/with_flex_attention.md: its table is what the masks and score_mods of the tests become.
 
-python tests/integrations/test_flex_page_table.py          writes the table anew
+python tests/integrations/test_flex_docs_table.py          writes the table anew
 """
 
 import re

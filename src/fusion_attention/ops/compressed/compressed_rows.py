@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_attention.ops.auxiliary.compressor import lengths_of
+from fusion_attention.ops.auxiliary_definitions.compressor import lengths_of
 from fusion_attention.ops.shared.pooling import Windows, pooled, rows_of_windows
 
 Tensor = torch.Tensor

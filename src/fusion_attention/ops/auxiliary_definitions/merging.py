@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor, Tensors
-from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, auxiliary, floats, result
 from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, presence, untrained
 

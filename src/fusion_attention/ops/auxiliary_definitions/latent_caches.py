@@ -3,8 +3,8 @@
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor, functions_in
-from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, in_place
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
+from fusion_attention.ops.auxiliary_definitions.caches import FUNCTIONS, STORED, WRITTEN, in_place
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, writes
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK_NZ')"

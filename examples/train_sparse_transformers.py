@@ -4,8 +4,8 @@ Models with random weights, whose tokens are bytes, learn English documentation 
 installation has). Each run is a separate process; its losses, its seconds per step and the peak of its memory are
 printed. The two runs of a family differ in one argument: attn_implementation="fusion_attention" or "eager".
 
-    python examples/finetune_sparse.py                                  # four families, 10 steps of 512 tokens
-    python examples/finetune_sparse.py --families deepseek_v32 --tokens 4096
+    python examples/train_sparse_transformers.py  # four families, 10 steps of 512 tokens
+    python examples/train_sparse_transformers.py --families deepseek_v32 --tokens 4096
 
 The exit code is 1 if the losses of the two runs differ.
 """

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import FUNCTIONS, in_place, written
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
+from fusion_attention.ops.auxiliary_definitions.caches import FUNCTIONS, in_place, written
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, writes
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 

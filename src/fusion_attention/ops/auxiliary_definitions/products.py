@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensors
-from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, result
-from fusion_attention.ops.auxiliary.quantised import DTYPE, SCALES
+from fusion_attention.ops.auxiliary_definitions.common import FLOATS, auxiliary, result
+from fusion_attention.ops.auxiliary_definitions.quantised import DTYPE, SCALES
 from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 

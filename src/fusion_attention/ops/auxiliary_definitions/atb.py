@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import IDS, apart, in_place
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
+from fusion_attention.ops.auxiliary_definitions.caches import IDS, apart, in_place
+from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
 
