@@ -24,12 +24,12 @@ MAY_ALLOCATE = {
     "backends.triton.common.layout_table::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "torch_ops.prepared::_stand_in": "an argument without memory",
-    "npu.operators::_parameter": "a parameter without a default",
+    "npu.operators::schema_of": "a parameter without a default",
     "npu.functions_from_definitions::": "a parameter without a default",
     "npu.surface.metadata::_parameters": "a parameter without a default",
     "torch_ops.misspelled_arguments::misused": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
-    "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",
+    "npu.device.compiled::compile_fx": "an input of a trace, which has no memory",
 }
 COMPUTES_NOTHING = ("cli", "testing")
 
