@@ -44,7 +44,7 @@ def diagnosed(call: Any) -> Judgement:
     return diagnose(call.operator, call.inputs, call.outputs)
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(160)
 @pytest.mark.parametrize(("module", "fault", "seed"), FAULTS)
 def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
     call, names, words = module.planted(fault, seed)

@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [*((case, torch.float32) for case in CASES), *((case, dtype) for case in CASES[::3] for dtype in DTYPES[1:])],

@@ -9,6 +9,7 @@ import torch
 from fusion_attention.contract import dtype_text, functions_in, members, show
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused import geometry
+from fusion_attention.ops.fused.geometry import is_triangle
 from fusion_attention.ops.inference import checks
 
 Tensor = torch.Tensor
@@ -141,7 +142,7 @@ def mask_fits(
     one_token: True for a query of one token whose mode and window CANN ignores."""
     shape = list(mask.shape)
     if kind == "triangle":
-        return geometry.is_triangle(mask) or f"{shape}"
+        return is_triangle(mask) or f"{shape}"
     if kind == "tree":
         if packed:
             cells = int((q_len * q_len).sum())
