@@ -109,8 +109,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """Returns a new layer of the attribute `name` of `owner`, with the value make(layer). It registers the layer's
-    removal in `undo`, then applies it."""
+    """Returns a new patch (layer) of the attribute `name` of `owner`, with the value make(layer); it registers the
+    patch's removal in `undo`, then applies it."""
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True

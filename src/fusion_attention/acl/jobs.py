@@ -23,12 +23,12 @@ def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a planned two-phase call."""
+    """Options of a call in two phases (CANN's interface: phase 1 checks and plans, phase 2 computes)."""
 
     strict: bool  # calls beyond the chip's limits are errors
-    check_content: bool  # phase 2 checks tensor content too
-    device: torch.device  # of its memory
-    backend: str  # name of a back end, or "auto"
+    check_content: bool  # phase 2 also checks the values in tensors
+    device: torch.device  # of the tensors' memory
+    backend: str  # name of the back end that computes, or "auto"
 
 
 # ---------------------------------------------------------------------------------------------------- what calls share
@@ -36,25 +36,25 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Properties common to all two-phase calls with one signature (shapes, strides, dtypes, attributes)."""
+    """Properties of all two-phase calls (phase 1 plans, phase 2 computes) with equal shapes, strides and attributes."""
 
     given: tuple[tuple[int, str], ...]  # (position, name) of the tensors that are not None
     written: tuple[str, ...]  # names of the outputs of the call
-    plan: Plan | None  # the plan of its problem and lengths; None if there is no sequence
+    plan: Plan | None  # the plan for the call's sizes and sequence lengths; None if there is no sequence
     workspace: int  # bytes for the plan and for converted tensors
     keeps: bool  # views made in phase 1 stay valid, because no input is copied
-    reads: bool  # a rule reads tensor content, which may change between the phases
+    reads: bool  # a rule reads values in tensors, which may change between the phases
     idle: bool  # all outputs are empty
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A two-phase call on the memory of its tensors, which can run repeatedly."""
+    """The computation that phase 2 of a planned call runs, any number of times, on the memory of its tensors."""
 
     layout: Layout
     call: Lowered
-    args: dict[str, Any]  # the arguments by canonical name, with torch tensors
-    filled: Filled | None  # the lowered call's views, if they stay valid between runs (Layout.keeps)
+    args: dict[str, Any]  # the arguments as torch tensors, by the operator definition's parameter names
+    filled: Filled | None  # views of these tensors for the back end, if they stay valid between runs (Layout.keeps)
 
     def run(self) -> None:
         """Computes the call, which writes its output tensors."""

@@ -20,27 +20,27 @@ class FiguresError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one row between two runs."""
+    """The change of one benchmark (a row of the table) between two runs."""
 
-    # group, name, peer_name: the row.
+    # group, name, peer_name: the benchmark's group, its name, and the compared library (peer).
     group: str
     name: str
     peer_name: str
-    # before_ms, after_ms: time of this library in each file.
+    # before_ms, after_ms: time of this library in each run, in milliseconds.
     before_ms: float
     after_ms: float
     faster: float  # before_ms / after_ms
     peer_faster: float  # the peer's time before / after, which changes only with the machine's speed
     net: float  # ratio after / ratio before, where a ratio is the peer's time divided by this library's
-    # "faster" or "slower" if the ranges of the ratio in the two files do not overlap, and net differs from 1 by more
+    # "faster" or "slower" if the ranges of the ratio in the two runs do not overlap, and net differs from 1 by more
     # than between two runs of the same code; else "same".
     says: str
 
 
 class Row(NamedTuple):
-    """One row of a run."""
+    """The figures of one benchmark in one run."""
 
-    # ours, peer: milliseconds of this library and of the peer.
+    # ours, peer: milliseconds of this library and of the compared library (peer).
     ours: float
     peer: float
     ratio: float  # median of peer's time / ours; low, high: its range without outliers

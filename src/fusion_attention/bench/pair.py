@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Timing:
-    """The figures of a pair."""
+    """The measured figures of a Pair, two timed functions."""
 
     # group, name, peer_name, goal, share_goal: those of the Pair.
     group: str
@@ -98,8 +98,8 @@ class Probe:
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times both functions of a pair, and the peak rate, alternately after one warm-up; returns the medians. turns: the
-    number of turns; fewer if the pair takes long and has no goal."""
+    """Times both functions of a pair, and the peak arithmetic rate, in turn after one warm-up; returns the medians.
+    turns: the number of turns; fewer if the pair takes long and has no goal."""
     pair.ours()
     other = seconds(pair.peer)
     once = seconds(pair.ours)

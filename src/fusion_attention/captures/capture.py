@@ -115,8 +115,8 @@ class capture(Counted):
         self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str,
         forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Writes a call to a file, completely or not at all; arguments: as for record(). forward_tensors: for a
-        backward, the forward's results and their gradients, under the names of their prefixes."""
+        """Writes an operator call to a file, completely or not at all; arguments: as for record(). forward_tensors: for
+        a backward, the forward's results and their gradients, by name with a prefix."""
         inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}

@@ -63,8 +63,8 @@ def complete_call(op: Op, bound: Any, seed: int, offset: Any) -> Any:
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """Returns the lowered backward of the lowered forward `call`; None if the operator has no derivative. saved: the
-    forward's results by name; upstream: their gradients by name."""
+    """Returns the backward of the forward `call`, both as back ends compute them; None if there is no derivative.
+    saved: the forward's results by name; upstream: their gradients by name."""
     try:
         backward: Lowered = call.backward(saved, upstream)
     except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not saved

@@ -31,7 +31,7 @@ class Recording:
     """The content of a file that capture() wrote: one call with inputs and outputs."""
 
     op: Op  # the operator's definition
-    args: dict[str, Any]  # its arguments by canonical name
+    args: dict[str, Any]  # its arguments by the definition's parameter names
     outputs: dict[str, torch.Tensor]  # its results by name
     seed: int  # the seed of drawn dropout
     # saved, upstream: for a backward, the forward's results and their gradients by name; else empty.
@@ -157,8 +157,8 @@ _KINDS = {Param: "", Tensors: " that are lists of tensors", Array: " that are li
 
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
-    """Returns the operator's parameter with a name; _Fault: it is not of this kind, or `args` has its value already.
-    field: the metadata's field, for the error."""
+    """Returns the operator's parameter `name`; raises _Fault if it does not exist, is not of class `kind`, or has a
+    value in `args` already. field: the metadata's field, for the error."""
     result = op.by_name.get(name)
     if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)

@@ -134,8 +134,8 @@ def cosines(embeddings: Tensor) -> Tensor:
 
 
 def neighbours(similarity: Tensor) -> Tensor:
-    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3]. similarity:
-    the result of cosines()."""
+    """Returns the numbers of the up to three most similar other sentences of each sentence, int64 [sentences, up to 3],
+    nearest first; similarity: the result of cosines()."""
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
@@ -192,8 +192,8 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders. padded,
-    packed: the results of cosines() for each encoder; agree: that of rankings_agree(); seed: selects the queries."""
+    """Returns a table of a few sentences with their nearest ones, and the similarities by both encoders. padded,
+    packed: cosines() of each encoder; agree: result of rankings_agree(); seed: selects the sentences."""
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)

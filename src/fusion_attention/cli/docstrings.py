@@ -96,8 +96,8 @@ def _escaped(text: str, root: str) -> str:
 
 
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
-    """Converts the entries of Args or Raises to a Markdown list. root: as for prose(); names: the function's
-    parameters, of which a line may describe several."""
+    """Converts the entries of a docstring's section Args or Raises to a Markdown list. root: relative path from the
+    page to docs/; names: the function's parameters; an entry may describe several."""
     entries: list[list[str]] = []
     alternatives = "|".join(map(re.escape, names))
     if alternatives:

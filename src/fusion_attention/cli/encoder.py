@@ -94,7 +94,7 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> list[list[int]]:
-    """Returns batches of sentence numbers of at most `budget` tokens with padding; a longer sentence is a batch alone.
+    """Returns batches, lists of sentence numbers, of at most `budget` tokens with padding; longer sentences are alone.
     lengths: tokens of each sentence; by_length: sort sentences by length, so that a batch needs little padding."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if by_length else range(len(lengths))
     batches: list[list[int]] = []
@@ -115,8 +115,8 @@ def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> i
 
 
 def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
-    """Yields ranges of sentence numbers with at most `budget` tokens; a longer sentence is a batch alone. lengths:
-    tokens of each sentence."""
+    """Yields ranges of consecutive sentence numbers with at most `budget` tokens; a longer sentence is a batch alone.
+    lengths: tokens of each sentence."""
     start, used = 0, 0
     for i, length in enumerate(lengths):
         if used and used + length > budget:
@@ -170,8 +170,8 @@ def encode_packed(
 
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
-    """Computes a BertLayer (`layer`) on packed tokens `hidden` [T, H]; sentence b has rows ends[b - 1] to ends[b] - 1.
-    attention: computes packed attention."""
+    """Computes a BERT layer on packed tokens `hidden` [T, H], and returns [T, H]; sentence b has rows ends[b - 1] to
+    ends[b] - 1. attention: function that computes packed attention."""
     attention_layer = layer.attention.self
     heads, dim = attention_layer.num_attention_heads, attention_layer.attention_head_size
     query, key, value = (

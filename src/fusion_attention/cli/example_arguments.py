@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of an example program."""
+    """The arguments of an operator call in an example program of the documentation."""
 
     setup: tuple[str, ...]  # lines of the program that make the tensors
-    # Python text of each argument, by canonical name; an operator without the parameter ignores it.
+    # Python text of each argument, by the definition's parameter names; unknown names are ignored.
     values: Mapping[str, str]
-    # Python text of the memory for results, by canonical name, for two-phase operators. The output of attention and
-    # gradients are not among them: they are like the query, and like their tensors.
+    # Python text that allocates results, by parameter name, for operators that write to given memory. The output of
+    # attention and gradients are not among them: they are like the query, and like their tensors.
     outputs: Mapping[str, str] = field(default_factory=dict)
     returns: str = "out"  # variable names of the function's results
 

@@ -9,8 +9,8 @@ from fusion_attention.cli.output import show_json
 
 
 def show_paths(source: str, as_json: bool) -> int:
-    """Prints the attention that computes each layer of a model; returns the exit code. source: a folder with
-    config.json, such a file, a model type, or a model's name."""
+    """Prints, for each layer of a transformers model, the code that computes its attention; returns the exit code.
+    source: a folder with config.json, such a file, a model type, or a model's name."""
     try:
         from fusion_attention.integrations.sparse_paths import configuration, paths
     except ImportError as error:

@@ -35,8 +35,8 @@ WITH_SINK = PADDED.plus("sink = torch.zeros(8)", sink="sink")
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
-    """Returns the call of a gradient function, whose setup runs the forward. call: the arguments of the forward;
-    forward: torch_npu's name of the forward; more: further tensors that both calls take."""
+    """Returns the arguments of a gradient function's example; its setup runs the forward. call: the arguments of the
+    forward. forward: torch_npu's name of the forward. more: further tensors that both calls take."""
     given = [*("query", "key", "value", "8"), call.values["input_layout"]]
     words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]

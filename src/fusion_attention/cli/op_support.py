@@ -26,8 +26,8 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
-    """Returns the lowered sample call of `op` with given settings on a device; None if the operator definition does not
-    allow it. strict: CANN's limits apply too."""
+    """Returns the sample call of `op` with these settings (arguments and sizes by name) on a device, in the form that
+    back ends compute; None if the operator's definition forbids it. strict: CANN's limits apply too."""
     import torch
 
     from fusion_attention.contract import ContractError, bind

@@ -37,8 +37,8 @@ class Outcome:
 def outcomes(
     backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda elapsed, words: None
 ) -> Iterator[Outcome]:
-    """Yields the outcomes of all fixed steps, then of random calls with a fixed seed; after `seconds`, none is started.
-    advance: called with the elapsed seconds and the name of the next step."""
+    """Runs the self test: fixed comparisons, then random calls; yields each outcome. After `seconds`, none is started.
+    advance: called with the elapsed seconds and the name of the next comparison."""
     fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
     start = time.monotonic()
     for step in chain(fixed, _drawn(backends)):

@@ -274,7 +274,8 @@ class Declared:
         return replace(self, names={**self.names, **names})
 
     def of_page(self, **names: str) -> Declared:
-        """Returns a copy with further exceptions, for an operator whose own page in CANN's documentation has them."""
+        """Returns a copy with more exceptions (parameter_name="CANN's name"), for an operator whose own page in CANN's
+        documentation is the source of all names."""
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:

@@ -190,7 +190,8 @@ def _domains(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
 def _broken(
     op: record.Op, rules: list[record.Rule], names: dict[str, Any]
 ) -> tuple[list[record.Failure], list[record.Failure]]:
-    """Evaluates the rules that apply to a call with values `names`; returns violated ones: (failures, warnings)."""
+    """Evaluates those of `rules` that apply to a call with the values `names`; returns the violated ones as (failures,
+    warnings)."""
     failures: list[record.Failure] = []
     notes: list[record.Failure] = []
     if not rules:

@@ -32,7 +32,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim]: int64, one element per chunk."""
+    """Chunks (adjacent tokens) of sequences, and their positions in tensors [batch, tokens, heads, dim]: int64, one
+    element per chunk."""
 
     seq: np.ndarray  # the sequence
     first: np.ndarray  # position of the chunk's first token in it
@@ -73,11 +74,11 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """The unsharded call that chunks belong to."""
+    """The attention call over complete sequences (on one process), of which chunks on several ranks are parts."""
 
-    problem: Problem  # if heads are sharded, with the heads of this process
-    extents: Extents
-    heads: int  # number of query heads of the unsharded call
+    problem: Problem  # heads, dims and modifiers; if heads are sharded, those of this process
+    extents: Extents  # lengths and bands of the sequences
+    heads: int  # number of query heads of this call
     first_head: int = 0  # index of this process's first one among them
     slopes: Tensor | None = None  # float32 ALiBi slopes [sequences, heads_q]
     sink: Tensor | None = None  # float32 sink logits [heads_q]
@@ -183,11 +184,13 @@ def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) 
 def forward(
     full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
-    """Returns out [batch, tokens, heads_q, dim_v] and statistics [batch, tokens, heads_q] of rows over keys.
+    """Computes attention of chunks of query rows over chunks of keys; returns out [batch, tokens, heads_q, dim_v] and
+    the softmax's max and sum, [batch, tokens, heads_q].
 
-    met: the pairs to compute; None: pairs(). partial: True for out in float32 without the sink (join_sink() of
-    ir/merge.py adds it after the last keys); rows may then be in several pairs. Else out has the problem's dtype, and a
-    chunk of rows is in at most one pair.
+    full: the call over complete sequences. rows, keys: the chunks with their tensors. met: the pairs of chunks to
+    compute; None: all in which a row sees a key. backend: the back end's name. partial: True for out in float32 without
+    the sink (join_sink() of ir/merge.py adds it after the last keys); rows may then be in several pairs. Else out has
+    the problem's dtype, and a chunk of rows is in at most one pair.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
     problem = _partial(full.problem) if partial else full.problem
@@ -221,11 +224,12 @@ def backward(
     partial: bool = False,
     dbias: bool = False,
 ) -> Gradients:
-    """Returns the gradients of pairs, zeros for tokens without a pair; sink_gradient() computes that of a sink.
+    """Computes the gradients of forward(), summed over pairs of chunks; zeros for tokens without a pair.
+    sink_gradient() computes that of a sink.
 
-    saved: results of the forward and their gradient. partial: True for float32 gradients of rows and keys; required if
-    rows or keys are in several pairs. dbias: True in every call of a backward with a bias gradient, because it changes
-    the bits of other gradients. Other parameters: as for forward().
+    full, rows, keys, met, backend: as for forward(). saved: results of the forward and their gradient. partial: True
+    for float32 gradients of rows and keys; required if rows or keys are in several pairs. dbias: True in every call of
+    a backward with a bias gradient, because it changes the bits of other gradients.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)

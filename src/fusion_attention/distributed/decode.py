@@ -165,10 +165,10 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
 
 
 def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
-    """Returns the arguments of the call over the tokens of this rank's pages, from those of the call and of the cache.
+    """Returns the arguments for attention to the tokens of this rank's pages: page table, lengths, mask of keys.
 
-    pages: numbers of this rank's pages of each sequence. lengths: tokens of each sequence on all ranks. size: tokens of
-    a page.
+    args: arguments of the call and of the cache, by name. pages: for each sequence, the numbers of its pages that this
+    rank stores. lengths: tokens of each sequence on all ranks. size: tokens of a page.
     """
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]

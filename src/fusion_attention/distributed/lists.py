@@ -39,12 +39,14 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the lists `indices`, [rows of all ranks, heads, entries], restricted to the blocks that overlap this
-    rank's `segments` of keys, order unchanged and padded with -1; and the numbers `beside` the entries that stay (a
-    tensor in the shape of indices, or None for none), padded with 0.
+    """Returns the selected blocks of all ranks' query tokens, restricted to those that overlap this rank's `segments`
+    of keys, in the same order: (block numbers padded with -1, the `beside` of these entries padded with 0, or empty
+    without it).
 
-    block: keys of a block. own_count: True: returned entries count from the segment's first key, not from the
-    sequence's; requires block 1 and one segment per sequence.
+    sharded: the call and the distribution of its tokens over ranks. indices: block numbers [query tokens of all ranks,
+    heads, entries], -1 for none. block: keys of a block. beside: a number for each entry, in the shape of indices, or
+    None. own_count: True: returned entries count from the segment's first key, not from the sequence's; requires block
+    1 and one segment per sequence.
     """
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]

@@ -29,9 +29,9 @@ Results = tuple[Gradients, Tensor | None]  # and the sink's gradient from this r
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The layout of the tokens of rows, or of keys, on ranks."""
+    """The distribution of the tokens of queries, or of keys, over ranks."""
 
-    placement: Layout  # the chunks of each rank, along the axis of tokens
+    placement: Layout  # the token ranges of each rank
     lengths: np.ndarray  # tokens of each sequence, without padding
     packed: bool  # True if sequences are concatenated; else each item of a batch is one, and all are divided equally
 
@@ -65,7 +65,7 @@ def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleInputs:
-    """The inputs of every schedule: the unsharded call, and its layout on the ranks."""
+    """The inputs of every schedule, an algorithm that brings other ranks' keys to a rank's queries."""
 
     full: FullCall
     call: Call  # the communication between the ranks
@@ -285,8 +285,9 @@ def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list
 def _pass_on(
     call: Call, step: str, sent: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], Pending]:
-    """Sends tensors to the next rank of the ring; returns (memory for those of the previous rank, of the given shapes
-    and of the same dtype, the Pending transfer). Without shapes nothing is sent. step: names the transfer in errors."""
+    """Sends the tensors `sent` to the next rank of the ring; returns (memory for the tensors of the previous rank, of
+    these shapes and the same dtypes, the Pending transfer). Without shapes nothing is sent. step: names the transfer in
+    errors."""
     if not shapes:
         return [], Pending(call, "", [], [])
     received = [empty(t, tuple(shape)) for t, shape in zip(sent, shapes, strict=True)]

@@ -121,12 +121,12 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """A call of all ranks with the layout of this rank's rows and keys."""
+    """A call of an operator on the sequences of all ranks, with the distribution of its tokens over ranks."""
 
-    full: Any  # the lowered call of all ranks, on tensors without memory
+    full: Any  # the operator's parameters for the unsharded sequences, with meta tensors
     call: Call  # the communication between the ranks
-    q: Side  # the layout of queries
-    kv: Side  # the layout of keys
+    q: Side  # the distribution of queries over ranks
+    kv: Side  # the distribution of keys over ranks
     backend: str
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
@@ -139,14 +139,14 @@ class ShardedCall:
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the lowered call of this rank's rows in `segments`, over all keys of their sequences; tensors, by
-        name: rows of this rank and keys of all ranks, with one axis of tokens."""
+        """Returns the operator's parameters for this rank's queries in `segments` and all keys of their sequences.
+        tensors, by name: queries of this rank and keys of all ranks, with one axis of tokens."""
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the lowered call of the rows of all ranks over this rank's keys in `segments`, at most one per
-        sequence, whose first key is key 0; tensors, by name: queries of all ranks and keys of this rank, with one axis
-        of tokens."""
+        """Returns the operator's parameters for the queries of all ranks and this rank's keys in `segments`, at most
+        one per sequence, whose first key is key 0. tensors, by name: queries of all ranks and keys of this rank, with
+        one axis of tokens."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
@@ -201,11 +201,11 @@ def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor])
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Collects the gradients of several rounds. A round computes other tokens of this rank, so that their gradients are
-    assigned; gradients of the tokens of all ranks are summed."""
+    """Collects the gradients of several rounds. Each round computes other tokens of this rank: their gradients are
+    assigned, and gradients of the tokens of all ranks are summed."""
 
     call: Call  # the communication between the ranks
-    side: Side  # the tokens of all ranks: keys if rounds are of rows, rows if rounds are of keys
+    side: Side  # the tokens whose gradients are summed: keys if a round has some of this rank's queries, else queries
     names: Sequence[str]  # of the gradients of this rank's tokens; all others are summed
     dtype: torch.dtype  # to which summed() converts the sums
     local: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's tokens

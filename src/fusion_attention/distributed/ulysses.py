@@ -35,14 +35,14 @@ def indivisible(problem: Problem, ranks: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The heads and tokens of each rank of a line: of the ranks among which the heads are divided."""
+    """The heads and tokens of each rank of a line: the ranks that divide the heads among them."""
 
     call: Call  # the communication along the line
     of_q: Ranges  # the query heads [first, end) of each rank
     of_kv: Ranges  # its key heads
-    rows: Sequence[int]  # its number of rows
+    rows: Sequence[int]  # its number of query tokens
     keys: Sequence[int]  # its number of keys
-    inner: ScheduleInputs  # of the schedule that computes the attention
+    inner: ScheduleInputs  # of the algorithm (gather or ring) for the attention of a rank's heads
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:

@@ -24,8 +24,8 @@ MOST_ONES, MOST_CELLS = 48, 4096
 
 
 def call(s: Setting, api: str) -> dict[str, str] | None:
-    """Returns the setup ("before") and the call ("call") of an interface for a setting; None: no call has this mask.
-    api: one of INTERFACES."""
+    """Returns the text of a call with the mask of `s`: {"before": setup, "call": the call}; None: no call has this
+    mask. api: one of INTERFACES, e.g. "training" for torch_npu.npu_fusion_attention()."""
     canonical = as_mode(s)
     if api == "own":
         return _native_call(s) if canonical is None or own_says(canonical) else None
@@ -68,8 +68,8 @@ def _call(function: str, words: list[str]) -> str:
 
 
 def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
-    """Returns lines of a program that make the tensor `mask`: a compressed mask of `shape`, or the setting's elements.
-    npu: True to make it on device npu."""
+    """Returns lines of a program that make the tensor `mask`: a triangle of `shape` that the operator expects for
+    compressed masks, or the elements of `s`. npu: True to make it on device npu."""
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:
         lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}{place}).triu(1).bool()"]

@@ -82,8 +82,8 @@ SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
 
 
 def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
-    """Returns a picture as lines of at most `width` characters: two per cell, or one per tile if cells are too many.
-    ascii_only: True: use only ASCII characters."""
+    """Returns cells (uint8 kinds [queries, keys]) as text lines, at most `width` wide, of two characters per cell, or
+    of one per tile if there are many cells; ascii_only: True: use only ASCII characters."""
     rows, keys = cells.shape
     if keys * 2 <= width and rows <= 64:
         signs = ASCII if ascii_only else FULL_BLOCKS
@@ -109,8 +109,8 @@ def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> str:
-    """Returns a picture as SVG, for light and dark pages; if there are few cells, with gaps between them. size: the
-    longer side in pixels; axes: True: label both axes."""
+    """Returns cells (uint8 kinds [queries, keys]) as SVG, for light and dark pages; few cells have gaps between them.
+    size: the longer side in pixels; axes: True: label both axes."""
     rows, keys = cells.shape
     unit = size / max(rows, keys, 1)
     gap = min(1.5, unit / 8) if unit >= 4 else 0.0

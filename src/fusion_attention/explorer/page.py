@@ -50,8 +50,8 @@ def rules() -> str:
 
 
 def _table(program: Program, api: str, packed: bool) -> str:
-    """Returns a JavaScript object with the rules of an interface's (api) operator, whose expressions become functions.
-    program: the translated functions; packed: True for packed sequences."""
+    """Returns a JavaScript object with the argument rules of an interface's (api) operator, whose expressions become
+    functions. program: the translated functions; packed: True for packed sequences."""
     operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]
 

@@ -59,8 +59,8 @@ def spelled(record: Op) -> dict[str, str]:
 
 
 def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
-    """Returns the rules of an interface's (`api`) operator for remarks(); packed: for packed sequences. compiled: a
-    function from an expression to a function of a call's values; None: evaluate it in Python."""
+    """Returns the argument rules of an interface's (`api`) operator as dictionaries; packed: for packed sequences.
+    compiled: a function from an expression to a function of a call's values; None: evaluate it in Python."""
     operator = OPERATORS[api][packed]
     record = RECORDS[operator]
     function = compiled or _function

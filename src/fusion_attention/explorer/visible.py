@@ -24,11 +24,11 @@ FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
 class Setting:
     """The arguments of a call that determine the visible keys."""
 
-    mode: int  # a sparse mode, or BAND
-    # q_len, kv_len: query rows and keys of every sequence.
+    mode: int  # a sparse mode (CANN's number of a mask pattern), or BAND
+    # q_len, kv_len: query tokens and keys of every sequence.
     q_len: tuple[int, ...]
     kv_len: tuple[int, ...]
-    packed: bool = False  # True: layout TND; False: one sequence in layout BSND
+    packed: bool = False  # True: sequences end to end, [T, N, D]; False: one sequence, [1, S, N, D]
     # pre, next: visible tokens before and after the diagonal; 2**31 - 1: no limit.
     pre: int = UNLIMITED
     next: int = UNLIMITED
@@ -182,8 +182,8 @@ def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, 
 
 
 def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
-    """Returns [first, start, cells], which describe the keys that the mask removes from row i of sequence b. These are
-    every key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture()."""
+    """Returns [first, start, cells], the keys that the mask tensor removes from query i of sequence b. These are every
+    key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture()."""
     start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
     if kind == "":
         return [INFINITE, start, []]

@@ -24,11 +24,11 @@ Tensor = torch.Tensor
 
 
 class Call(NamedTuple):
-    """The sequences of one call of a layer's forward."""
+    """Lengths, positions and cache of the sequences of one forward of a layer."""
 
     lengths: list[int] | None  # tokens of each packed sequence; None: a batch of sequences of equal length
     tokens: int  # tokens of a sequence, cached ones included
-    positions: Tensor  # int64 [S], each row's position in its sequence; of packed sequences [B * S]
+    positions: Tensor  # int64 [S], each token's position in its sequence; of packed sequences [B * S]
     cache: Any  # transformers' cache of the layer, or None
 
     def rows(self, t: Tensor) -> Tensor:
@@ -144,10 +144,12 @@ def indexer_of(layer: Any) -> Any:
 
 
 def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
-    """Returns the attention output of projected rows; stores the indexer's loss, if one is computed, on the layer.
+    """Returns the attention output [B, S, N, D] of projected queries, packed [B * S, N, D]; stores the indexer's loss,
+    if one is computed, on the layer.
 
-    code: transformers' modeling module of the family. inputs: (hidden states, latent queries, position_ids) of the
-    layer. projected: (q, k, real), in the form of Call.rows(), and real: bool [B, S], false for padding, or None.
+    code: transformers' modeling module of the family. module: the layer. call: lengths, positions and cache of the
+    batch's sequences. inputs: (hidden states, latent queries, position_ids) of the layer. projected: (q, k, real): q, k
+    [B, S, N, D] or packed [B * S, N, D]; real: bool [B, S], false for padding, or None.
     """
     q, k, real = projected
     band, sink = Band.window(module.sliding_window - 1), module.sinks
@@ -185,9 +187,10 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
 def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
     """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included.
 
-    code: transformers' modeling module of the family. name: the compressor's name in the cache, "compressor" or
-    "indexer". x: hidden states, [B, S, hidden]. overlap: True if a compressed key also pools the tokens of the previous
-    window.
+    code: transformers' modeling module of the family. call: lengths, positions and cache of the batch's sequences.
+    compressor: the module with kv_proj, gate_proj, position_bias, kv_norm and rotary_emb. name: the compressor's name
+    in the cache: "compressor" or "indexer". x: hidden states, [B, S, hidden]. overlap: True if a compressed key also
+    pools the tokens of the previous window.
     """
     ratio, cache = compressor.compress_rate, call.cache
     windows = call.windows(ratio)
@@ -209,10 +212,13 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 
 
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
-    """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization.
+    """Returns the pooled keys of complete windows of tokens, [B, windows, D] or packed [windows, D], before
+    normalization.
 
-    name: "compressor" or "indexer", in the cache. kv, gate: outputs of the compressor's kv_proj and gate_proj for the
-    tokens to pool, [B, tokens, D], 2 * D with overlap: a window then also pools the tokens of the previous one.
+    compressor: the module with kv_proj, gate_proj and position_bias. name: "compressor" or "indexer", in the cache.
+    call: lengths, positions and cache of the batch's sequences. kv, gate: outputs of kv_proj and gate_proj for the
+    tokens to pool, [B, tokens, D], 2 * D with overlap. overlap: True if a window also pools the tokens of the previous
+    one.
     """
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
@@ -274,7 +280,8 @@ class LossOperands(NamedTuple):
 def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, real: Tensor | None) -> Tensor:
     """Returns the indexer's loss, the mean over tokens of KL(attention's probabilities || the indexer's softmax).
 
-    lists: chosen compressed keys of each row; None: all visible ones. real: bool [B, S], false for padding; None: no
+    module: the layer. call: lengths of the batch's sequences. rows: the attention's and the indexer's operands. lists:
+    chosen compressed keys of each query; None: all visible ones. real: bool [B, S], false for padding; None: no
     padding.
     """
     ratio = module.compressor.compress_rate

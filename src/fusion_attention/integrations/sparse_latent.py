@@ -56,12 +56,13 @@ def forward(
     prev_topk_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Computes the forward of a layer, with its arguments; returns (output [B, S, hidden], None), and the chosen keys
-    if it shares them.
+    """Computes the forward of a layer; returns (output [B, S, hidden], None), and the chosen keys if it shares them.
 
     code: transformers' modeling module of the family, which has the rotary functions. index_rotation: the name of the
-    indexer's. shares: True if later layers without an indexer read this layer's chosen keys, as prev_topk_indices.
-    attention_mask: a mask as sequences_of() reads it.
+    indexer's rotary function. shares: True if later layers without an indexer read this layer's chosen keys. module:
+    the layer. hidden_states, position_embeddings, past_key_values, position_ids, others: the arguments of the layer's
+    forward. attention_mask: bool mask, sequence numbers, or None. prev_topk_indices: the chosen keys of an earlier
+    layer, for a layer without an indexer.
     """
     batch = len(hidden_states)
     q_latent = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -108,8 +109,12 @@ def dense_positions(config: Any) -> int:
 
 
 def _hidden(lists: Tensor, rows: int) -> Tensor:
-    """Returns bool [B, 1, rows, rows], true for keys that the indexer did not choose for a row; the causal mask is
-    separate. lists: chosen keys of the last n of these rows, [B, n, K]; earlier rows read all keys."""
+    """Returns bool [B, 1, rows, rows], true for keys that the indexer did not choose for a query; the causal mask is
+    separate.
+
+    lists: chosen keys of the last n queries, [B, n, K]; earlier queries read all keys. rows: the number of queries, and
+    of keys.
+    """
     chosen = lists.clamp(0, rows - 1).long()  # rows of padding may list nothing
     hidden = torch.ones(*lists.shape[:-1], rows, dtype=torch.bool, device=lists.device).scatter(-1, chosen, False)
     return torch.nn.functional.pad(hidden, (0, 0, rows - lists.shape[1], 0), value=False)[:, None]
@@ -118,10 +123,12 @@ def _hidden(lists: Tensor, rows: int) -> Tensor:
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
-    """Returns the indexer's rows, keys and weights, or None if not needed; the cache stores the keys in both cases.
+    """Returns the indexer's queries, keys and head weights, or None if not needed; the cache stores the keys in both
+    cases.
 
-    rotate: the modeling module's rotary function for the indexer. inputs: (hidden states, latent queries, (cos, sin))
-    of the layer. used: True if some rows of the call read chosen keys.
+    rotate: the modeling module's rotary function for the indexer. module: the layer. sequences: lengths and padding of
+    the batch. inputs: (hidden states, latent queries, (cos, sin)) of the layer. cache: transformers' cache, or None.
+    used: True if some queries read chosen keys.
     """
     trains = computes_loss(module)
     if cache is None and not used and not trains:
@@ -147,11 +154,12 @@ def _index(
 def _attend(
     module: Any, sequences: Sequences, rows: Latents, index: Index | None, first: int | None, lists: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (output of all rows [..., N, v], lists of the rows that are not dense, sum of the indexer's losses or
-    None).
+    """Returns (output of all queries [..., N, v], chosen keys [B, S - first, 1, K] or None, sum of the indexer's losses
+    or None).
 
-    first: the result of dense_rows(): the first row that reads chosen keys, or None. lists: chosen keys [B, S - first,
-    1, K] of another layer, for a layer without an indexer.
+    module: the layer. sequences: lengths and padding of the batch. rows: queries, and latents of all keys. index: the
+    indexer's operands, or None. first: the first query that reads chosen keys; None: all read all keys. lists: chosen
+    keys [B, S - first, 1, K] of another layer, for a layer without an indexer.
     """
     if first is None:
         out, loss = _of_rows(module, rows, index, None, sequences.lengths())

@@ -20,7 +20,7 @@ COMPRESSED = "padding on the left, padding beside a cache, and positions with ga
 
 
 class Paths(NamedTuple):
-    """The computation of a model's layers."""
+    """A description of how this library computes a model's layers."""
 
     model: str  # name of the configuration's class
     layers: list[str]  # a description of each layer's computation, in order

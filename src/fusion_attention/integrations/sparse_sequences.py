@@ -10,11 +10,11 @@ Tensor = torch.Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of rows [B, S, ...] and keys [B, T, ...], and their order in the operators' calls. The last row
-    of a sequence has the last key's position."""
+    """The lengths of the sequences of queries [B, S, ...] and keys [B, T, ...], and their order in the operators'
+    calls. The last query of a sequence has the last key's position."""
 
-    layout: str  # "BSND", or "TND" for packed sequences
-    q_len: Any  # rows of every sequence; None: S
+    layout: str  # "BSND" [B, S, N, D], or "TND" [T, N, D] for packed sequences
+    q_len: Any  # queries of every sequence; None: S
     kv_len: Any  # keys of every sequence; None: T
     q_order: Tensor | None  # int64 [B, S], indices that sort tokens before padding; None: tokens are first
     k_order: Tensor | None  # the same for keys, int64 [B, T]

@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class Padding(NamedTuple):
-    """The position of a batch's tokens in its padded rows."""
+    """The positions of tokens and padding in a batch of padded sequences."""
 
     kind: str  # "none" (no padding), "left" (tokens, then padding), "run" (adjacent tokens) or "scattered"
     first: list[int]  # each sequence's first token

@@ -149,7 +149,7 @@ class Repeatable(Lowered, Protocol):
 
     @property
     def repeats(self) -> bool:
-        """True if a back end's run computes the complete call, without a random draw, clearing of memory or copies."""
+        """True if the kernels compute the complete call, without a random draw, clearing of memory or copies."""
         ...
 
     @property

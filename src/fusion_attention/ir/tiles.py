@@ -31,7 +31,8 @@ class Tiles:
 
 
 def divided(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays (sequence, first, end) of all tiles of `size` tokens, of sequences of these lengths."""
+    """Returns arrays (sequence, first, end) of all tiles, if sequences of these lengths are divided into tiles of
+    `size` tokens."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)) * size
@@ -77,7 +78,8 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` keys that cover all keys; begin = end if no row sees the tile; ratio: tokens per key."""
+    """Returns tiles of `size` keys that cover all keys, with the range of queries that see them (empty: begin = end);
+    ratio: tokens that a key represents."""
     seq, key0, key1 = divided(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.

@@ -43,10 +43,10 @@ class MissingError(JudgeError):
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A call with its results."""
+    """A call of an operator with its results, read from a file or a program."""
 
     op: Op  # the operator definition
-    # args, outputs: arguments and results by canonical name.
+    # args, outputs: arguments and results by parameter name.
     args: dict[str, Any]
     outputs: dict[str, Tensor]
     seed: int = 0  # seed of dropout
@@ -146,8 +146,8 @@ class Recorded:
         return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-        """Returns outputs computed on this machine by `backend` ("cpu", "triton", "golden"), or the reason why it
-        cannot. The outputs are those whose names are keys of `names`."""
+        """Returns the outputs named in `names`, computed on this machine, or the reason why the back end cannot compute
+        them. backend: "cpu", "triton" (GPU), or "golden" (the float64 reference)."""
         call = self.lowered()
         try:
             reasons = load(backend).reasons_against(call.problem, call.device)
@@ -176,7 +176,7 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
 
 
 def operator_of(name: str) -> Op:
-    """Returns the definition of the operator with a name; raises a JudgeError for an unknown one."""
+    """Returns the definition (parameters, results, rules) of an operator; raises JudgeError for an unknown name."""
     if not isinstance(name, str):
         raise JudgeError(f"operator: expected a name, got {type(name).__name__}")
     if name not in RECORDS:

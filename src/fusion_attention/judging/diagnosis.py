@@ -110,8 +110,8 @@ def _worst(case: Case, base: Result, unit: Unit) -> float:
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
-    """Returns the largest fraction of the error that a mistake leaves in one of the outputs `names`. candidate: the
-    errors with the mistake; sample: the errors without it, of the same rows."""
+    """Returns the largest fraction, over the outputs `names`, of the root mean square error that a mistake leaves.
+    candidate: the errors with the mistake; sample: the errors without it, of the same rows."""
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
@@ -153,8 +153,8 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
 
 
 def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns explanations of single outputs (`failing`) of the call `case`: mistakes that change no correct output.
-    tried: the mistakes with their remaining errors on samples; sample: the errors there without a mistake."""
+    """Returns explanations of single outputs (`failing`) of the judged call `case`: mistakes that change no correct
+    output. tried: the mistakes with their remaining errors on samples; sample: the errors there without a mistake."""
     results: dict[tuple[str, str], Explanation] = {}
     for name in failing:
         passing = [f for f in tried if {*f.result.failing} <= {*failing} and f.result.tallies[name].passes]

@@ -28,7 +28,7 @@ LEAST = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A result in float64 with the expected size of its error in a correct program."""
+    """The exact result (float64) with the expected size of its error in a correct program."""
 
     value: Tensor  # the result; for integers, before rounding
     size: Tensor  # expected root mean square error of each number: 0 if every correct program is exact
@@ -66,7 +66,7 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """The group of elements with the largest error, of one kind of groups (rows, tiles, heads, ...) of an output."""
+    """The group of an output's elements with the largest error, among groups of one kind (rows, tiles, heads, ...)."""
 
     kind: str  # "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements)
     z: float  # root mean square of (error / expected size) over the group

@@ -109,8 +109,8 @@ _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),
 
 
 def most(tally: Tally, shape: Sequence[int]) -> list[str]:
-    """Returns a sentence about the largest error of an output without rows, such as a bias's gradient. tally: the
-    output's errors; shape: its shape, for the indices of the element."""
+    """Returns a sentence about the largest error of an output without an axis of rows, such as a bias's gradient.
+    tally: the output's errors; shape: its shape, for the indices of the element."""
     if tally.worst is None:
         return []
     count = sum(int(w.sum()) for w in tally.errors.wrong())

@@ -67,7 +67,7 @@ def underflow(n: float | Tensor) -> Any:
 class Grade:
     """The precision of a class of programs: the steps after which they round to the call's dtype."""
 
-    words: str  # description of results with this grade, for reports
+    words: str  # description of results with this precision, for reports
     # True if the results of all steps are rounded to the dtype; False if only weights, gradients of scores and results
     # are.
     low: bool = False
@@ -121,7 +121,7 @@ def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, keys]: sum_d one^2 other^2, of rows (one) and keys (other), [heads, n, dim]. For long
+    """Returns [heads, rows, keys]: sum_d one^2 other^2, of queries (one) and keys (other), [heads, n, dim]. For long
     vectors in float32 it is estimated as |one|^2 |other|^2 / dim. error_dtype: dtype of the computation."""
     dim = one.shape[-1]
     if error_dtype == torch.float64 or dim < _SHORT:
@@ -169,8 +169,8 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
 
 
 def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns the number n of terms in a row's sums over keys of block x, [heads, rows, 1], in error_dtype. A key that
-    a list has m times counts m^2, because equal terms have equal rounding errors."""
+    """Returns the number of visible keys of each query row of block x, [heads, rows, 1], in error_dtype. A key that is
+    selected m times counts m^2, because equal terms have equal rounding errors."""
     live = s.live.to(error_dtype)
     return (live if x.times is None else live * x.times.to(error_dtype).square()).sum(-1, keepdim=True)
 

@@ -116,7 +116,8 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Variances of log y and p: of independent errors per key [rows, keys], of common errors of a row [rows, 1]."""
+    """Error variances of an indexer's log y and its target p: of independent errors per key [rows, keys], of common
+    errors of a row's keys [rows, 1]."""
 
     # of_y, y_row: variance of log y of each key, and the common one from the row's sum.
     of_y: Tensor
@@ -124,7 +125,7 @@ class Spread:
     # of_p, p_row: variance of p of each key, and the common one, relative to p, from the row's divisor.
     of_p: Tensor
     p_row: Tensor
-    p: Tensor
+    p: Tensor  # the target probabilities, [rows, keys]
     # Each key's fraction of the row's sum, by which the error of its score changes all y of the row; None if the sum is
     # an input.
     shares: Tensor | None
@@ -285,7 +286,7 @@ def of_gradients(
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
     """Returns the variance of sum_j (by_y log y + by_p p) k over pairs that are `live`, [heads, rows, dim]. by_y, by_p:
-    factors [.., rows, keys]; x: the variances of y and p. Elements are computed as in Spread.of_sums()."""
+    factors [.., rows, keys]; x: the variances of y and p. live: [heads, rows, keys]."""
     result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
     full = (live * by_y) @ k
     if x.shares is not None:
@@ -384,8 +385,8 @@ def completed(
 
 
 def at_keys(variance: Tensor, indices: Tensor) -> Tensor:
-    """Returns [rows, entries]: the variances, of [rows, keys], of the keys in lists `indices` [rows, entries]. Entries
-    that are not the index of a key, such as -1, get 0."""
+    """Returns `variance`, [rows, keys], at the keys `indices`, [rows, entries]. Entries that are not the index of a
+    key, such as -1, get 0."""
     if not variance.shape[-1]:
         return torch.zeros(indices.shape, dtype=variance.dtype)
     listed = indices.long()

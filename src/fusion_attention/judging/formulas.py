@@ -44,10 +44,10 @@ def baseline(dtype: torch.dtype) -> Precision:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """The weights of a block, with the values that they were computed from."""
+    """The softmax weights of a block, [heads, rows, keys], with the values that they were computed from."""
 
     shown: Tensor  # scores, -inf for an invisible key
-    product: Tensor | None  # scores before bias and cap; None: equal to shown
+    product: Tensor | None  # scores before bias and softcap; None: equal to shown
     slope: Tensor | float  # derivative of the capped score by the product
     # top, total: maximum of the scores and sum of the weights, [heads, rows, 1].
     top: Tensor
@@ -75,8 +75,8 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Returns (scores, scores before cap and bias, derivative of the cap) of block x, all [heads, rows, keys]. Scores
-    are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1."""
+    """Returns (scores, scores before softcap and bias, derivative of the softcap) of block x, all [heads, rows, keys].
+    Scores are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1."""
     result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         result = result + x.q_rope @ x.k_rope.mT
@@ -178,7 +178,7 @@ class Scored:
     """Gradients of a block's scores, [heads, rows, keys], and the values that they were computed from."""
 
     softmax: Softmax  # the weights P
-    dscores: Tensor  # dS = P (dP - delta), before the multiplication with the cap's slope
+    dscores: Tensor  # dS = P (dP - delta), before the multiplication by the softcap's derivative
     dx: Tensor  # dS after it
     upstream: Tensor  # dP
     delta: Tensor  # dout . out, minus the gradient of lse, [heads, rows, 1]

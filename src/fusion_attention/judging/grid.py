@@ -34,7 +34,7 @@ _WITHIN, _STRANGE = "·", "!"
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that each row of a sequence's first head sees, in cells of several rows by several keys."""
+    """The keys that each query of a sequence's first head sees, in cells of several queries by several keys."""
 
     visible: Tensor  # [cells down, cells across], the fraction of a cell's keys that are visible to its first row
     steps: tuple[int, int]  # numbers of rows and keys in a cell
@@ -86,14 +86,14 @@ class Grid:
         return " by ".join(words) or "one position"
 
     def limits(self) -> tuple[float, float]:
-        """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale. Both are LEAST,
-        the bound of correct results, if no wrong cell has a finite z."""
+        """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale. z: error divided
+        by its expected size. Both are LEAST, the bound of correct results, if no wrong cell has a finite z."""
         finite = self.z[self.wrong & self.z.isfinite()]
         return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
 
     def levels(self) -> Tensor:
-        """Returns the position of each cell's z on the colour scale, [down, across]: 0 to 1, by the logarithm of z. It
-        is 1 if z is not finite. Only the levels of wrong cells are drawn."""
+        """Returns the position of each cell's z (error / expected size) on the colour scale, [down, across]: 0 to 1, by
+        the logarithm of z. It is 1 if z is not finite. Only the levels of wrong cells are drawn."""
         least, most = (math.log(max(z, LEAST)) for z in self.limits())
         level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
         return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
@@ -113,8 +113,9 @@ def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
 
 
 def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
-    """Returns sequence b of a surface, reduced to cells with the largest error of their positions. most: the largest
-    numbers of cells (down, across). The numbers of positions in a cell, down and across, are powers of two."""
+    """Returns the errors of sequence b (a matrix of `surface`), reduced to cells with the largest error of their
+    positions. most: the largest numbers of cells (down, across). The numbers of positions in a cell, down and across,
+    are powers of two."""
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
     steps = cells_of(z.shape, most)

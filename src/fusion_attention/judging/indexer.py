@@ -240,7 +240,7 @@ def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
 
 
 def _listed(scores: Tensor, indices: Tensor) -> Tensor:
-    """Returns the scores [rows, entries] of the keys in lists, from scores [rows, keys] and indices [rows, entries].
+    """Returns the scores [rows, entries] of selected keys, from scores [rows, keys] and indices [rows, entries].
     Entries that are not the index of a key, such as -1, get -inf."""
     listed = indices.long()
     inside = (listed >= 0) & (listed < scores.shape[-1])

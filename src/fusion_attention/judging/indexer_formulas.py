@@ -24,16 +24,17 @@ _LEAST = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A call of the indexer, its statistics or its loss in the intermediate representation."""
+    """A call of an indexer (it scores and selects keys), its softmax statistics or its loss, with fields that hold
+    mistakes."""
 
-    # op_kind, problem, extents: as in the intermediate representation.
+    # op_kind, problem, extents: the kind of call, its parameters, and lengths and mask bands of sequences.
     op_kind: str
     problem: Any
     extents: Extents
-    index: Any  # the call's IndexerOperands
-    of_loss: Any = None  # the IndexerLossOperands that contain them, or None
+    index: Any  # the indexer's tensors q, k, weights (IndexerOperands)
+    of_loss: Any = None  # the loss's tensors (IndexerLossOperands), which include these, or None
     grads: Any = None  # memory of gradients, of a backward
-    own_statistics: bool = False  # True if the call computes the statistics; else they are inputs
+    own_statistics: bool = False  # True if the call computes the softmax statistics; else they are inputs
     # relu, weighted: False to omit max(0, .) or the head weights from scores.
     relu: bool = True
     weighted: bool = True
@@ -105,8 +106,9 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects keys of the call x by the scores `s` of some rows; visible: bool [rows, kv_len]. Returns scores [rows,
-    kv_len], -inf for an invisible key; scores and indices of the selected keys [rows, top_k]."""
+    """Selects the top_k keys of each row by the indexer's scores `s`; visible: bool [rows, kv_len]; x has the order of
+    ties. Returns scores [rows, kv_len], -inf for an invisible key; scores and indices of the selected keys [rows,
+    top_k]."""
     scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:
@@ -138,7 +140,7 @@ def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention's probabilities for some rows, from which the loss's target is made."""
+    """The attention's probabilities for some query rows, from which the target of an indexer's loss is made."""
 
     scores: Tensor  # [heads, rows, keys]
     squares: Tensor  # sum of the squares of a score's dim terms, [heads, rows, keys]
@@ -152,21 +154,22 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """The two distributions of the loss for some rows: y of the indexer and the target p, both [rows, keys]."""
+    """The two distributions that an indexer's loss compares, for some query rows: y of the indexer and the target p,
+    both [rows, keys]."""
 
     # scored, attended: the indexer's scores; the attention's probabilities, None if the target is an operand.
     scored: Scored
     attended: Attended | None
-    times: Tensor  # how often a row's list has a key, [rows, keys]
+    times: Tensor  # how often a row selects a key, [rows, keys]
     # top, total: maximum and sum of the indexer's softmax, [rows, 1].
     top: Tensor
     total: Tensor
-    own_statistics: bool  # as in Index
+    own_statistics: bool  # True if the call computes top and total; else they are inputs
     y: Tensor
     p: Tensor
     logs: tuple[Tensor, Tensor]  # (log p, log y)
     losses: Tensor  # contributions to the loss, [rows, keys]
-    dscores: Tensor  # dI, [rows, keys]
+    dscores: Tensor  # dI, the gradient of the indexer's scores, [rows, keys]
     # by_y, by_p: derivatives of dI by log y and by p.
     by_y: Tensor
     by_p: Tensor

@@ -33,7 +33,8 @@ def _when(suits: Callable[[Index], bool], ways: Ways) -> Callable[[Index], Ways]
 
 
 def _banded(x: Index, edges: Mapping[str, np.ndarray]) -> Ways:
-    """Returns the ways of giving the call x other upper edges of its band: {description: a number per sequence}."""
+    """Returns {description: fields of the indexer call x that give its causal band other upper edges}; edges: the edges
+    [sequences], by description."""
     return {detail: {"extents": replace(x.extents, hi=hi)} for detail, hi in edges.items()}
 
 

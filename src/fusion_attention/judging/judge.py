@@ -90,8 +90,9 @@ def diagnose(
 def judged(
     call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound", watch: Watch = silent
 ) -> Judgement:
-    """Returns the judgement of a recorded call; with `search`, it explains errors by mistakes, as diagnose(). backends,
-    standard: as for judge(); watch: is called with the progress."""
+    """Returns the judgement of a recorded call; with `search`, it explains errors by well-known mistakes of kernels.
+    backends: also judge this machine's results; standard: "error-bound" or one of CANN's; watch: called with the
+    progress."""
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     call = replace(call, notes=(*remarks(call), *call.notes))

@@ -15,7 +15,7 @@ _DEEPEST = 16
 
 @dataclass(frozen=True)
 class DumpedCall:
-    """A dumped call, whose tensors are paths of files."""
+    """An operator's call in a dump of msprobe, a debugging tool, whose tensors are paths of files."""
 
     name: str  # msprobe's name of the call
     operator: str  # the operator's name

@@ -167,8 +167,8 @@ def value_of(op: Op, name: str, value: Any) -> Any:
 
 
 def _band(who: str, value: Any) -> Band:
-    """Returns the Band of a text such as causal, window(63, 0) or Band.causal(align="start"), without executing it.
-    Raises a JudgeError that begins with `who`, the parameter, for other values."""
+    """Returns the Band (range of visible keys) of a text such as causal, window(63, 0) or Band.causal(align="start"),
+    without executing it. Raises a JudgeError that begins with `who`, the parameter, for other values."""
     refused = JudgeError(f"{who}: expected {_BANDS}, got {str(value)[:80]!r}")
     if isinstance(value, Band):
         return value

@@ -38,15 +38,15 @@ _SECOND = "_compressed"
 class Output:
     """One output of a call that is judged."""
 
-    name: str  # name in the operator definition
+    name: str  # name among the operator's results
     kind: str  # "out", "max", "sum", "lse", or the gradient's name in the formulas
     tensor: Tensor  # the output
-    view: RowView | None  # its rows; None for a sum over all sequences
+    view: RowView | None  # its memory by sequence, head and row; None for a sum over all sequences
     # The family of operators that determines its values in rows without keys: "training", "sparse", "shared" (attention
-    # with compressed keys), "own" (as the intermediate representation) or "log" (lse of this library's functions: -inf;
+    # with compressed keys), "own" (as the kernels) or "log" (lse of this library's functions: -inf;
     # flash-attn's +inf is read as -inf).
     form: str = "own"
-    second: bool = False  # True if its rows are keys of the second source
+    second: bool = False  # True if its rows are compressed keys
 
     @property
     def by_keys(self) -> bool:
@@ -186,9 +186,9 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
 class Wanted:
     """Expected values of an output [heads, rows, elements]."""
 
-    value: Tensor  # golden's values
+    value: Tensor  # the exact values, float64
     variance: Tensor  # variance of a correct program's error
-    baseline: Tensor | None = None  # results of a baseline program, or None
+    baseline: Tensor | None = None  # results of a float32 program, or None
 
 
 def computed(
@@ -330,8 +330,8 @@ class _Expectation:
     def _of_block(
         self, kinds: Set[str], rows: slice, keys: slice | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
-        """Returns the contributions of rows to the gradients `kinds`: (values by kind, variances by kind, the keys).
-        They are of the part's heads, and of these keys; None: of all keys that the rows may see."""
+        """Returns the contributions of query rows to the gradients `kinds`: (values by kind, error variances by kind,
+        the keys). They are of the part's heads, and of these keys; None: of all keys that the rows may see."""
         block = self.setting.block(self.unit.b, self.unit.heads, rows, keys)
         if self.grade is None:
             return formulas.gradients(block, self.precision, kinds=kinds), {}, block.keys

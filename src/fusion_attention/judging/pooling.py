@@ -42,17 +42,17 @@ MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A call that pools windows of rows to compressed keys, with fields that reproduce mistakes of kernels."""
+    """A call that pools windows of tokens to compressed keys, with fields that reproduce mistakes of kernels."""
 
-    # problem, extents, operands: as in the intermediate representation.
+    # problem, extents, operands: its parameters, the lengths of its sequences, and its tensors.
     problem: PoolingProblem
     extents: Extents
     operands: PoolingOperands
     # Returns the gradient of a sequence's results, [heads, windows, dim]; None: a forward.
     dout: Callable[[int], Tensor] | None
-    # True if a window pools the last channels of the previous window's rows, and the first of its rows.
+    # True if a window pools the last channels of the previous window's tokens, and the first of its own.
     swapped: bool = False
-    wrapped: bool = False  # True if the first window pools rows of zeros before it, with gates of 0
+    wrapped: bool = False  # True if the first window pools tokens of zeros before it, with gates of 0
     unbiased: bool = False  # True if gates lack the bias
 
     def channel_ranges(self, b: int) -> Iterator[slice]:
@@ -87,8 +87,9 @@ class Windows:
         return replace(block, saved=(dout, right["out"], right["max"], right["sum"]))
 
     def _keys(self, rows: Tensor, first: int, channels: slice) -> Tensor:
-        """Returns rows of kv or gate [heads, rows, elements] as keys of block(), [heads * windows * channels, 1, keys].
-        first: the number of the first window that the call computes; rows begin at the sequence's start."""
+        """Returns rows of kv or gate [heads, rows, elements] as keys of one-query attention heads, [heads * windows *
+        channels, 1, keys]. first: the number of the first window that the call computes; rows begin at the sequence's
+        start."""
         p = self.problem
         windows = rows.unflatten(1, (-1, p.ratio))
         if p.overlap:
@@ -101,8 +102,9 @@ class Windows:
         return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
 
     def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
-        """Returns gradients of the keys of block() as rows of sequence b, [heads, rows, 1 or 2, channels]. This is the
-        inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no window pools is 0."""
+        """Returns key gradients [heads * windows * channels, 1, keys] as rows of sequence b, [heads, rows, 1 or 2,
+        channels]. This is the inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no
+        window pools is 0."""
         p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
         windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
         memory = -(-int(self.extents.kv_len[b]) // p.ratio)

@@ -24,7 +24,8 @@ WORKING_DTYPE = torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows, query heads and keys of one sequence, in float64; k and v have the heads of q, or one."""
+    """Ranges of query heads, query rows and keys of one sequence of a call, in float64; k and v have the heads of q, or
+    one."""
 
     problem: Problem
     b: int
@@ -44,17 +45,17 @@ class Block:
     bias: Tensor | None
     visible: Tensor  # bool [heads or 1, rows, keys]
     in_band: Tensor  # bool [rows], true for rows with a key in the band
-    times: Tensor | None = None  # how often a row's list has a key, or None
+    times: Tensor | None = None  # how often a row selects a key, or None
     keep: Tensor | None = None  # bool, false for weights that dropout removes, or None
     keep_factor: float = 1.0  # factor on the other weights
     sink: Tensor | None = None
     weight_scale: Tensor | None = None  # factor on weights before they are rounded to int8, or None
     out_scale: tuple[Tensor, Tensor | None] | None = None  # (scale, offset) of a quantised output, or None
-    bias_capped: bool = False  # True if the bias is added before the cap
+    bias_capped: bool = False  # True if the bias is added before the softcap
     dropped_divisor: bool = False  # True if the sum of weights excludes dropped ones
     delta_by: float = 1.0  # factor on delta
-    sloped: bool = True  # False if gradients lack the cap's slope
-    # Factor on the contribution of a pair to gradients, [heads or 1, rows or 1, keys or 1], or None.
+    sloped: bool = True  # False if gradients lack the softcap's derivative
+    # Factor on the contribution of a (query, key) pair to gradients, [heads or 1, rows or 1, keys or 1], or None.
     counted: Tensor | None = None
     # By gradient, the vectors whose weighted sum it is, if they are not k, q or dout.
     summed: Mapping[str, Tensor] = field(default_factory=dict)
@@ -73,18 +74,18 @@ Edit = Callable[[Block], Block]
 
 
 class Lists(NamedTuple):
-    """For each query head and row, the list of the keys (or blocks of keys) that the row sees, by number."""
+    """The selected keys (or blocks of keys) of each query head and row, by number."""
 
-    entries: Tensor  # the numbers, [heads, rows, entries of a list]
+    entries: Tensor  # the numbers, [heads, rows, selected]
     read: Tensor  # bool in the same shape, true for entries that are read; false after the first -1
     keys: int  # the number of keys (or blocks) that exist
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A call with all parameters that a mistake may change."""
+    """An attention call with all parameters that a mistake of a kernel may change."""
 
-    # op_kind, problem, extents, operands, grads: as in the intermediate representation.
+    # op_kind, problem, extents, operands, grads: its kind, parameters, lengths and mask bands, tensors, gradients.
     op_kind: str
     problem: Problem
     extents: Extents
@@ -93,14 +94,14 @@ class Setting:
     kv_heads: np.ndarray | None = None  # the key head of each query head; None: the correct one
     v_heads: np.ndarray | None = None  # the head of its values, if it is not kv_heads
     q_heads: np.ndarray | None = None  # the query head that is read in place of each query head
-    edits: tuple[Edit, ...] = ()  # functions applied to every block
+    edits: tuple[Edit, ...] = ()  # functions applied to every Block (range of heads, queries and keys)
     offset_outside: bool = False  # True to dequantise as stored * scale + offset, not (stored + offset) * scale
     high_first: bool = False  # True if the even element of an int4 pair is in the high half of the byte
     unsigned: bool = False  # True if integers of 4 bits have no sign
     drop_msb: bool = False  # True if dropout bits begin with the most significant one
-    lists: Callable[[Lists], Lists] | None = None  # function applied to lists of keys
-    # Functions applied to every result: (kind, value, the intermediate representation's results, block, precision) ->
-    # value; for gradients no results, and in place of a block the unit of the output's rows.
+    lists: Callable[[Lists], Lists] | None = None  # function applied to lists of selected keys
+    # Functions applied to every result: (kind, value, all results, block, precision) -> value; for gradients no
+    # results, and in place of a block the range of the output's rows.
     returns: tuple[Callable[..., Tensor], ...] = ()
     # Functions applied to the variance of every result's error: (kind, variance, values before and after `returns`,
     # block, grade) -> variance.
@@ -289,8 +290,8 @@ class Setting:
         return times[..., keys]
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
-        """Returns (int [rows, 1], the end of the keys of sequence b that each row's list may contain; number of all
-        such keys). With compressed keys, lists contain only those."""
+        """Returns (int [rows, 1], the end of the keys of sequence b that each query row may select; number of all such
+        keys). If there are compressed keys, rows select only among those."""
         p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
         if p.compressed_ratio:
             end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
@@ -361,8 +362,8 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
-    """Returns the range of keys that some rows may see; all `kv_len` if a row without keys may return the mean of V.
-    first, end: for each row, the band's first key and the key after its last one; p: the problem."""
+    """Returns the range of keys that some query rows may see; all `kv_len` if a row without keys may return the mean of
+    V. first, end: for each row, the band's first key and the key after its last one; p: the call's parameters."""
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
     if means or p.has_blocked_tiles or p.selects or not some.any():

@@ -47,32 +47,32 @@ _MARKS = (torch.bool, torch.bool, torch.bool, torch.float64)
 
 @dataclass(eq=False)
 class Tally:
-    """The errors of an output against golden, accumulated block by block."""
+    """The errors of an output against the exact (float64) result, accumulated over ranges of its rows."""
 
     dtype: torch.dtype  # the output's dtype
     errors: Errors  # squared ratios of errors to their expected sizes
     terms: int = 1  # number of terms of the longest sum
     count: int = 0  # number of elements
-    strange: int = 0  # number of elements that are finite in only one of output and golden
-    huge: int = 0  # number of elements for which golden exceeds float32's range and the output does not
+    strange: int = 0  # number of elements that are finite in only one of output and exact result
+    huge: int = 0  # number of elements for which the exact result exceeds float32's range and the output does not
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # sum, sum of squares and largest of errors
-    # Sum of the baseline's squared errors, and golden's largest value.
+    # Sum of the baseline's squared errors, and the largest exact value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    size: float = 0.0  # sum of golden's squares
+    size: float = 0.0  # sum of the exact values' squares
     beyond: int = 0
     # Sum and largest of our relative errors, then of the baseline's.
     relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     small: list[int] = field(default_factory=lambda: [0, 0])
-    # (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio.
+    # (sequence, head, row, element, output's value, exact value, expected error) at the largest ratio.
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0
-    # Per sequence, rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
+    # Per sequence, rows with NaN, infinities or only zeros where the exact result has none, and marked() of its rows.
     marks: list[Marks] = field(default_factory=list)
     measured: bool = False  # True if a baseline was measured too
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
-        """Adds the errors of a block of the output, `ours` [heads, rows, elements], against `wanted`, golden's values.
-        place: the block's (sequence, heads, rows); None if the positions of errors are not needed (samples)."""
+        """Adds the errors of a range of the output, `ours` [heads, rows, elements], against the exact values `wanted`.
+        place: the range's (sequence, heads, rows); None if the positions of errors are not needed (samples)."""
         value = wanted.value.double()
         if not value.numel():
             return
@@ -105,8 +105,8 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Adds a block's absolute errors, and its numbers for CANN's standards. mine: the output in float64; value:
-        golden's values; baseline: a float32 program's results, or None."""
+        """Adds the absolute errors of a range of the output, and its numbers for CANN's standards. mine: the output in
+        float64; value: the exact values; baseline: a float32 program's results, or None."""
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond
@@ -178,8 +178,9 @@ class Tally:
         return self._published("cann-0.5%", broken)
 
     def cann_double(self) -> Judged:
-        """Returns the verdict of CANN's double benchmark, which limits relative errors by multiples of a baseline's.
-        The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small values."""
+        """Returns the verdict of CANN's double benchmark, which limits relative errors by multiples of a float32
+        program's. The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small
+        values."""
         n = max(self.count, 1)
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),
@@ -198,7 +199,7 @@ class Tally:
 
     def _published(self, name: str, broken: list[str]) -> Judged:
         """Returns the verdict of the standard `name`, which fails for the reasons `broken`, if there are any. It also
-        fails if a value is finite in only one of output and golden."""
+        fails if an element is finite in only one of the output and the exact result."""
         strange = [f"{self.strange} values are not finite, or should not be"] if self.strange else []
         return Judged(name, not (strange or broken), "; ".join(strange + broken))
 

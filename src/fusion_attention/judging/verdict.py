@@ -54,8 +54,8 @@ class Opinion:
 def opinion(
     name: str, tally: Tally, grade: Grade, standard: str, where: Sequence[str], surface: Surface | None
 ) -> Opinion:
-    """Returns the verdict of a standard on an output. tally: the output's errors; grade: that of the expected errors;
-    where, surface: of a wrong output, as in Opinion."""
+    """Returns the verdict of a standard on an output. tally: the output's errors; grade: the program precision that
+    these are relative to; where: descriptions of their location; surface: the errors by position, for drawings."""
     words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
     sizes = (tally.mean, tally.rms, tally.largest, tally.z, tally.errors.z_tile)
     wrong = not tally.passes

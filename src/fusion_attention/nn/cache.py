@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Step(NamedTuple):
     """The operands of one call with a cache."""
 
-    q: Tensor  # query rows of the call's tokens
-    rows: dict[str, Tensor]  # stored rows of all tokens, those of the call included, by name ("k", "v", "index_k")
+    q: Tensor  # queries of the call's tokens
+    rows: dict[str, Tensor]  # stored vectors of all tokens, those of the call included, by name ("k", "v", "index_k")
     lengths: dict[str, list[int] | None]  # q_len and kv_len of the call
 
 

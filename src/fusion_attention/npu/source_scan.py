@@ -30,7 +30,7 @@ _FUNCTION = re.compile(r"(?:torch_npu(?:\.atb)?|torch\.ops\.(?:npu|atb))\.(_?npu
 
 @dataclass
 class Use:
-    """The uses of a name."""
+    """The uses of one name of Ascend's packages in source files."""
 
     name: str  # the full name, such as "torch_npu.npu_rms_norm"
     calls: int = 0  # number of calls
@@ -46,7 +46,7 @@ class Use:
 
 @dataclass
 class Reading:
-    """The result of reading a tree of sources."""
+    """The uses of Ascend's names in a tree of source files."""
 
     uses: dict[str, Use] = field(default_factory=dict)  # by name
     files: int = 0  # number of files that were read

@@ -315,7 +315,7 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Returns the result of the function `name` of torch or numpy that creates a tensor; words: keyword arguments.
+    """Returns the result of the function `name` of torch or numpy that creates a tensor; words: keyword arguments;
     node: the call's syntax tree, for errors."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):

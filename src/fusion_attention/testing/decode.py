@@ -72,7 +72,7 @@ class DecodeCase(Named):
 
 @cache
 def logical(case: DecodeCase) -> dict[str, Any]:
-    """Returns a case's tensors by name, not yet in their layout. q: [B, N1, rows, D]. k, v: lists of a tensor [N2,
+    """Returns a test call's tensors by name, not yet in their layout. q: [B, N1, rows, D]. k, v: lists of a tensor [N2,
     kv_len, D] per sequence, in the dtype of the cache. Also scales, offsets, mask and bias."""
     generator = case.generator()
     dtype = getattr(torch, case.dtype)
@@ -113,8 +113,8 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
-    """Returns a cache in the case's form with given keys or values, and NaN at all other positions. stored: a tensor
-    [N2, kv_len, D] per sequence. table: the page table; None: the cache has no pages."""
+    """Returns a KV cache in the form of a test call (case.store), with given keys or values, and NaN elsewhere. stored:
+    a tensor [N2, kv_len, D] per sequence. table: the page table; None: the cache has no pages."""
     dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
     if table is not None:
         size = case.page_size

@@ -37,8 +37,9 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """Returns golden's results of a call with error sizes, except the selected keys. call: as in check_index(); chosen:
-    results by program; the scores of their selected keys are compared with golden's here."""
+    """Returns {name: float64 reference result with its error size} of a call of the indexer, its gradients, its
+    statistics or its loss, except the selected keys. chosen: results by program; the scores of their selected keys are
+    compared with the reference's here."""
     x, golden = setting_of(call), golden_of(call)
     golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
     sizes = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in golden.items()}

@@ -82,8 +82,8 @@ def arguments(case: LossCase) -> dict[str, Any]:
 def statistics(
     case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Returns the statistics of attention and indexer of a case by canonical name. dtype: the dtype of the computation.
-    kept: the dtype of the results."""
+    """Returns {name: tensor}: softmax max and sum of a test call's attention and indexer. dtype: the dtype of the
+    computation. kept: the dtype of the results."""
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
@@ -101,7 +101,7 @@ def statistics(
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
     """Returns the keys that a row of sequence b reads, in the order of its list; a repeated entry gives a repeated key.
-    args: the result of arguments(), as in all functions of this module."""
+    args: the test call's arguments."""
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)

@@ -229,7 +229,7 @@ class Roundings(TorchDispatchMode):
         self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = lambda x: x
     ) -> Any:
         """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape]. func,
-        base: torch's operation, and its name without overload. change: applied to each argument first."""
+        base: torch's operation, and its name without overload. change: the function applied to each argument first."""
         if not self._has_copies((args, kwargs)):
             return self._expanded(func(*_mapped(args, change), **kwargs))
         if base in _PRODUCTS:

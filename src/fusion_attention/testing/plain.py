@@ -43,8 +43,7 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the bias of the scores of sequence b of a case, [heads_q, rows, keys]; 0.0 without a bias. args: the
-    result of arguments(), as in all functions of this module."""
+    """Returns the bias of the scores of sequence b of a test call, [heads_q, rows, keys]; 0.0 without one."""
     pse = args["pse"]
     if pse is None:
         return 0.0
@@ -81,8 +80,8 @@ def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns for sequence b the weights exp(scores - max), max, sum, and a tensor that is true for rows with keys.
-    Rows without keys have the values that CANN returns."""
+    """Returns for sequence b the weights exp(scores - max), max, sum, and a bool tensor that is true for rows with
+    keys. Rows without keys have the values that CANN returns."""
     visible, keys = seen(case, args, b), case.kv_len[b]
     scores = scores.masked_fill(~visible, -math.inf)
     if case.sink:

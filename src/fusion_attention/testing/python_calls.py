@@ -17,8 +17,7 @@ from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of fusion_attention.attention() for a case; None if the function has no such call. args:
-    the result of arguments()."""
+    """Returns {name: argument} of attention() for a test call with arguments `args`; None: it has no such call."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -64,8 +63,7 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
-    """Returns the result of a function of fusion_attention.npu; arguments that it does not have are ignored. op: its
-    operator definition. args: arguments by canonical name."""
+    """Returns the result of a torch_npu function for arguments by name; names that `op` lacks are ignored."""
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
@@ -80,7 +78,7 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Returns the outputs of forward and backward by name: out, max and sum (each [..., 8]), and GRADIENTS. dy: the
+    """Returns {name: output} of forward and backward: out, max and sum (each [..., 8]), and the gradients. dy: the
     gradient of out. backend: name of the back end that computes both."""
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)

@@ -306,8 +306,8 @@ def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
 
 
 def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns the expected results of compute() for a lowered call: golden's, with error sizes of a correct program.
-    call: in its dtype; dy: the gradient of out; None: only the forward."""
+    """Returns {name: float64 reference result with a correct program's error size}: out, max, sum, gradients. call: in
+    its dtype. dy: the gradient of out; None: only the forward."""
     call64 = in_float64(call)
     results = run(call64, "golden")
     result = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))

@@ -29,7 +29,7 @@ class TargetCase(LossCase):
 
 def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
     """Returns (position in the list and the target, key) of each key that a row of sequence b reads: the keys of its
-    list, or all visible keys. args: the result of arguments(), as in all functions of this module."""
+    list, or all visible keys. args: the test call's arguments."""
     visible = case.seen(b, row)
     if not case.count:
         return [(key, key) for key in range(visible)]
@@ -84,7 +84,7 @@ def golden(call: TargetLoss) -> Results:
 
 
 def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
-    """Computes a case by the formulas row by row in float64, as a reference for golden; the loss is rounded to float32.
+    """Returns {name: result} of a test call by the formulas, row by row in float64; the loss is rounded to float32.
     unit: True for the gradients of a target that sums to 1."""
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
     results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)

@@ -136,11 +136,13 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache k
-    and v, [rows, tokens, N2, D], or pools of pages with a page table.
+    """Returns (out [B, S1, N1, D], lse [B, N1, S1]) of queries over the first `ends` tokens of each sequence in the
+    cache.
 
-    rows: row of the cache of each sequence; None: sequence b is in row b. pads: number of tokens to skip at the start
-    of each sequence, or None. how: further arguments of attention().
+    q: padded queries [B, S1, N1, D]. k, v: the cache, [rows, tokens, N2, D], or pools of pages with `table`. ends:
+    tokens of each sequence. rows: row of the cache of each sequence; None: sequence b is in row b. table: page table,
+    or None. pads: number of tokens to skip at the start of each sequence, or None. alibi_slopes: float32 [N1] or [B,
+    N1], or None. how: further arguments of attention().
     """
     batch = q.shape[0]
     caches: Any = (k, v)
@@ -173,8 +175,9 @@ def _before(
     """Returns a list with each sequence's number of cached tokens before the call; raises ValueError for inconsistent
     arguments.
 
-    The parameters are those of flash_attn_with_kvcache(); lengths, pads and table are cache_seqlens (None: the cache is
-    full), cache_leftpad and block_table.
+    q: padded queries [B, S1, N1, D]. k_cache: the cache of keys, or a pool of pages with `table`. k, v: new tokens [B,
+    new, N2, D], or None. lengths: cache_seqlens, a number or int32 [B]; None: the cache is full. pads: number of
+    invisible tokens at the start of each sequence, or None. table: the page table, or None.
     """
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):

@@ -23,15 +23,16 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all rows, as a band if some band equals the mask, and as tiles if the mask was evaluated."""
+    """The visible keys of all queries, as a band if some band equals the mask, and as tiles if the mask was
+    evaluated."""
 
     band: Band | None  # equals the mask, together with q_len and kv_len; None if there is no such band
     # Lengths of the items, or of the sequences of all items (`packed`), the first item's first; None: all tokens.
     q_len: list[int] | None = None
     kv_len: list[int] | None = None
     packed: bool = False  # items consist of several sequences
-    aligned: bool = True  # every sequence's keys begin at the index of its rows, so that distances do not change
-    past: bool = False  # no row sees a key after itself
+    aligned: bool = True  # every sequence's keys begin at the index of its queries, so that distances do not change
+    past: bool = False  # no query sees a key after itself
     # The mask in tiles of 128 x 128: tile numbers, and the bits of mixed tiles (the arguments blocked_tiles and
     # blocked_bits of attention()); None if no tile was evaluated.
     tiles: Tensor | None = None
@@ -133,7 +134,7 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
 
 @dataclass
 class _Rows:
-    """The tiles of a mask, and the visible keys of each row."""
+    """The 128 x 128 tiles of a mask, and the visible keys of each query."""
 
     tiles: np.ndarray  # int32 [B or 1, N or 1, tiles down, tiles across]: NONE or ALL visible, or the index in bits
     bits: np.ndarray  # uint8 [n, TILE, TILE // 8], bit 1 for hidden, of the distinct tiles with hidden and visible keys

@@ -32,7 +32,7 @@ class Terms:
     softcap: float = 0.0
     bias: Tensor | None = None  # [B or 1, N or 1, S1 or 1, S2 or 1], in the dtype of the query or of scores
     slopes: Tensor | None = None  # float32 [N] or [B, N]
-    behind: bool = False  # the terms are valid only for keys at or before the row's position
+    behind: bool = False  # the terms are valid only for keys at or before the query's position
     # Returns True for a visible key; keys that the function sets to -inf are invisible, and not in the bias.
     mask: mods.Mod | None = None
     by_row: Tensor | None = None  # another factor of s, [B or 1, N or 1, S1 or 1, 1]
@@ -249,10 +249,10 @@ class _Interpreted:
 
 
 class _Structure(NamedTuple):
-    """The indices on which a score_mod depends."""
+    """The indices (batch, head, query, key) on which a score_mod depends."""
 
-    varies: tuple[bool, ...]  # for batch, head, row and key, whether the bias depends on it
-    relative: bool  # the bias depends on row and key by their distance alone
+    varies: tuple[bool, ...]  # for batch, head, query and key: True if the bias depends on it
+    relative: bool  # the bias depends on query and key by their distance alone
     by_row: tuple[bool, ...] | None  # as varies, for the tensor factor; None without such a factor
 
 

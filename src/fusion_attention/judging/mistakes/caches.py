@@ -64,10 +64,8 @@ class Sums:
 
 
 def _of_pages(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Sums]:
-    """Returns the sums of one row over the pages of each of its blocks of keys; sizes: keys of a page of each block.
-
-    All weights are exp(score - the largest score of all blocks).
-    """
+    """Returns for each block of keys of one query row the sums over its pages of the weights exp(score - the largest
+    score of all blocks), and of weights times values. sizes: keys of a page, by block."""
     scores = [formulas.scores_of(x)[0][0, 0] for x in blocks]
     top, results = torch.cat(scores).nan_to_num(-torch.inf).amax(), []
     for x, of_keys, size in zip(blocks, scores, sizes, strict=True):
@@ -132,8 +130,8 @@ def _moved(s: Setting, change: Callable[[Any], Any], sides: Collection[str] = ("
 
 
 def _reread(s: Setting, change: Callable[[Tensor], Tensor], view: RowView | PagedView | None) -> Any:
-    """Returns a view of changed dequantisation scales of a call. change() is applied to the scales of each sequence,
-    [heads, tokens, elements], or [heads, 1, elements] per channel."""
+    """Returns a view of a call's dequantisation scales after change() was applied to those of each sequence, [heads,
+    tokens, elements], or [heads, 1, elements] per channel."""
     if view is None:
         return None
     by_token = isinstance(view, PagedView) or view.stride_token != 0
@@ -155,8 +153,8 @@ def _next(s: Setting, view: Any) -> Any:
 
 
 def _beside(s: Setting, view: Any, by: int) -> Any:
-    """Returns a view of paged scales in which each page has those of the page `by` pages later in its sequence. The
-    first or last page of a sequence keeps its scales if no such page exists."""
+    """Returns a view of paged scales in which each page has those of the page `by` pages later in its sequence. A page
+    keeps its scales if no such page exists."""
     if not isinstance(view, PagedView):
         return view
     last = -(-s.extents.kv_len // view.page_size) - 1

@@ -24,17 +24,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A call to be diagnosed."""
+    """A judged call, for the search of the mistake that explains its errors."""
 
-    setting: Setting  # the correct setting
+    setting: Setting  # the call's tensors and parameters, without a mistake
     outputs: tuple[Output, ...]  # the recorded outputs
     names: dict[str, Any]  # arguments and derived sizes ("S1", "N2", ...) of the validated call, by name
     layout: str  # layout of the output's rows
     # The wrong rows of each output, bool [heads, rows] per sequence.
     wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    # For golden's rows of each output, a number that identifies the row (marked()), [heads, rows] per sequence.
+    # For the exact rows of each output, a number that identifies the row (marked()), [heads, rows] per sequence.
     marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    cached: dict[Any, Any] = field(default_factory=dict)  # results of once(), which several mistakes use
+    cached: dict[Any, Any] = field(default_factory=dict)  # cache of once(), for results that several mistakes use
 
     def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
         """Returns what(case, o), cached per output o, because the searches for several mistakes use it."""
@@ -63,12 +63,12 @@ class Try:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A well-known mistake."""
+    """A well-known mistake of kernels; @partial(Mistake, name, means, fix) makes it from the function `tries`."""
 
     name: str  # name in reports
-    means: str  # a sentence that says what the wrong kernel does
+    means: str  # a sentence that describes the wrong kernel
     fix: str  # advice
-    tries: Callable[[Case], Iterable[Try]]  # the ways to make the mistake in a case; none if it is impossible there
+    tries: Callable[[Case], Iterable[Try]]  # ways to make the mistake in a judged call; none if it is impossible there
     general: bool = False  # True for a mistake that reports list after others that explain the result equally well
 
 
@@ -118,8 +118,8 @@ def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
-    """Yields (layout, view of the same memory in this layout) for layouts other than that of the call `case`. view:
-    rows of `heads` heads: keys if of_keys, else query rows."""
+    """Yields (layout, view of the same memory in this layout) for layouts such as "BNSD" other than that of the judged
+    call `case`. view: tensor of `heads` heads: keys if of_keys, else queries."""
     e, dim = case.setting.extents, view.dim
     lengths, starts = (e.kv_len, e.kv_start) if of_keys else (e.q_len, e.q_start)
     count = len(e)
@@ -149,8 +149,9 @@ def factor_of(mine: Tensor, right: Tensor) -> float:
 
 
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
-    """Returns a setting with one more function, `change`, that is applied to its results (see Setting.returns), last.
-    errors: a function for the variances of their errors (see Setting.errors), or None."""
+    """Returns a copy of a setting (a judged call with its mistakes), whose expected results pass through `change` after
+    the changes that it already has. errors: a function that changes the variances of the expected rounding errors
+    alike; None: they stay."""
     added = () if errors is None else (errors,)
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
 
@@ -158,8 +159,9 @@ def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[
 def of_results(
     setting: Setting, changes: Mapping[str, Callable[..., Tensor]], errors: Callable[..., Tensor] | None = None
 ) -> Setting:
-    """Returns a setting whose results of some kinds ("out", "max", "sum", "lse") are changed; errors: see returning().
-    changes: by kind, a function (result, the formulas' results by kind, block) -> changed result."""
+    """Returns a copy of a setting (a judged call with its mistakes), whose expected results of some kinds ("out",
+    "max", "sum", "lse") are changed; errors: a function that changes the variances of their rounding errors, or None.
+    changes: by kind, a function (result, all results by kind, block) -> changed result."""
 
     def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
         return changes[kind](value, raw, x) if kind in changes else value

@@ -58,8 +58,8 @@ def other_rows(case: Case) -> Iterator[Try]:
 
 
 def _moved(s: Setting, view: RowView, by: int) -> RowView:
-    """Returns a view of lists (view) in which each row has the list of the row `by` rows later in its sequence. Where
-    no such row exists, it is the sequence's first or last list."""
+    """Returns a memory view of selected key indices in which each query has those of the query `by` later in its
+    sequence. Where no such query exists, it has those of the sequence's first or last query."""
     lengths = s.extents.q_len
     rows = [view.sequence(b, s.problem.heads_kv, int(n)) for b, n in enumerate(lengths)]
     keep = tuple(t[:, (torch.arange(t.shape[1]) + by).clamp(0, max(t.shape[1] - 1, 0))].contiguous() for t in rows)

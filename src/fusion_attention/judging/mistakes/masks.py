@@ -103,8 +103,8 @@ def window_by_one(case: Case) -> Iterator[Try]:
 
 @dataclass(frozen=True)
 class _Tiled:
-    """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and applies a band with
-    moved edges in the other tiles."""
+    """The mask of a wrong kernel that skips tiles of `rows` queries x `keys` keys without a visible pair, and applies a
+    band with moved edges in the other tiles."""
 
     extents: Extents
     rows: int = 1

@@ -43,7 +43,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The result of a loop over keys."""
+    """The softmax sums that a kernel's loop over keys computes."""
 
     values: Tensor  # weighted sums of values [heads, rows, elements], not yet divided by total
     # top, total: maxima of scores and sums of weights, [heads, rows, 1].
@@ -95,8 +95,8 @@ class Way:
     """A wrong program that may explain wrong rows."""
 
     detail: str  # the program, in a few words
-    program: Program  # function that computes a loop's sums
-    # Computes the keys' weights in these sums; None if no weight exceeds golden's.
+    program: Program  # computes the softmax sums of some rows from their scores and values
+    # Computes the keys' weights in these sums; None if no weight exceeds the exact one.
     weights: Callable[[Loop], Tensor] | None = None
 
 
@@ -158,8 +158,8 @@ _ORDERS = {
 
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns for each key of a loop the running maximum when its tile is added, [heads, rows, keys]. size: keys of a
-    tile; order: the order of tiles, a key of _ORDERS."""
+    """Returns for each key the running maximum of an online softmax when the key's tile is added, [heads, rows, keys].
+    size: keys of a tile; order: the order of tiles, a key of _ORDERS."""
     tiles = [*loop.tiles(size)]
     tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
     number = torch.arange(len(tiles))

@@ -39,7 +39,7 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Treated:
-    """Scores, weights and values of all keys under a wrong treatment."""
+    """The scores, softmax weights and values of all keys in a kernel that makes a mistake with them."""
 
     scores: Tensor  # the scores from which the maximum is computed
     # product, total: weights in the product with V and in the sum of weights, relative to the correct maximum, [heads,
@@ -50,8 +50,8 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns the scores, weights and values of all keys of a loop, each changed by the same wrong treatment. kind: the
-    wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by."""
+    """Returns the scores, softmax weights and values of all keys of `loop`, each changed by the same mistake. kind: the
+    mistake, a key of _KINDS; by: if it reads other keys, key j is read from key j - by."""
     right, scores, values = exponentials(loop.scores), loop.scores, loop.values
     none = torch.zeros_like(right)
     if kind == "left out":
@@ -67,15 +67,15 @@ def _treated(loop: Loop, kind: str, by: int) -> Treated:
 
 
 def _distances(kind: str, size: int) -> list[int]:
-    """Returns the distances, in keys, to the keys that a wrong treatment (kind) of a tile of `size` keys reads instead.
-    There is one distance for the tile, and a second one for the tile after it if both are exchanged."""
+    """Returns the distances, in keys, to the keys that a wrong kernel reads in place of a tile of `size` keys. There is
+    one distance for the tile, and a second one for the tile after it if both are exchanged. kind: the mistake."""
     if kind == _EXCHANGED:
         return [-size, size]
     return [(1 if "one key" in kind else size) * (1 if "before" in kind else -1)]
 
 
 def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
-    """Returns the sums of a softmax over a loop's keys, some of which are treated wrongly (kind, see _treated()).
+    """Returns the softmax sums over the keys of `loop` if a mistake (kind, a key of _KINDS) is made with some of them.
     marks: bool [keys], true for such keys, for each of the distances from which keys are read."""
     scores, product = loop.scores, exponentials(loop.scores)
     total, results = product, []

@@ -20,8 +20,8 @@ NAMES = tuple(_NAMES.values())
 
 
 def explained(setting: Setting, outputs: Sequence[Output], failing: Sequence[str]) -> tuple[Explanation, ...]:
-    """Returns explanations of those wrong gradients of a call that are sums over all sequences: of sinks and of a bias.
-    failing: the names of the wrong outputs."""
+    """Returns the mistakes that explain a call's wrong gradients of sinks and of a bias, which are sums over all
+    sequences. failing: the names of the wrong outputs."""
     results = []
     for o in (o for o in outputs if o.view is None and o.name in failing):
         right, mine = totals(setting, o, PROGRAM), o.tensor.double()

@@ -68,7 +68,7 @@ _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the attention outputs over each split's keys [splits, heads, rows, elements], and weigh()'s weights.
-    weigh: computes the weights with which a wrong kernel merges splits (_WEIGHTS), [splits, heads, rows, 1]."""
+    weigh: computes the wrong weights with which a kernel merges splits, [splits, heads, rows, 1]."""
     each = [summed(loop.scores[..., keys], loop.values[:, keys]) for keys in split.of(loop)]
     out = torch.stack([(t.values / t.total).where(t.total > 0, 0.0) for t in each])
     top, total = (torch.stack([getattr(t, name) for t in each]) for name in ("top", "total"))

@@ -34,8 +34,8 @@ def _suits(case: Case) -> list[Output]:
 
 
 def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Grade = KERNEL) -> Wanted:
-    """Returns golden's rows of output o in sequence b [heads, rows, elements], with the variance of their error for a
-    grade. heads and rows are those of the output: key heads and keys for gradients of keys."""
+    """Returns the exact rows of output o in sequence b [heads, rows, elements], with the variance of their error in a
+    program of precision `grade`. heads and rows are those of the output: key heads and keys for gradients of keys."""
     if not o.by_keys:
         return computed(s, Unit(b, heads, rows), [o], grade)[o.name]
     group, before = s.group, o.before(s.extents, b)
@@ -155,7 +155,7 @@ class Place:
         return ", ".join(words)
 
     def of(self, setting: Setting, o: Output, x: At, grade: Grade = KERNEL) -> Wanted:
-        """Returns golden's rows [heads, rows, elements] of output o that this mapping puts in place of the rows of x.
+        """Returns the exact rows [heads, rows, elements] of output o that this mapping puts in place of the rows of x.
         It includes the variance of their errors in a program that rounds as `grade`; setting: the call."""
         e, p = setting.extents, setting.problem
         b = (x.b + self.sequence) % len(e)
@@ -178,7 +178,7 @@ def _short(number: int, end: int) -> int:
 
 def _other_places(case: Case, o: Output) -> list[Place]:
     """Returns up to four mappings to other rows, heads or sequences that explain most sampled wrong rows of output o. A
-    wrong row is compared with all of golden's rows by one number per row, marked(): a product with fixed numbers."""
+    wrong row is compared with all exact rows by one number per row, a product with fixed numbers."""
     votes: Counter[Place] = Counter()
     direct: set[Place] = set()  # mappings that need no modulus
     wrong = case.wrong_rows_of(o, _SAMPLES)

@@ -19,7 +19,7 @@ _VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv"
 
 
 class Subset(NamedTuple):
-    """A subset of the contributions to each row of a gradient."""
+    """A subset of the contributions (of query heads and keys) to each row of a gradient."""
 
     head: int = -1  # number of the query head in its group; -1: all heads
     tiles: str = "all"  # "all", "tile" (number `number`), or the "first" or "last" tile of each row
@@ -38,12 +38,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A wrong row of a gradient, with golden's row and its contributions."""
+    """A wrong row of a gradient, with the exact row and its contributions."""
 
-    # mine, right: the wrong row and golden's row, [elements].
+    # mine, right: the wrong row and the exact row, [elements].
     mine: Tensor
     right: Tensor
-    terms: Tensor  # golden's contributions by query heads and tiles of 16, [heads, tiles, elements]
+    terms: Tensor  # exact contributions by query heads and tiles of 16, [heads, tiles, elements]
     # {distance d: the contributions if vectors are read from the keys (or rows) that are d before}.
     moved: dict[int, Tensor]
     # first, last: the first and last key (row) that contributes.
@@ -63,7 +63,7 @@ class Sample:
 
 
 def counted(x: Block, factor: Tensor) -> Block:
-    """Returns block x with the contribution of each pair of row and key to gradients multiplied by a factor. factor:
+    """Returns block x with the contribution of each (query, key) pair to gradients multiplied by a factor. factor:
     [heads or 1, rows or 1, keys or 1]."""
     return replace(x, counted=factor if x.counted is None else x.counted * factor)
 
@@ -117,8 +117,8 @@ def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
 
 
 def _changes(case: Case, o: Output) -> list[Change]:
-    """Returns up to three changes of contributions that explain sampled wrong rows of output `o` of a call, a gradient.
-    The change with the smallest remaining error is first."""
+    """Returns up to three wrong treatments of contributions that explain sampled wrong rows of a gradient, output `o`.
+    The one with the smallest remaining error is first."""
     samples = _sampled(case, o)
     if not samples:
         return []

@@ -16,7 +16,7 @@ from fusion_attention.ops.auxiliary_definitions import atb
 
 
 def _masked(args: Args) -> Args:
-    """Returns the arguments with `mask` converted from the chip's format FRACTAL_NZ to a matrix of rows."""
+    """Returns the arguments with `mask` converted from the NPU's tiled format FRACTAL_NZ to a row-major matrix."""
     return {**args, "mask": atb.in_rows(args["mask"])}
 
 

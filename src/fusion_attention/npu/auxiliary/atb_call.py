@@ -16,7 +16,7 @@ MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
 
 def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
-    """Checks a call with the arguments `given`, and returns the cumulative sums of its seq_len, int64 [sequences]."""
+    """Checks the arguments `given` of `op`; returns the cumulative sums of the lengths `seq_len`, int64 [sequences]."""
     checked(op, given)
     return read(op, given["seq_len"]).cumsum()
 
@@ -38,7 +38,7 @@ def one_each(query: Tensor) -> np.ndarray:
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """Returns atten_mask, on the query's device, and sparse_mode of causal attention aligned to the last key."""
+    """Returns the arguments atten_mask and sparse_mode for causal attention aligned to the last key."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 

@@ -69,7 +69,7 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """Multiplies rows by the matrix of their group, and applies the group's scales, bias and activation."""
+    """A grouped matrix product: rows times their group's matrix, with the group's scales, bias and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         """Stores weights, scales and groups; given: the operator's arguments by name; dtype: dtype of results."""

@@ -152,7 +152,7 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """Returns x1 [M, K] @ x2 [K, N] of integers in float32; factors [blocks, N] of blocks of K, or [N]."""
+    """Returns x1 [M, K] @ x2 [K, N] of integers in float32, scaled by factors: [blocks of K, N], or [N] for one."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)

@@ -31,7 +31,7 @@ def keeping(
 
 
 class _Keeping(torch.autograd.Function):
-    """The autograd function of keeping(): forward calls compute(), backward calls gradient() with the saved tensors."""
+    """The autograd function of keeping(): its forward calls compute(), its backward gradient() on the saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, gradient: Any, *inputs: Any) -> tuple[Tensor, ...]:

@@ -38,5 +38,5 @@ def _gradient(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, triangle
 
 
 def _hidden(scores: Tensor, mask: Tensor | None, triangle: bool) -> Any:
-    """Returns bool, true for hidden scores [..., rows, keys]: `mask`, or, if `triangle`, keys after the row's index."""
+    """Returns bool, broadcasting to scores [..., rows, keys], true if hidden: `mask`, or later keys if `triangle`."""
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1) if triangle else mask

@@ -19,7 +19,8 @@ def stores_fragments(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """True if a cache stores rows in fragments (NZ); if both forms fit: in mode "PA_NZ" with fragments of 32 bytes."""
+    """True if a cache stores rows in fragments (NZ), [pages, fragments, page size, width]. A shape that fits both forms
+    does so in mode "PA_NZ" with fragments of 32 bytes."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
         return mode == "PA_NZ" and chips_width and stores_fragments(cache, rows)
@@ -40,7 +41,7 @@ def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """The parameter `name` for a cache that is written in place, with the dtype of parameter `like`."""
+    """Returns the parameter `name`, a KV cache written in place, with the dtype of parameter `like`."""
     return Tensor(name, text, dtypes=f"={like}")
 
 

@@ -88,7 +88,8 @@ def writes(*names: str) -> dict[str, Any]:
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """Rule: tensor `name` has the shape of tensor `other`; more: `invalid`, settings of an invalid sample call."""
+    """Returns a rule that checks calls: tensor `name` has the shape of tensor `other`; more: `invalid`, arguments of a
+    sample call that violates the rule."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken

@@ -20,7 +20,8 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an operator on experts; more: other fields of Op, and `sample` and `sizes` of sample calls."""
+    """Returns the definition of an operator on experts; more: other fields of Op, and `sample` and `sizes` of sample
+    calls."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
@@ -58,7 +59,8 @@ ENOUGH = invalid(
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
-    """Rule: sorted_indices has an element for each expert of each token; choices: the expression for their number."""
+    """Returns a rule that checks calls: sorted_indices has an element for every pair of a token and one of its experts;
+    choices: the expression for the number of pairs."""
     return invalid(f"P == {choices}", "sorted_indices (one per token and expert)", invalid={"P": 7}, **more)
 
 

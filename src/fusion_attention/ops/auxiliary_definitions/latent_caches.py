@@ -21,7 +21,8 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
-    """Number of slots of a cache, the end of valid indices: of one sequence in cache_mode "Norm", else of all pages."""
+    """Returns the number of slots of a cache, the end of valid indices: of one sequence in mode "Norm", else of all
+    pages."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
 

@@ -70,7 +70,7 @@ STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
 
 
 def statistic(name: str, text: str) -> Tensor:
-    """The parameter for a softmax statistic of every row and head, stored eight times along its last axis."""
+    """Returns the parameter for a softmax statistic of each row and head, stored eight times along its last axis."""
     return Tensor(name, text, dtypes="float32", shape=STATISTICS)
 
 

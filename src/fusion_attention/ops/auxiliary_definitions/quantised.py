@@ -89,7 +89,7 @@ def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
 
 
 def axis_of(axis: int, div_mode: bool) -> int:
-    """The axis of the input along which scales vary: `axis` in div_mode; otherwise -2, or for other values the last."""
+    """Returns the axis of the input along which scales vary: `axis` in div_mode or if it is -2, else the last axis."""
     return axis if div_mode or axis == -2 else -1
 
 

@@ -61,7 +61,8 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """Rule: the last axis of tensor `name` has an even size; also: tensors that the invalid sample call makes odd."""
+    """Returns a rule that checks calls: the last axis of tensor `name` has an even size; also: tensors whose last axis
+    is odd too in the sample call that violates it."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 

@@ -42,7 +42,7 @@ class BlockForward(DenseForward):
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """The gradient call, from results and their gradients (upstream); all gradients, whatever is `wanted`."""
+        """Returns the gradient call, from results and their gradients (upstream); `wanted` is ignored."""
         out, lse, dout, dlse = results[OUT], results[LSE], upstream.get(OUT), upstream.get(LSE)
         dlse = None if dlse is None else by_head(dlse, self.call)
         return BlockBackward(self.call, torch.zeros_like(out) if dout is None else dout, out, lse, dlse)

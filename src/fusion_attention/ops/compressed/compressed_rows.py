@@ -47,7 +47,7 @@ class Sequences:
         return (start + tokens) // self.ratio - start // self.ratio
 
     def shape(self, *of: int) -> tuple[int, ...]:
-        """The shape of a result with an entry [*of] per window: [B, windows, *of], or packed [all windows, *of]."""
+        """Returns the shape of a result with an entry of shape `of` per window, [B, windows, *of] or [windows, *of]."""
         return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
@@ -173,7 +173,7 @@ class _State:
         return page, at % size
 
     def read(self, first: int, last: int) -> Tensor:
-        """The stored rows of positions [first, last), [last - first, elements], in the cache's dtype."""
+        """Returns the stored rows of positions [first, last), [last - first, elements], in the cache's dtype."""
         if first >= last:
             return self.cache.new_zeros(0, self.cache.shape[2])
         return self.cache[self._slots(first, last)]

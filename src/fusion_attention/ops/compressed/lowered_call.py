@@ -155,7 +155,7 @@ class FlashMlaBackward(SparseBackward):
 
     @property
     def norm(self) -> str:
-        """The name of the result with the selected keys' mean probabilities, which depends on the number of sources."""
+        """The name of the result with selected keys' mean probabilities; it depends on the number of sources."""
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:

@@ -119,7 +119,8 @@ def _lower(bound: Bound) -> Pooling:
 
 
 def _windows(n: Mapping[str, Any]) -> Any:
-    """Returns the number of results in memory of a call with arguments `n`: an int, or a torch.SymInt in a trace."""
+    """Returns how many windows (rows of the output, one compressed key each) the output tensor of a call with arguments
+    `n` has room for along its axis of windows: an int, or a torch.SymInt in a trace."""
     return n["windows"] if n["layout"] == "TND" else torch.sym_max(n["kv"].shape[1] // n["ratio"] - n["before"], 0)
 
 

@@ -67,7 +67,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (of each side)."""
+    """Returns rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (`sides`)."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(

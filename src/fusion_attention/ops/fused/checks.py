@@ -203,7 +203,8 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
-    """True if a window of pre and next_ tokens from the upper left has all keys that a full mask leaves visible."""
+    """True (else the fault as text) if every key that a full mask leaves visible is in the window of `pre` tokens
+    before and `next_` tokens after the diagonal from the upper left corner."""
     if min(pre, next_) >= UNLIMITED:
         return True
     row = torch.arange(mask.shape[-2], device=mask.device)[:, None]

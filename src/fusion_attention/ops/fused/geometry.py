@@ -39,7 +39,8 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of query (side "1") or key ("2") tensors, or the output, by input_layout; dim: the last axis word."""
+    """Returns {input_layout: names of axes, such as "B S1 N1 D"} of query (side "1") or key (side "2") tensors, or of
+    the output; dim: the name of the axis of a row's elements."""
     of = of_output if output else of_inputs
     return {layout: words_of(of(layout), side, dim) for layout in (*LAYOUTS, "SH")}
 
@@ -102,7 +103,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axis sizes B, S1 and S2 from the lengths in `n`, with which sample calls of packed layouts make tensors."""
+    """Returns {axis: size} of B, S1 and S2 that follow from the lengths in `n`, for tensors of sample calls."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):

@@ -29,7 +29,7 @@ RESULTS = ("attention_out", LSE)
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates attention_out and, if requested, softmax_lse, by name; n: arguments and derived values of a call."""
+    """Allocates {name: result}: attention_out and, if requested, softmax_lse; n: arguments and derived values."""
     q = n["query"]
     results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
@@ -99,7 +99,7 @@ def _settle(n: dict[str, Any]) -> _Settled:
 
 
 def _prepared(layout: str) -> str:
-    """The key of LAYOUTS for an input layout: "NTD" for "NSD" (one sequence without a batch axis), else the layout."""
+    """Returns the key of LAYOUTS for an input layout: "NTD" (packed) for "NSD", one sequence, else the same."""
     return "NTD" if layout == "NSD" else layout
 
 

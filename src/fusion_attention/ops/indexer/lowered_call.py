@@ -98,7 +98,7 @@ class Indexer(IndexCall):
 
     @property
     def repeats(self) -> bool:
-        """True if a back end's run computes the call: no offset is added, and every row belongs to a sequence."""
+        """True if a back end computes the complete call: no offset is added, and every row is in a sequence."""
         return self.offset is None and self.covers(self.given("query"))
 
     @property

@@ -179,7 +179,7 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from the arguments `n`, by name: lengths, and rows and keys of sequences in memory."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths, and rows and keys of sequences in memory."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
               for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip

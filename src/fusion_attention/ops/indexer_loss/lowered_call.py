@@ -200,7 +200,7 @@ class TargetLoss(_AnyLoss):
     """A call of an indexer's loss, as back ends compute it, against a target that the caller passes."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The statistics (maximum, sum) as (log-sum-exp, ones), if the caller passed the log-sum-exp; else None."""
+        """Returns the indexer's (maximum, sum) as (log-sum-exp, ones) if the log-sum-exp was passed; else None."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 

@@ -61,7 +61,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Values derived from the arguments `n`: sequences_of(), axes, and each packed sequence's first row, q_start."""
+    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), axes, and q_start, the first
+    row of each packed sequence."""
     result = second.sequences_of(n)
     result["q_start"] = np.cumsum(result["q_capacity"]) - result["q_capacity"]
     if n["layout"] == "TND":

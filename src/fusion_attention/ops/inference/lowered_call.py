@@ -195,7 +195,7 @@ class InferenceCall:
 
     @property
     def repeats(self) -> bool:
-        """True if a back end's run computes the call: keys are one tensor, and every row belongs to a sequence."""
+        """True if a back end computes the complete call: keys are one tensor, and every row is in a sequence."""
         forgets = self.names[1:] == (LSE,) and self.problem.has_sink
         return len(self.k) == 1 and not forgets and layouts.covered(self.q, self.layout, self.extents, "q")
 

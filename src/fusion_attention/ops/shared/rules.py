@@ -151,10 +151,10 @@ def cached(kv_len: str) -> Rule:
 
 
 def paged(size: str, size_text: str, given: Settings, too_long: Settings, unknown: list[list[int]]) -> tuple[Rule, ...]:
-    """Rules: the page table has a page for every token, and the pages exist.
+    """Returns rules that check calls: the page table has a page for every token, and the pages exist.
 
-    size, size_text: expression and words for the page size; given: settings of sample calls; too_long, unknown: invalid
-        lengths and page numbers.
+    size, size_text: expression and words for the page size. given: arguments of sample calls. too_long, unknown:
+    invalid lengths and page numbers.
     """
     return group(
         meaning(
@@ -187,7 +187,8 @@ def reserved(name: str, **more: Any) -> Rule:
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Rule of level "limit" (strict calls): page numbers are int32; ids: an invalid table; given: of sample calls."""
+    """Returns a rule that checks strict calls: page numbers are int32; ids: an invalid page table; given: other
+    arguments of sample calls."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, f"block_table: int32 ({advice})", when=when, given=given, invalid={"block_table": ids})
@@ -233,13 +234,14 @@ def untrained(
 
 
 def own_scale(scale: str) -> Rule:
-    """Rule of level "note" (a warning): `scale` is passed, as torch_npu's default, 1.0, is seldom intended."""
+    """Returns a rule that warns if the argument `scale` is not passed: torch_npu's default, 1.0, is seldom intended."""
     advice = "the default is 1.0, not 1 / sqrt(D): pass 1.0 if queries are already scaled"
     return note(f"'{scale}' not in missing or D < 32", f"{scale}: a {scale} ({advice})", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
-    """Rule of level "limit" (strict calls): the query is float16 or bfloat16; weights: sample shape of any weights."""
+    """Returns a rule that checks strict calls: the query is float16 or bfloat16; weights: their shape in sample
+    calls."""
     invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
     return refused(f"not float32({query})", f"{query}: {text} ({advice})", invalid=invalid)

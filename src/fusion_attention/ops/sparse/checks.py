@@ -110,7 +110,7 @@ def entries_fit(
 
 
 def unbroken(indices: torch.Tensor) -> bool:
-    """True if no entry of a list follows a -1, which ends the list, or if lists must not be read (stays_unread())."""
+    """True if no entry of a list follows a -1, at which rows stop reading, or if lists must not be read."""
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 

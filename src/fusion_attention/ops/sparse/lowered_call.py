@@ -198,7 +198,7 @@ def page_table(table: Tensor | None) -> Tensor | None:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the three results of a forward call, named RESULTS; n: arguments and derived values."""
+    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))

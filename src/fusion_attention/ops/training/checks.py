@@ -166,7 +166,7 @@ def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
 
 
 def replays(seed: Any, offset: Any) -> bool:
-    """True if a forward may have returned this seed and offset: not None, and not (0, 0), which requests a new seed."""
+    """True if a gradient call's seed and offset may be a forward's: not None, and not (0, 0) (a new seed)."""
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 

@@ -50,7 +50,7 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the three results of a forward call, named FORWARD; n: arguments and derived values."""
+    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
@@ -92,7 +92,7 @@ class DenseForward(OfCall):
 
     @property
     def repeats(self) -> bool:
-        """True if a back end's run computes the call: no mask is drawn, and every row belongs to a sequence."""
+        """True if a back end computes the complete call: no dropout is drawn, and every row is in a sequence."""
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """(max, sum) with one number per row and head, for kernels, from a forward's in CANN's format, [..., 8]."""
+        """Returns (max, sum) in the kernels' format, one number per row and head, from CANN's format [..., 8]."""
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

@@ -54,7 +54,7 @@ def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Allocates max and sum of a call; lanes: the size of a further last axis, along which CANN repeats them."""
+    """Allocates softmax max and sum of a call; lanes: size of a further last axis, along which CANN repeats them."""
     q = call.q
     shape = (*layouts.stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ LANES = 8
 
 
 def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, sum) in CANN's format: finite() of both, each stored eight times along a new last axis."""
+    """Returns (max, sum) in CANN's format: without infinities, each stored eight times along a new last axis."""
     lowest, one = _lanes(max_.device, max_.dtype)
     if not call.extents.keyless:
         return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
@@ -23,7 +23,7 @@ def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tenso
 
 
 def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
-    """Writes the results of to_lanes() to to_max and to_sum, [..., 8]."""
+    """Writes max and sum without infinities to to_max and to_sum, [..., 8], each eight times along the last axis."""
     if call.extents.keyless:
         for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
             target.copy_(lanes)
@@ -52,13 +52,12 @@ def _finite_sum(call: DenseCall, max_: Tensor, sum_: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tensors [8] of -FLT_MAX and of 1, which broadcast a statistic to eight lanes in the fewest operations."""
+    """Returns tensors [8] of -FLT_MAX and of 1, to store a statistic eight times by broadcasting, in few operations."""
     return torch.full((LANES,), -FLT_MAX, device=device, dtype=dtype), torch.ones(LANES, device=device, dtype=dtype)
 
 
 def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, sum) in the kernels' format, contiguous, with one number per row and head, from statistics [..., 8] in
-    CANN's format; the inverse of to_lanes()."""
+    """Returns (max, sum) in the kernels' format, one number per row and head, from CANN's format [..., 8]."""
     max_, sum_ = max_[..., 0], sum_[..., 0]
     empty = max_ == -FLT_MAX
     # Views of statistics assume contiguous memory.

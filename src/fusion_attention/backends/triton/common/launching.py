@@ -107,12 +107,12 @@ def bytes_of(scratch: dict[str, Scratch]) -> int:
 
 @dataclass(eq=False)
 class Ready:
-    """The launches of an operation for one memory layout (strides, lengths, devices), in order; run() starts them on
-    tensors at any addresses."""
+    """The kernel launches of an operation, prepared for one memory layout (strides, lengths, devices); run() starts
+    them on tensors at any addresses."""
 
     launches: list[Launch]
-    tables: tuple[layout_table.Copied, ...]  # on the device, which the launches read
-    scratch: dict[str, Scratch] = field(default_factory=dict)  # by kernel argument
+    tables: tuple[layout_table.Copied, ...]  # of strides, lengths, tiles, on the device, which the kernels read
+    scratch: dict[str, Scratch] = field(default_factory=dict)  # the temporary tensors, by kernel argument
 
     def run(self, given: dict[str, Any]) -> None:
         """Allocates temporary tensors and launches all kernels in order; given: this run's tensors and numbers by

@@ -254,20 +254,20 @@ class DeviceTables:
 
 
 class CallMemory:
-    """The memory of a call: its views and tensors, and their tables on the device.
+    """The tensors of one call as strided views, and their tables of strides and lengths on the device.
 
     Args:
-        views: by name in the layout table.
+        views: strided views by name ("q", "k", ...).
         given: tensors and numbers by kernel argument name.
-        device_tables: those of the schedule.
-        more: further views in the layout table, of which only the strides are used.
+        device_tables: the schedule's tables on devices.
+        more: further views, of which kernels read only the strides.
         positions: for dropout drawn from a seed, the argument `drawn` of strides(); else None.
 
     Attributes:
         device, align: the device of all tensors, and the alignment of all rows in elements of q.
-        table: the layout table on the host.
-        strides, lengths: the layout table and the table of lengths.
-        fixed: the kernels' arguments for both, and the number of sequences.
+        table: the result of strides() on the host.
+        strides, lengths: the results of strides() and lengths() on the device.
+        fixed: both, and the number of sequences, by kernel argument name.
 
     Raises:
         BackendError: tensors are on several devices.

@@ -230,11 +230,12 @@ def numbers(problem: Problem) -> dict[str, Any]:
 def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str], align: int
 ) -> list[Launch]:  # fmt: skip
-    """Returns a list with the launch of a kernel that recomputes query rows (or keys) which are not finite; [] if there
-    are no rows.
+    """Returns a list with the prepared launch of a kernel that recomputes query rows (or keys) with NaN or infinite
+    results; [] if there are no rows.
 
-    kernel: recompute_out, recompute_query or recompute_key. lengths, heads: rows (or keys) of each sequence, and their
-    heads. fixed, given: as in Family.launch().
+    kernel: recompute_out, recompute_query or recompute_key. p: the problem. lengths: rows (or keys) of each sequence.
+    heads: heads of the rows (or keys). fixed: arguments that are equal in all runs, by name. given: names of the
+    arguments that each run passes. align: alignment of rows, in elements of q.
     """
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))

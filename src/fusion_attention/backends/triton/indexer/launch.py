@@ -228,11 +228,13 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """Returns the launches that compute dq, dweights and a gradient row of dk for every selected key of a chunk of
-    tokens.
+    """Returns the prepared launches that compute dq, dweights and, for every selected key of a chunk of tokens, a row
+    to add to dk, from dI (the gradient of the scores) and the results of the kernel read_lists.
 
-    They read dI (the gradient of the scores) and the results of read_lists(), which must run before. tile: tile shape
-    of index_gradient, which computes BM heads per launch. fixed, names: arguments of family.launch().
+    family: the group of kernels with the arguments `fixed` and `names`. sizes: heads, dim, dtype and list length of the
+    indexer. tile: tile shape of index_gradient; BM heads per launch. align: alignment of rows, in elements of q.
+    tokens: number of tokens of the chunk. fixed: arguments that are equal in all runs, by name. names: names of the
+    arguments of each run.
     """
     recompute, grid = shapes_sparse.RECOMPUTE_GRADIENT, (tokens,)
     of_gradient, of_recompute = (gradient_constants(sizes, one, align) for one in (tile, recompute))

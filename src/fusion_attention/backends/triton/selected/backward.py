@@ -217,9 +217,11 @@ def backward_slots(x, also, weights, weights_also, rows, used, large, strides, t
                    DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
                    BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Writes BC columns of the gradient rows of BN slots: weights^T x, plus weights_also^T also if it is not None.
+    """Writes BC columns of a token's contributions to dk or dv of BN of its selected keys (slots): weights^T x, summed
+    over query heads (weights: dS or P, x: q or dout), plus weights_also^T also if that is not None.
 
-    Columns begin at FIRST in x and at AT in a row. Grid (tiles of slots, panels of BC columns, tokens * heads_kv).
+    Columns begin at FIRST in x and at AT in a row of `rows`. Grid (tiles of slots, panels of BC columns, tokens *
+    heads_kv).
     """
     token_head = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + token_head):

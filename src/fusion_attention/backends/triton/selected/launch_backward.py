@@ -87,12 +87,12 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
 
 
 def buffers_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> dict[str, Scratch]:
-    """Returns kernel argument name -> scratch tensor, through which the kernels of a chunk of `tokens` tokens with
-    `slots` slots each pass results to each other; row: dtype of gradient rows.
+    """Returns {kernel argument name: temporary tensor's shape and dtype} for a chunk of `tokens` tokens with up to
+    `slots` selected keys (slots) each.
 
-    keys, ids: key (in its sequence) and id (in the sums) of every slot, -1 for none. used: end of the slots with a key,
-    and noted: flag of a recomputation, per token and key head. weights, ds: P and dS of every slot and query head.
-    rows: gradient rows.
+    keys, ids: key (in its sequence) and id (in the sums of dk and dv) of every slot, -1 for none. used: end of the
+    slots with a key, and noted: 1 if results are not finite, per token and key head. weights, ds: P and dS of every
+    slot and query head. rows: contributions to dk and dv, of dtype `row`.
     """
     p, lists, token_heads = problem, tokens * problem.heads_kv * slots, tokens * problem.heads_kv
     numbers = {"keys": lists, "ids": lists, "used": token_heads, "noted": token_heads}
@@ -233,10 +233,8 @@ class Step:
 def launches(
     problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], tokens: int
 ) -> list[Step]:
-    """Returns the launches of a chunk of `tokens` tokens, in order.
-
-    tiles: tile shape by kernel name. slots: (places for keys of the band, all places) of a token.
-    """
+    """Returns the kernel launches, in order, of the backward for a chunk of `tokens` tokens. tiles: tile shape by
+    kernel name. slots: (places for keys of the band, all places) per token."""
     p, (band, slots_of_token), token_heads = problem, slots, tokens * problem.heads_kv
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
@@ -272,10 +270,10 @@ def launches(
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, token_heads: int) -> list[Step]:
-    """Returns the launches that write the contributions of each slot (key of a token) to dk, dk_rope and dv; if values
-    are stored in keys, dk is the sum of both.
+    """Returns the launches that write a token's contributions to dk, dk_rope and dv of each of its keys (slots); if
+    values are the first columns of keys, dk is the sum of dk and dv.
 
-    shared: compile-time arguments of all kernels. slots: slots per token.
+    shared: compile-time arguments of all kernels. slots: keys per token.
     """
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]

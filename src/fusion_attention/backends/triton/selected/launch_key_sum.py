@@ -33,12 +33,12 @@ HOT = 1024  # number of rows of a key in a chunk above which several programs su
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Arguments of KeySum.write(), for one source of keys."""
+    """Arguments of KeySum.write() about one source of keys (the keys, or the compressed keys)."""
 
-    strides: torch.Tensor  # the layout table, with the ids and the written views
+    strides: torch.Tensor  # the table of all tensors' strides, with those of the ids and of the written gradients
     tiles: torch.Tensor  # the result of key_tiles(), on the device
     count: int  # number of sequences
-    ids: str = "ids"  # name of the view of ids in the layout table
+    ids: str = "ids"  # name of the tensor of ids in the table of strides
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
@@ -129,9 +129,11 @@ class KeySum:
         launch_some(add_rows, (keys, panels), given, constexprs, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
-        """Writes `dim` columns of the sums, from column `first` on, to the gradient of keys, converted to its dtype.
+        """Writes `dim` columns of the sums, from column `first` on, to the gradient of keys `out`, converted to its
+        dtype.
 
-        out, name: the gradient's memory, and its view in the layout table. heads: number of key heads.
+        name: the gradient's name in the table of strides. heads: number of key heads. where: strides, tiles and ids of
+        the keys.
         """
         if not len(where.tiles) or not heads:
             return
@@ -152,23 +154,21 @@ class KeySum:
 
 @dataclass(eq=False)
 class Gradient(Ready):
-    """The launches of gradients over lists for chunks of tokens, and the sums of their gradient rows per key. The
-    `launches` of Ready run once, before the chunks."""
+    """Prepared launches of gradients over lists of selected keys, by chunks of tokens, and the sums of rows
+    (contributions) per key. The `launches` of Ready run once, before the chunks."""
 
     # (number of entries, launches) of each chunk; all use the same scratch.
     chunks: list[tuple[int, list[Launch]]] = field(default_factory=list)
-    # (name of a gradient of keys, its first column in a gradient row, its dim, source of keys)
+    # (name of a gradient of keys, its first column in a row, its dim, source of keys)
     writes: list[tuple[str, int, int, Where]] = field(default_factory=list)
     keys: int = 0  # number of keys of all sequences and heads
-    columns: int = 0  # elements of a gradient row
+    columns: int = 0  # elements of a row: the gradients of one key, side by side
     heads: int = 1  # number of key heads
-    of_token: int = 1  # entries per token
+    of_token: int = 1  # entries (selected keys) per token
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, sums the gradient rows of all chunks per key, and writes the sums.
-
-        given: the tensors of this run by kernel argument name, to which scratch is added.
-        """
+        """Launches chunk after chunk, sums the rows (contributions to gradients of keys) per key, and writes the sums.
+        given: the tensors of this run by kernel argument name, to which scratch is added."""
         total = KeySum(given["q"], self.keys, self.columns)
         super().run(given)
         for entries, launches in self.chunks:
