@@ -23,11 +23,12 @@ _PACKED = ("slopes", "sink")  # operands that the core reads as contiguous float
 
 
 class Prepared:
-    """Plan, views and shapes of results for all calls that differ only in memory; it holds no caller's tensor.
+    """The plan, the strides of operands, and the shapes of results, for all calls with the same shapes, strides, dtypes
+    and options, whatever memory their tensors have; it keeps no tensor of a caller.
 
     Attributes:
-        bare: (call without tensors, as back ends compute it, names of the arguments that are its inputs), which
-            autograd uses; None if an input is not an argument itself.
+        bare: for autograd, a pair: the call in the form that back ends compute, without its tensors; and for each of
+            its inputs the name of the argument that is this input. None if an input is a view or copy of an argument.
     """
 
     __slots__ = ("_begins", "_call_names", "_core", "_exact", "_names", "_plan", "_templates", "_views", "bare")

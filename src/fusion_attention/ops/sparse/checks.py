@@ -22,7 +22,8 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """True (else text) if query lengths (`given`; cumulative ends if `cumulative`) are in range; b, s1, t1: sizes."""
+    """True (else error text) if the query lengths `given` (cumulative ends if packed and `cumulative`; None: True) fit
+    the query tensor: b lengths of at most s1 tokens each, or if packed (TND) t1 tokens in all."""
     packed = layout == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
 

@@ -120,11 +120,12 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """Returns the table of partial results that the kernel join() merges, int32 [tokens * shares, 8]; shares: number of
-    ranges of keys per token, computed by one program each.
+    """Returns the table by which the kernel join() merges partial results, int32 [tokens * shares, 8]; shares: number
+    of ranges into which the list of keys of a token is divided.
 
-    The entry of a token's first range has its sequence, first row and end (query rows that share a key head, counted as
-    row * group). The last two columns of entry n have the first range of token n and its number of ranges.
+    Row t * shares has token t's sequence (column 0), and the first and the end of its rows (1, 2), counted in rows of
+    one key head: token * group, with `group` query heads per key head. Columns 6 and 7 of row t, not t * shares, have
+    the number of token t's first range and of its ranges. All else is 0.
     """
     listed, group = tokens(extents), problem.group
     result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
