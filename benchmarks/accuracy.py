@@ -31,10 +31,10 @@ from fusion_attention.bench.report import Report
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.call import Lowered
 from fusion_attention.judging import indexer, measure
-from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.chi_square_limits import Errors
+from fusion_attention.judging.editable_call import Edit
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.outputs import setting_of, units
-from fusion_attention.judging.setting import Edit
 from fusion_attention.torch_ops.eager import run
 
 Tensor = torch.Tensor

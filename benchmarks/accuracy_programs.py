@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fusion_attention.judging import indexer, indexer_formulas
+from fusion_attention.judging.editable_call import Block, Edit
 from fusion_attention.judging.indexer_formulas import Index
 from fusion_attention.judging.outputs import setting_of
-from fusion_attention.judging.setting import Block, Edit
 
 Tensor = torch.Tensor
 Leaves = dict[str, Tensor]

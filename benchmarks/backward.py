@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, attention, packed_lengths, padded, rows, triangle
-from benchmarks.gradient import Call, gradient
+from benchmarks.repeatable_gradient import Call, gradient
 from benchmarks.threads import with_threads
 from fusion_attention.bench.pair import Pair
 

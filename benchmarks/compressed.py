@@ -9,7 +9,7 @@ import torch
 
 import fusion_attention as fa
 from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
-from benchmarks.gradient import gradient
+from benchmarks.repeatable_gradient import gradient
 from fusion_attention import _native
 from fusion_attention.bench.pair import Pair
 

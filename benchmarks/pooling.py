@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.decode import READ_BYTES, reader
 from benchmarks.dense import DTYPES
-from benchmarks.gradient import gradient
+from benchmarks.repeatable_gradient import gradient
 from fusion_attention.api.compress import compress
 from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gradient import Call
+from benchmarks.repeatable_gradient import Call
 from fusion_attention import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.backends import BackendName
 

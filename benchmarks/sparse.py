@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.dense import DTYPES, PEAKS
-from benchmarks.gradient import gradient
+from benchmarks.repeatable_gradient import gradient
 from benchmarks.selections import BACKWARD, CHOSEN, DIM, FORWARD, INDEX_DIM, SCALE, Index, Selection
 from benchmarks.threads import with_threads
 from fusion_attention.bench.pair import Pair, seconds

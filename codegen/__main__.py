@@ -7,7 +7,7 @@ from fusion_attention import aclnn
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
-from website.overview import overview
+from website.overview_diagram import overview
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/fusion_attention"

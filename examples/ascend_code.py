@@ -14,7 +14,7 @@ npu.install()  # before the model file, which looks for torch_npu
 import torch  # noqa: E402
 from ascend.model import Config, Model  # noqa: E402
 
-from fusion_attention.testing.drawn import compare_with  # noqa: E402
+from fusion_attention.testing.estimated_rounding_errors import compare_with  # noqa: E402
 
 ROWS, RATE = 96, 1e-2
 

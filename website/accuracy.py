@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fusion_attention.judging.error_bound import LEAST
+from fusion_attention.judging.chi_square_limits import LEAST
 from website.svg import Picture
 
 ROOT = Path(__file__).resolve().parents[1]

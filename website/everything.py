@@ -7,12 +7,12 @@ from functools import cache, partial
 from fusion_attention.cli import op_pages
 from fusion_attention.contract.doc_pages import versions
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
-from website import accuracy, ascend, charts, masks, overview, pictures, reference
+from website import accuracy, ascend, charts, masks, overview_diagram, pictures, reference
 from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "overview": overview.overview,
-    "overview_tall": overview.overview_tall,
+    "overview": overview_diagram.overview,
+    "overview_tall": overview_diagram.overview_tall,
     "beside_sdpa": charts.beside_sdpa,
     "beside_sdpa_tall": partial(charts.beside_sdpa, tall=True),
     "beside_masks": charts.beside_masks,

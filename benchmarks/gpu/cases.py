@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks.gpu.compressed import compressed
 from benchmarks.gpu.lists import indexer, loss, selected
 from benchmarks.gpu.timing import Row
-from benchmarks.gradient import Call, gradient
+from benchmarks.repeatable_gradient import Call, gradient
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
 from fusion_attention.ir.kv import Dequant, PagedView, RowView

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
 from benchmarks.gpu.timing import Row
-from benchmarks.gradient import gradient
+from benchmarks.repeatable_gradient import gradient
 
 TOKENS = 4096
 CHUNK = 128  # rows whose keys eager torch gathers at once

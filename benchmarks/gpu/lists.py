@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.timing import Row
-from benchmarks.gradient import gradient
+from benchmarks.repeatable_gradient import gradient
 from benchmarks.selections import (
     BACKWARD,
     CHOSEN,

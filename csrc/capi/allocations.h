@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "capi/calls.h"
+#include "capi/errors.h"
 
 namespace fusion::capi {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "capi/calls.h"
+#include "capi/errors.h"
 #include "capi/allocations.h"
 
 namespace fusion::capi {

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "capi/calls.h"
+#include "capi/errors.h"
 
 namespace fusion::capi {
 namespace {

@@ -7,7 +7,7 @@
 #include <clocale>
 #include <mutex>
 
-#include "capi/calls.h"
+#include "capi/errors.h"
 
 namespace fusion::capi {
 namespace {

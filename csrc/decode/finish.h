@@ -3,7 +3,7 @@
 #pragma once
 
 #include "decode/queries.h"
-#include "simd/statistics.h"
+#include "simd/softmax_sink_and_nan.h"
 
 namespace fusion {
 namespace {

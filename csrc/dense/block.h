@@ -3,7 +3,7 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "dense/pack_cache.h"
+#include "dense/pack_from_kv_cache.h"
 #include "simd/operand_formats.h"
 #include "simd/masks.h"
 #include "simd/prefetch_queue.h"

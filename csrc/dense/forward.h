@@ -10,7 +10,7 @@
 #include "kernel_table.h"
 #include "simd/kept.h"
 #include "simd/masks.h"
-#include "simd/statistics.h"
+#include "simd/softmax_sink_and_nan.h"
 
 namespace fusion {
 namespace {

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "simd/statistics.h"
+#include "simd/softmax_sink_and_nan.h"
 #include "sparse/not_finite.h"
 #include "sparse/stream.h"
 

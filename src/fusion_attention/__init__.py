@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fusion_attention.api.compress import CompressionState, compress
     from fusion_attention.api.compressed import compressed_attention
     from fusion_attention.api.decode import decode_attention
-    from fusion_attention.api.divided_rope import divided_rope
+    from fusion_attention.api.divide_rope_by_scales import divided_rope
     from fusion_attention.api.sparse import (
         indexer_loss,
         indexer_target_loss,

@@ -20,11 +20,11 @@ from fusion_attention.contract import bind
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.testing import compare, expected_of
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 LENGTHS = [(37, 37), (280, 300), (0, 4), (1, 600), (5, 0), (270, 3)]
 PROBLEM = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)

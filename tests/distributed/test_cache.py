@@ -12,7 +12,7 @@ from support.worlds import Worlds
 import fusion_attention as fa
 import fusion_attention.distributed as far
 from fusion_attention.contract import bind
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.inference import api_definition as record
 from fusion_attention.testing import compare
 from fusion_attention.testing.expected import expected_of, sizes

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from fusion_attention import nn
 from fusion_attention.distributed import positions, shard, unshard
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 DIM, LENGTHS, S = 32, [130, 20], 130
 INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 20}

@@ -16,7 +16,7 @@ import fusion_attention as fa
 import fusion_attention.distributed as far
 from fusion_attention.contract import bind
 from fusion_attention.distributed.topk import best
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.indexer import api_definition as indexer_own
 from fusion_attention.ops.indexer.lower import indexer_call
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward

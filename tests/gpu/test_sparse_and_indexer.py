@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.selected import launch_backward as launch_
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check, indexer_loss, sparse
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase

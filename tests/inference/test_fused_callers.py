@@ -12,7 +12,7 @@ from support.bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import bind
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing import compare, expected_of
 

@@ -26,7 +26,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import functions, words
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 PAGE = "with_flash_attn.md"
 Tensor = torch.Tensor

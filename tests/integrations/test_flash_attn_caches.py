@@ -10,7 +10,7 @@ from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import bert_padding, rotary
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from fusion_attention import BackendError
 from fusion_attention.integrations.flex_attention import explain, flex_attention, masks, patched
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 Mod = Callable[..., Any]

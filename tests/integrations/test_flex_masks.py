@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 from fusion_attention.integrations.flex_attention import flex_attention, masks, mods
 from fusion_attention.integrations.flex_attention.masks import Shape, Visible
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 Mod = Callable[..., Any]

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import fusion_attention as fa
 from fusion_attention.nn import STAGES, CompressedAttention, CompressedCache, Stage, rope_table, set_stage
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import expected_of
+from fusion_attention.testing.estimated_rounding_errors import expected_of
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, CSA, HCA)

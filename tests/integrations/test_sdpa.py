@@ -19,7 +19,7 @@ from support.support_tables import table, write, written
 
 from fusion_attention import npu
 from fusion_attention.integrations import sdpa
-from fusion_attention.testing.drawn import attend, compare_with
+from fusion_attention.testing.estimated_rounding_errors import attend, compare_with
 from fusion_attention.torch_ops import dense
 
 PAGE = "with_sdpa.md"

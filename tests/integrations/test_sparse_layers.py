@@ -14,7 +14,7 @@ from support.sparse_models import EAGER, MODELS, in_float64, layers_of, make, to
 import fusion_attention as fa
 from fusion_attention.integrations import sparse_latent
 from fusion_attention.integrations import transformers as integration
-from fusion_attention.testing import check, drawn
+from fusion_attention.testing import check, estimated_rounding_errors
 
 NUMBER = {"deepseek_v4": 1}  # of the layer that chooses keys
 # transformers' linear attention allocates more than linearly, and has a gradient that no trace computes.
@@ -77,7 +77,7 @@ def test_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
     mask = torch.zeros(2, 1, 20, 20, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
     exact = converted(given, torch.float64) | {"attention_mask": mask}
     with in_float64(model):
-        check(name, ours, drawn.expected_of(lambda: trained(theirs, exact, dtype), ours))
+        check(name, ours, estimated_rounding_errors.expected_of(lambda: trained(theirs, exact, dtype), ours))
 
 
 # -------------------------------------------------------------------------------------------------------------- choices

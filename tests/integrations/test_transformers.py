@@ -20,7 +20,7 @@ from transformers import EncoderDecoderCache
 from fusion_attention.integrations import sparse_latent
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache
-from fusion_attention.testing import check, drawn
+from fusion_attention.testing import check, estimated_rounding_errors
 
 LENGTHS = 13, 6, 9
 NEW = 5
@@ -137,7 +137,7 @@ def expected_of(family: Family, model: Any, calls: Batches, column: str, dtype: 
     run = partial(generated, column="generate") if column in GENERATED else partial(trained, dtype=dtype)
     with in_float64(family):
         stored = {name: t.to(dtype) for name, t in run(exact, calls).items()}
-        expected: Mapping[str, Any] = drawn.expected_of(lambda: run(exact, calls), stored)
+        expected: Mapping[str, Any] = estimated_rounding_errors.expected_of(lambda: run(exact, calls), stored)
         return expected
 
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py

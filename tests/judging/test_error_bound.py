@@ -12,13 +12,13 @@ from support.fused import arguments as fused_arguments
 
 import fusion_attention as fa
 from fusion_attention.contract import bind
-from fusion_attention.judging.error_bound import Errors, Expected, limit, ratios
+from fusion_attention.judging.chi_square_limits import Errors, Expected, limit, ratios
 from fusion_attention.judging.expected_error import _flips, rounding, stored
 from fusion_attention.judging.formulas import softmax
 from fusion_attention.judging.outputs import setting_of
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
-from fusion_attention.testing.drawn import drawn
+from fusion_attention.testing.estimated_rounding_errors import drawn
 
 Tensor = torch.Tensor
 Change = Callable[[dict[str, Tensor]], None]

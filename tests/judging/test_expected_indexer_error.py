@@ -12,7 +12,7 @@ from fusion_attention.contract import bind
 from fusion_attention.judging import expected_indexer_error as errors
 from fusion_attention.judging import indexer as judging_indexer
 from fusion_attention.judging.calls import recorded
-from fusion_attention.judging.error_bound import Errors, ratios
+from fusion_attention.judging.chi_square_limits import Errors, ratios
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.indexer_formulas import Compared, Index, compared, gradients, softmax
 from fusion_attention.judging.standards import STANDARDS

@@ -10,7 +10,7 @@ from support import compressed, decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
 from fusion_attention.judging.outputs import computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.standards import FLT_MAX

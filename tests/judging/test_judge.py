@@ -10,7 +10,7 @@ import torch
 from support.planted_calls import BASE, CAUSAL, planted_call
 
 import fusion_attention as fa
-from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.chi_square_limits import Errors
 from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.judge import diagnose
 from fusion_attention.judging.standards import Tally

@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.long_calls import TILE, Long, decode, dense, failing, gradient, sparse, sparse_gradient
 
-from fusion_attention.judging.error_bound import Errors, ratios
+from fusion_attention.judging.chi_square_limits import Errors, ratios
+from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.expected_error import PROGRAM
 from fusion_attention.judging.outputs import Output, Unit, computed, of_heads
-from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 Edit = Callable[[Block], Block]

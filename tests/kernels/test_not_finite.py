@@ -12,7 +12,7 @@ from support.cases import BITS, CAUSAL, DRAWN
 from support.paged_decode_calls import Cache, answer, operands_on, results
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, part, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")

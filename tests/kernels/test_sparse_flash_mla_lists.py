@@ -7,7 +7,7 @@ from support.listed_keys import computed, packed, witness
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 
 def test_lists_of_keys_and_their_gradients() -> None:

@@ -11,7 +11,7 @@ import fusion_attention as fa
 from fusion_attention import nn
 from fusion_attention.backends import triton as backend
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem, Problem
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 DIM, LENGTH = 32, 12
 SIZES: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 5}

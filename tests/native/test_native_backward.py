@@ -33,7 +33,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import compare
 
 # The specification adds up a table that lies broadcast.

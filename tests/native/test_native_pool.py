@@ -18,7 +18,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ops.compressed.pooling import OUT
 from fusion_attention.ops.shared.pooling import Windows, pooled
 from fusion_attention.testing.compare import compare
-from fusion_attention.testing.drawn import compare_with, expected_of
+from fusion_attention.testing.estimated_rounding_errors import compare_with, expected_of
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

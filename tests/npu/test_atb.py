@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 N1, N2, D, DV, SLOTS = 4, 2, 16, 8, 16
 ROWS, KEYS = torch.tensor([2, 0, 5, 3]), torch.tensor([20, 0, 31, 16])

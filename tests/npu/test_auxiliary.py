@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_attention import ContractError, npu
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 GENERATOR = torch.Generator().manual_seed(28)
 X, DY = torch.randn(2, 3, 6, 8, generator=GENERATOR)

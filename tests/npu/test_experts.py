@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 T, K, E, H = 7, 2, 5, 4
 

@@ -11,7 +11,7 @@ from support.bits import same_bits
 from fusion_attention import ContractError, npu
 from fusion_attention.npu.auxiliary.products import ACTIVATIONS
 from fusion_attention.ops.auxiliary_definitions.products import GROUPED
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 M, K, N, E = 9, 16, 6, 3
 

@@ -9,7 +9,7 @@ from support.bits import same_bits
 from support.listed_keys import KEYS, ROWS, computed, packed, witness
 
 import fusion_attention as fa
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_attention import npu
 from fusion_attention.npu.device import compiled
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
 

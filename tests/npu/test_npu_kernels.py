@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 

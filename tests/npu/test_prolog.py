@@ -9,7 +9,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 T, H, CQ, N, D, CKV, DR = 6, 24, 12, 3, 8, 16, 4
 PAGES, SLOTS = 4, 5

@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention.contract import Attr, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 RATIO, WINDOW = 4, 6
 CAUSAL: dict[str, Any] = {"ori_mask_mode": 4, "ori_win_left": WINDOW - 1, "ori_win_right": 0}

@@ -9,7 +9,7 @@ import torch
 from support.sources import ROOT
 
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import expected_of
+from fusion_attention.testing.estimated_rounding_errors import expected_of
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "v4_layer.py"
 

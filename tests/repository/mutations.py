@@ -12,7 +12,7 @@ from mutations_of_triton import OF_TRITON
 FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
 GOLDEN = "training/test_golden.py::test_against_autograd"
 BLOCKS = "training/test_block_sparse.py::test_tiles_hide_what_blocks_hide"
-TILES = "training/test_blocked_tiles.py::test_golden_against_the_formulas"
+TILES = "training/test_blocked_tiles_mask.py::test_golden_against_the_formulas"
 MODES = ("training/test_modes.py::test_the_band_of_a_mode", FORMULAS)
 DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
 SELECTION = "sparse/test_sparse.py::test_golden_against_autograd"
@@ -217,10 +217,10 @@ INTERFACES = [
             "copy=[-array is value or isinstance(value, torch.Tensor)-]{+False+})",
             "contract/test_binding.py::test_lengths_are_copied"),
     package("the largest memory waits as others do", "memory.py", "[-_tell(block, _MADV_FREE)-]{+pass+}",
-            "backends/test_memory.py::test_the_largest_wait_as_memory_that_the_system_may_take"),
+            "backends/test_huge_pages_and_memory_reuse.py::test_the_largest_wait_as_memory_that_the_system_may_take"),
     package("memory lent twice", "memory.py",
             "if block.nbytes == size and [-_idle.pop(place, None) is not None-]{+place in _idle+}:",
-            "backends/test_memory.py::test_memory_that_somebody_holds_is_nobody_elses"),
+            "backends/test_huge_pages_and_memory_reuse.py::test_memory_that_somebody_holds_is_nobody_elses"),
     package("captures begin at 0000 again", "captures/capture.py", "default=-1) [-+ 1-]{+* 0+}",
             "captures/test_concurrent_captures.py::test_numbers_go_on"),
     package("uninstall leaves an attribute", "patches.py", "        [-delattr(owner, name)-]{+pass+}",
@@ -331,7 +331,7 @@ NATIVE = [
     core("core: an odd nibble keeps a bit of its neighbour", "decode/rows.h", "to[d + 1] = both >> [-4-]{+3+};"),
     core("core: a row in pieces read one element late", "decode/rows.h",
          "std::memcpy(to + at, row{+ + c.item+}, least(size, bytes - at));"),
-    core("core: a prompt's pieces of rows taken in turns", "dense/pack_cache.h",
+    core("core: a prompt's pieces of rows taken in turns", "dense/pack_from_kv_cache.h",
          "const std::int64_t place = at[- / c.piece * c.stride_piece + at % c.piece-];"),
     core("core: a mask that begins at a later key blocks earlier ones", "simd/masks.h",
          "skip = [-most<std::int64_t>(clear - at, 0)-]{+0+};"),

@@ -54,15 +54,15 @@ RUNTIME = [
     capi("a thread has the device of another one", "streams.cpp", "[-thread_local -]Handle current",
          "test_runtime.py::test_a_thread_has_no_device_of_another_ones"),
     capi("freed addresses are given out again at once in the checked mode", "allocations.cpp",
-         "[-all.freed.push_back(found);-]", "test_checked.py::test_uses_after_free"),
+         "[-all.freed.push_back(found);-]", "test_checked_mode.py::test_uses_after_free"),
     capi("a host type of half the size is not noticed", "tensors.cpp", "copied % size == 0[- || size % copied == 0-]",
-         "test_checked.py::test_host_types_that_are_not_the_tensors"),
+         "test_checked_mode.py::test_host_types_that_are_not_the_tensors"),
     capi("an empty configuration path is a file's", "configuration.cpp", "path != nullptr[- && *path != 0-]",
          "test_runtime.py::test_no_file_is_needed"),
     capi("aclInit does not take over what aclnnInit began", "runtime.cpp", "if (own.running[- && !own.by_operators-])",
          "test_runtime.py::test_operators_begin_it_too"),
-    capi("the checked mode is always on", "calls.cpp", "number([-checked() ? next_call() : 0-]{+next_call()+})",
-         "test_checked.py::test_off_nothing_is_reported"),
+    capi("the checked mode is always on", "errors.cpp", "number([-checked() ? next_call() : 0-]{+next_call()+})",
+         "test_checked_mode.py::test_off_nothing_is_reported"),
 ]  # fmt: skip
 
 ATB = [
@@ -223,7 +223,7 @@ NPU_KERNELS = [
     package("weights that layers share part when a module moves to npu", "npu/device/cpp/kernels.cpp",
             "[-(dense(self.key_set()) && dense(from.key_set()))-]{+false+}",
             "npu/test_npu_kernels.py::test_a_module_that_moves_keeps_its_parameters",
-            "integrations/test_npu_models.py::test_a_model_is_the_same_there"),
+            "integrations/test_transformers_on_npu.py::test_a_model_is_the_same_there"),
     package("npu counts integers as floats", "npu/device/cpp/kernels.cpp", "alias.to(at::[-kDouble-]{+kFloat+})",
             "npu/test_npu_kernels.py::test_integers_are_counted"),
 ]  # fmt: skip

@@ -301,7 +301,7 @@ LONG_CALLS = [
             "there = (j < tl.[-load(tile + 2)-]{+minimum(tl.load(tile + 2), 1100)+})", LONG_CALLS_SUMS),
     package("Triton: the indexer reads no key from 2048 on", "backends/triton/indexer/choice.py",
             "ahead = seen_ranks(scores, j + BN, first, [-end-]{+tl.minimum(end, 2048)+})", LONG_CALLS_CHOICE),
-    package("the error bound looks at no tile from row 1024 on", "judging/error_bound.py",
+    package("the error bound looks at no tile from row 1024 on", "judging/chi_square_limits.py",
             "    full = [-length-]{+min(length, 1024)+} // TILE * TILE\n    result = rows",
             "judging/test_error_bound.py::test_a_fault_of_one_tile_is_seen_however_long_the_rest_is"),
     core("core: keys from 2048 on are not read", "dense/forward.h",

@@ -25,8 +25,8 @@ LAYERS = {
     "_native": 0,
 }  # fmt: skip
 
-# Outside the layers: the interface (test_imports.py: what it shows comes late); testing sees all, and only tests see
-# it, and the command that judges as they do.
+# Outside the layers: the interface (test_lazy_imports.py: what it shows comes late); testing sees all, and only tests
+# see it, and the command that judges as they do.
 INTERFACE, TESTING = "", "testing"
 JUDGES = ("cli.selftest",)
 

@@ -10,7 +10,7 @@ from support.sparse_checks import close
 
 import fusion_attention as fa
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusion_attention.nn import SparseLatentAttention, set_stage
 from fusion_attention.testing import check, compare
-from fusion_attention.testing.drawn import expected_of
+from fusion_attention.testing.estimated_rounding_errors import expected_of
 
 pytest.importorskip("transformers")
 TOP_K = 6

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import nn as dsa
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import compare_with, expected_of
+from fusion_attention.testing.estimated_rounding_errors import compare_with, expected_of
 
 LENGTHS = [19, 12]
 

@@ -11,9 +11,9 @@ from support.reference_layers import DIM, LATENT, make, plain
 from torch import Tensor
 
 from fusion_attention import nn as dsa
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import check
-from fusion_attention.testing.drawn import expected_of
+from fusion_attention.testing.estimated_rounding_errors import expected_of
 
 FORMS, STAGES = ("latent", "heads", "grouped"), dsa.STAGES
 LENGTHS = [19, 12]

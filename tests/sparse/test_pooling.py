@@ -10,7 +10,7 @@ from support.compressed import pooled_by_loops
 import fusion_attention as fa
 from fusion_attention import ContractError
 from fusion_attention.npu.auxiliary.compressor import compressor
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 RATIO, HEADS, DIM = 4, 2, 6

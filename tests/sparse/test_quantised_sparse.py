@@ -9,7 +9,7 @@ from support.bits import same_bits
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.settings import strict
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 B, S1, N1, D, SLOTS = 2, 5, 4, 16, 16
 ROWS, KEYS = [5, 3], [20, 31]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.testing.drawn import attend
+from fusion_attention.testing.estimated_rounding_errors import attend
 
 Tensor = torch.Tensor
 

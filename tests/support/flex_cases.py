@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, noop_mask
 
-from fusion_attention.testing.drawn import attend
+from fusion_attention.testing.estimated_rounding_errors import attend
 
 Mod = Callable[..., Any]
 

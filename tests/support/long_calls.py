@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fusion_attention.judging.calls import Recorded, recorded
-from fusion_attention.judging.error_bound import Errors, ratios
+from fusion_attention.judging.chi_square_limits import Errors, ratios
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.outputs import Output, Unit, computed, of_heads, setting_of
-from fusion_attention.judging.setting import Setting
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.cases import Case, arguments
 from fusion_attention.testing.sparse import SparseCase

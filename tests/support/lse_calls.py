@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fusion_attention as fa
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 Given = dict[str, Tensor]

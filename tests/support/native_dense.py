@@ -19,7 +19,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import FLOAT32
 from fusion_attention.testing import compare
 from fusion_attention.testing.expected import sizes

@@ -11,7 +11,7 @@ import torch
 from support.sparse_checks import Args, Results, cloned
 
 from fusion_attention.ir.call import Lowered
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.ops.indexer_loss.lowered_call import INDEX_STATISTICS, Loss
 from fusion_attention.ops.sparse.lowered_call import SparseBackward

@@ -15,7 +15,7 @@ from fusion_attention.backends import golden
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import check
 from fusion_attention.testing.expected import sizes
 

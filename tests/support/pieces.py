@@ -12,7 +12,7 @@ from fusion_attention.contract import bind
 from fusion_attention.distributed.chunk_attention import Chunks, FullCall, Keys, Rows, Saved
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes

@@ -14,7 +14,7 @@ import fusion_attention as fa
 from fusion_attention import Band
 from fusion_attention.distributed import attention, shard, unshard
 from fusion_attention.distributed.groups import group_of
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.shared.layouts import LAYOUTS
 from fusion_attention.testing import check
 

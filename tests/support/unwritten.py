@@ -11,7 +11,7 @@ from support.bits import same, same_bits
 
 from fusion_attention.contract import bind
 from fusion_attention.ir.call import tensors_in
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import stored
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.inference import api_definition as decode_attention

@@ -21,7 +21,7 @@ from fusion_attention.ops.shared.layouts import matrix_view
 from fusion_attention.ops.training.api_definition import RECORD
 from fusion_attention.ops.training.block_mask import to_matrix, to_tiles
 from fusion_attention.testing import compare, hostile
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 SCALE = 0.125

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_attention as fa
 from fusion_attention.judging.judge import judged
 from fusion_attention.judging.loaders import Reading, read_calls
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 

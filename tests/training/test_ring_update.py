@@ -10,10 +10,10 @@ from support.pieces import Call, expected
 
 from fusion_attention import ContractError, npu
 from fusion_attention.ir.merge import Partial, empty_partial, join_sink, merge
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import stored
 from fusion_attention.testing import compare
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 HEADS, DIM = 4, 32

@@ -24,7 +24,7 @@ from fusion_attention.testing import (
     plain,
     run,
 )
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 BACKENDS = ("cpu",)
 FLT_MAX = torch.finfo(torch.float32).max

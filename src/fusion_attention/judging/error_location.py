@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fusion_attention.judging.error_bound import LEAST
+from fusion_attention.judging.chi_square_limits import LEAST
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.grid import OF_MASK, Mask, Surface, cells_of
-from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor

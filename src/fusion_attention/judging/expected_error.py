@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.problem import Problem
+from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.formulas import GRADIENTS, Scored, Softmax, at_sink
-from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a

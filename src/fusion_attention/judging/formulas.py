@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.backends.golden.attention import weighted_sum
-from fusion_attention.judging.setting import Block
+from fusion_attention.judging.editable_call import Block
 
 Tensor = torch.Tensor
 _INF = math.inf

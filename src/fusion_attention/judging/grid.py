@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion_attention.judging.error_bound import COLUMNS, LEAST
+from fusion_attention.judging.chi_square_limits import COLUMNS, LEAST
 from fusion_attention.judging.standards import Tally
 
 if TYPE_CHECKING:

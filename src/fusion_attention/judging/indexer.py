@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.judging.calls import JudgeError
-from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.chi_square_limits import Errors
 from fusion_attention.judging.error_location import Map, looks_like
 from fusion_attention.judging.expected_error import POOR, Grade
 from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted

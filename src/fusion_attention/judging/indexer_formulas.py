@@ -15,8 +15,8 @@ import torch
 from fusion_attention.backends.golden.attention import weighted_sum
 from fusion_attention.backends.golden.sparse_indices import added_up
 from fusion_attention.ir.problem import Extents
+from fusion_attention.judging.editable_call import selected_times
 from fusion_attention.judging.expected_error import products_of_squares
-from fusion_attention.judging.setting import selected_times
 
 Tensor = torch.Tensor
 _LEAST = 1e-8

@@ -14,9 +14,9 @@ from fusion_attention.ir import bias
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging import expected_error, formulas
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.ops.compressed.lowered_call import LSE as SHARED_LSE
 from fusion_attention.ops.compressed.lowered_call import FlashMla
 from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall

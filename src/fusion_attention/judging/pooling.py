@@ -14,13 +14,13 @@ import torch
 from fusion_attention.ir.pooling import PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.judging import expected_error, formulas
-from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.chi_square_limits import Errors
+from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.measure import Beside, Result, Subject, explanations
 from fusion_attention.judging.outputs import Wanted
-from fusion_attention.judging.setting import Block
 from fusion_attention.judging.standards import Tally
 from fusion_attention.judging.verdict import Explanation
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fusion_attention.judging.error_bound import Errors, Look, ratios
+from fusion_attention.judging.chi_square_limits import Errors, Look, ratios
 from fusion_attention.judging.outputs import Wanted
 
 Tensor = torch.Tensor

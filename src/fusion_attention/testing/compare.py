@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from fusion_attention.judging.error_bound import Errors, Expected, ratios
+from fusion_attention.judging.chi_square_limits import Errors, Expected, ratios
 from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.testing.cases import Tensor
 

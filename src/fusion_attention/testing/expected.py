@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.outputs import TOTALS, Output, computed, of_heads, setting_of, totals, units
-from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.ops.training.lowered_call import DenseCall, fresh, grads_of, operands_of
 from fusion_attention.ops.training.statistics import LANES, from_lanes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import KERNEL
 from fusion_attention.judging.indexer import KINDS, judgeable, pieces, setting_of, views_of
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer.lower import indexer_call
 from fusion_attention.ops.indexer.lowered_call import Indexer, IndexerBackward

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, finite, layouts
-from fusion_attention.judging.setting import Setting
 
 Tensor = torch.Tensor
 

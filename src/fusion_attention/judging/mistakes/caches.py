@@ -11,10 +11,10 @@ import torch
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging import formulas
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, out_of
 from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _SAMPLES = 4  # number of compared rows of a sequence

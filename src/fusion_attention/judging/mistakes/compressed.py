@@ -7,8 +7,8 @@ import numpy as np
 
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Compressed
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
-from fusion_attention.judging.setting import Setting
 
 Edges = Iterable[tuple[str, np.ndarray]]
 BOUND = (

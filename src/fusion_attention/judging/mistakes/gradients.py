@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from fusion_attention.ir.problem import Problem
+from fusion_attention.judging.editable_call import Block, Setting
+from fusion_attention.judging.mistakes.gradient_contributions import counted, ways
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing
-from fusion_attention.judging.mistakes.sums import counted, ways
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _LN2 = math.log(2)

@@ -12,10 +12,10 @@ import torch
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Problem
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.outputs import Output, Unit
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 SIZES = (16, 32, 64, 128, 256)  # sizes of tiles

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import RowView
+from fusion_attention.judging.editable_call import Lists, Setting
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing
-from fusion_attention.judging.setting import Lists, Setting
 
 Tensor = torch.Tensor
 _BLOCKS = (1, 16, 32, 64, 128)

@@ -9,6 +9,7 @@ import torch
 from fusion_attention.ir.kv import PagedView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.mistakes.kinds import (
     Case,
     Mistake,
@@ -20,7 +21,6 @@ from fusion_attention.judging.mistakes.kinds import (
     unmasked,
     without_matrix,
 )
-from fusion_attention.judging.setting import Block, Setting
 
 _LOOKS = 64  # number of rows, or of keys, at which a candidate is compared with the wrong output
 TILES = (512, 128, 256, 64, 32, 16, 1024, 2048)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fusion_attention.judging import formulas
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import LEFT, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, grown, out_of, returning, wrong_rows
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _SCREENED = 4  # number of wrong rows on which candidates are tried first

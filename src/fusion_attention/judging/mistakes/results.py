@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
+from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import (
@@ -22,7 +23,6 @@ from fusion_attention.judging.mistakes.kinds import (
     returning,
 )
 from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 Raw = dict[str, Tensor]

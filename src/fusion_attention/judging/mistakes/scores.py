@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.problem import Problem
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing, of_results, unmasked
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try
 from fusion_attention.judging.mistakes.online_softmax import (
@@ -20,7 +21,6 @@ from fusion_attention.judging.mistakes.online_softmax import (
     sizes_of,
     suits,
 )
-from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 _EXCHANGED = "its values and those of the next tile exchanged"

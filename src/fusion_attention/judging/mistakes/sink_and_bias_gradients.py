@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.expected_error import LEFT, PROGRAM
 from fusion_attention.judging.measure import of_total
 from fusion_attention.judging.outputs import Output, Wanted, totals
-from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
 
 Tensor = torch.Tensor

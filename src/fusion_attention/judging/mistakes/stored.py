@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import KERNEL, LEFT, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import (
@@ -20,7 +21,6 @@ from fusion_attention.judging.mistakes.kinds import (
     wrong_rows,
 )
 from fusion_attention.judging.outputs import Output, Unit, Wanted, computed
-from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.judging.standards import marked
 
 Tensor = torch.Tensor

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing.compare import compare
 from fusion_attention.testing.monte_carlo_arithmetic import Copies, Noise, Roundings, quantum
 

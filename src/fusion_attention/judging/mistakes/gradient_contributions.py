@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from fusion_attention.judging import formulas
+from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import LEFT
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Try, wrong_area, wrong_outputs
 from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 _SAMPLES = 8

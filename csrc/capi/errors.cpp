@@ -1,4 +1,4 @@
-#include "capi/calls.h"
+#include "capi/errors.h"
 
 #include <dlfcn.h>
 
