@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-MOST = 8  # cases of one test that run every day
+MOST = 12  # cases of one test that run every day
 TURN = "FUSION_SLOW_TURN"  # "3/40": every fortieth slow test runs too, drawn by name; another number, other ones
 
 

@@ -8,7 +8,7 @@ from support.bits import same_bits, same_where_not_finite
 from support.pooling import Case, both, computed, expected, specified
 
 from fusion_attention.backends import triton
-from fusion_attention.backends.triton.pooling import launch
+from fusion_attention.backends.triton.window_pooling import launch
 from fusion_attention.ops.compressed.pooling import PoolingBackward
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 from fusion_attention.torch_ops import eager

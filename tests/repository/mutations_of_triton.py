@@ -206,7 +206,7 @@ INDEXER = [
             "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip
 
-POOLING_KERNEL, POOLING_LAUNCH = "backends/triton/pooling/kernel.py", "backends/triton/pooling/launch.py"
+POOLING_KERNEL, POOLING_LAUNCH = "backends/triton/window_pooling/kernel.py", "backends/triton/window_pooling/launch.py"
 POOLING_CASES = "kernels/test_pooling.py::test_results_and_gradients"
 UNBOUNDED = "kernels/test_pooling.py::test_what_is_not_finite_reaches_what_it_reaches_in_float64"
 PLANTED = "judging/test_planted_compressed.py::test_mistakes_of_the_compressor"

@@ -164,7 +164,7 @@ LAUNCHES = {
     "attention_forward": ("dense.launch", "run_forward"), "attention_backward": ("dense.launch", "run_backward"),
     "indexer_topk": ("indexer.launch", "run_topk"), "indexer_backward": ("indexer.launch", "run_backward"),
     "indexer_lse": ("indexer.launch_loss", "run_lse"), "indexer_loss": ("indexer.launch_loss", "run_loss"),
-    "pooling": ("windows.launch", "run"), "pooling_backward": ("windows.launch", "run_backward"),
+    "pooling": ("window_pooling.launch", "run"), "pooling_backward": ("window_pooling.launch", "run_backward"),
 }  # fmt: skip
 OF_SELECTED = {
     "attention_forward": ("selected.launch", "run"),

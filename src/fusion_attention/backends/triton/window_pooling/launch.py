@@ -7,8 +7,8 @@ import torch
 from fusion_attention.backends.triton.common import layout_table, shapes
 from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule, Scratch, bytes_of
 from fusion_attention.backends.triton.common.layout_table import CallMemory
-from fusion_attention.backends.triton.pooling.kernel import pool, pool_bias, pool_gradient
 from fusion_attention.backends.triton.selected.launch import tokens
+from fusion_attention.backends.triton.window_pooling.kernel import pool, pool_bias, pool_gradient
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import Extents
 
