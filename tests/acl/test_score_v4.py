@@ -12,6 +12,8 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.training.score_v4 import GRAD_V4, SCORE_V4
 
 Tensor = torch.Tensor
+ROPE = {"query_rope": True, "key_rope": True, "D": 128, "Dv": 128, "Dr": 64}
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
@@ -79,6 +81,13 @@ def test_a_mask_decides_beside_a_seed() -> None:
     want = done(SCORE_V4, {**args, "seed": 0, "offset": 0})
     same_bits(done(SCORE_V4, args), want)
     same_bits(gradients_of(args, want), gradients_of({**args, "seed": 0, "offset": 0}, want))
+
+
+@pytest.mark.parametrize("layout", SCORE_V4.layouts)
+@pytest.mark.parametrize("more", [{}, {"sink": True, "out_dtype": 27}], ids=["alone", "sink"])
+def test_rope_parts_in_every_layout(layout: str, more: dict[str, Any]) -> None:
+    """Without a mask, and beside drawn dropout and a sink."""
+    check_bits_of_torch_npu(drawn(layout, 11, 2, **ROPE, **more))
 
 
 def test_switched_off_tails() -> None:

@@ -31,6 +31,11 @@ PROBLEM = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)
 RICH = dataclasses.replace(
     PROBLEM, dim_rope=8, dtype="bfloat16", bias="slopes", has_sink=True, dropout="philox", keep_prob=0.8
 )
+CASES = {
+    "plain": PROBLEM,
+    "rich": RICH,
+    "means": dataclasses.replace(PROBLEM, empty_rows="mean", dropout="philox", keep_prob=0.5),
+}
 
 
 def call_of(problem: Problem) -> Call:
@@ -43,6 +48,15 @@ def run(call: Call, packed: bool = True, threads: int = 1) -> Results:
     """Every output of forward and backward."""
     saved = native(call, packed=packed, threads=threads)
     return saved | gradients(call, saved, packed=packed, threads=threads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
+    call = call_of(CASES[name])
+    packed = run(call)
+    assert not any(value.isnan().any() for values in packed.values() for value in values)
+    same_bits(packed, run(call, packed=False))
+    same_bits(packed, run(call))
 
 
 def test_neighbours_do_not_matter() -> None:
@@ -72,6 +86,11 @@ def test_threads_share_short_sequences(heads: int) -> None:
         bind(api_definition.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths})
     )
     compare("out", results[0], Expected(by_torch, expected_of(DenseForward(call))["out"].size))
+
+
+def test_threads_do_not_matter() -> None:
+    call = call_of(RICH)
+    same_bits(run(call), run(call, threads=2))
 
 
 def test_an_empty_batch_runs() -> None:

@@ -1,14 +1,13 @@
 """Signatures: the functions against their records, and the records against CANN's and torch_npu's declarations."""
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clauses.pages import PAGES
 from support.operators import declared
 from support.records import INTERFACES
-from support.sources import SOURCE
 
 import fusion_attention
 from fusion_attention.captures.capture import HOOKED
@@ -75,8 +74,19 @@ def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pyt
     assert passed(monkeypatch, function, given) == inputs | {"k": "the keys", "v": "the values"}
 
 
-# The functions of CANN's package, as its own Python has them: parameters by name, with defaults except None; those
-# after * are keyword-only. git has the other functions' parameters in the stubs of type checkers, and the C headers.
+# Parameters by name, with defaults except None; those after * are keyword-only.
+# torch_npu's functions that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
+TORCH_NPU = {
+    "npu_block_sparse_attention": "query key value block_sparse_mask block_shape * q_input_layout='TND'"
+    " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
+    " actual_seq_lengths_kv softmax_lse_flag=0",
+    "npu_block_sparse_attention_backward": "d_out query key value attention_out softmax_lse block_sparse_mask"
+    " block_shape actual_seq_lengths actual_seq_lengths_kv q_input_layout='TND' kv_input_layout='TND'"
+    " num_key_value_heads=1 scale_value=0.0",
+}
+
+
+# The functions of CANN's package, as its own Python has them.
 LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
 SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
 MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
@@ -116,7 +126,7 @@ KEYWORDS = {"compressed_attention": "ratio"} | dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("name", [*CANN_OPS, *KEYWORDS])
+@pytest.mark.parametrize("name", [*TORCH_NPU, *CANN_OPS, *KEYWORDS])
 def test_signatures(name: str) -> None:
     parameters = list(inspect.signature(INTERFACES[name]).parameters.values())
     words = [p.name if p.default in (p.empty, None) else f"{p.name}={p.default!r}" for p in parameters]
@@ -126,12 +136,127 @@ def test_signatures(name: str) -> None:
         return
     if any(keyword_only):
         words.insert(keyword_only.index(True), "*")
-    assert words == CANN_OPS[name].split()
+    assert words == (TORCH_NPU | CANN_OPS)[name].split()
 
 
-def test_every_signature_is_compared() -> None:
-    """Here, or in the stubs that git holds: npu/__init__.pyi of torch_npu's functions, _aclnn.pyi of aclnn's."""
+FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1
+    quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset block_table
+    query_padding_size kv_padding_size"""
+FUSED_NUMBERS = """num_heads scale_value pre_tokens next_tokens input_layout num_key_value_heads sparse_mode
+    inner_precise block_size antiquant_mode softmax_lse_flag"""
+FUSED_SIDES = """key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset
+    key_shared_prefix value_shared_prefix actual_shared_prefix_len"""
+FUSED_ROPES, FUSED_MODES = "query_rope key_rope key_rope_antiquant_scale", "key_antiquant_mode value_antiquant_mode"
+FUSED_OUT = "attention_out softmax_lse"
+
+# The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
+BLOCKS = "block_sparse_mask atten_mask block_shape actual_seq_lengths actual_seq_lengths_kv"
+BLOCK_INPUTS = f"query key value {BLOCKS} block_table"
+BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"
+BLOCK_NUMBERS = """ q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
+    pre_tokens next_tokens softmax_lse_flag"""
+BLOCK_OUT = " attention_out softmax_lse"
+MATRICES = "pse drop_mask padding_mask atten_mask"
+ENDS = "actual_seq_qlen actual_seq_kvlen"
+BEGINS = "q_start_idx kv_start_idx"
+NUMBERS = "scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode"
+SAVED = "softmax_max softmax_sum softmax_in attention_in"
+SCORE_OUT = "softmax_max softmax_sum softmax_out attention_out"
+ROPE_ROWS = "query query_rope key key_rope value"
+STEP = "query key value pse_shift atten_mask actual_seq_lengths"
+INTEGERS = "dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
+STEP_NUMBERS = "num_heads scale_value input_layout num_key_value_heads"
+PROMPT_NUMBERS = "num_heads scale_value pre_tokens next_tokens input_layout num_key_value_heads"
+OF_LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
+SIZES = "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_k head_dim"
+LAYOUTS = "layout_q layout_k mask_mode cmp_ratio"
+WINDOW = "sparse_mode pre_tokens next_tokens"
+KEY_LENGTHS = "actual_seq_lengths_query actual_seq_lengths_key"
+ACLNN = {
+    "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
+    "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
+    + f"{BLOCK_SCALES} p_quant_scale{BLOCK_NUMBERS} quant_mode dst_type_max{BLOCK_OUT}",
+    "aclnnFlashAttentionScore": f"query key value {MATRICES} prefix {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionScoreV3": f"query key value {MATRICES} sink prefix {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScore": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV2": f"query key value {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV3": f"{ROPE_ROWS} {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV4": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} softmax_layout"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV5": f"{ROPE_ROWS} {MATRICES} sink prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" softmax_layout {SCORE_OUT}",
+    "aclnnFlashAttentionScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {NUMBERS} dq dk dv dpse",
+    "aclnnFlashAttentionScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {BEGINS} {NUMBERS} pse_type dq"
+    " dk dv dpse",
+    "aclnnFlashAttentionScoreGradV3": f"query key value dy {MATRICES} {SAVED} sink prefix {BEGINS} {NUMBERS} pse_type"
+    " dq dk dv dpse dsink",
+    "aclnnFlashAttentionUnpaddingScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk dv"
+    " dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type dq dk dv dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV4": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk"
+    " dv dpse softmax_layout",
+    "aclnnFlashAttentionUnpaddingScoreGradV5": f"{ROPE_ROWS} dy {MATRICES} {SAVED} sink prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type softmax_layout dq dq_rope dk dk_rope dv dpse dsink",
+    "aclnnIncreFlashAttention": f"{STEP} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV2": f"{STEP} {INTEGERS} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV3": f"{STEP} {INTEGERS} antiquant_scale antiquant_offset block_table {STEP_NUMBERS}"
+    " block_size inner_precise attention_out",
+    "aclnnPromptFlashAttention": f"{STEP} {PROMPT_NUMBERS} attention_out",
+    "aclnnPromptFlashAttentionV2": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " attention_out",
+    "aclnnPromptFlashAttentionV3": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " inner_precise attention_out",
+    "aclnnFusedInferAttentionScore": f"{FUSED_INPUTS} {FUSED_NUMBERS} {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV2": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_NUMBERS} {FUSED_MODES} {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV3": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} {FUSED_NUMBERS} {FUSED_MODES}"
+    f" {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV4": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
+    f" {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode {FUSED_OUT}",
+    "aclnnFusedInferAttentionScoreV5": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
+    f" q_start_idx kv_start_idx {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode pse_type {FUSED_OUT}",
+    "aclnnLightningIndexer": f"query key weights {KEY_LENGTHS} block_table layout_query layout_key sparse_count"
+    f" {WINDOW} return_values sparse_indices_out sparse_values_out",
+    "aclnnLightningIndexerGrad": f"query key dy sparse_indices weights {KEY_LENGTHS} head_num layout {WINDOW}"
+    " deterministic dquery dkey dweights",
+    "aclnnSparseFlashAttention": f"query key value sparse_indices block_table actual_seq_lengths_query"
+    f" actual_seq_lengths_kv query_rope key_rope scale_value sparse_block_size layout_query layout_kv {WINDOW}"
+    " attention_mode return_softmax_lse attention_out softmax_max softmax_sum",
+    "aclnnDenseLightningIndexerKLLossGrad": f"q k w attn_softmax_l1_norm softmax_lse {OF_LENGTHS} metadata {LAYOUTS}"
+    " dq dk dw softmax_out",
+    "aclnnDenseLightningIndexerSoftmaxLseV2": f"query_index key_index weight {OF_LENGTHS} metadata {LAYOUTS}"
+    " softmax_lse",
+    "aclnnSparseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} topk {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLse": f"query_index key_index weight {KEY_LENGTHS} layout {WINDOW} softmax_max"
+    " softmax_sum",
+    "aclnnDenseLightningIndexerGradKLLoss": f"query key query_index key_index weights softmax_max softmax_sum"
+    f" softmax_max_index softmax_sum_index query_rope key_rope {KEY_LENGTHS} scale_value layout {WINDOW} dquery_index"
+    " dkey_index dweights loss",
+    **{
+        f"aclnnSparseFlashMla{suffix}Metadata": """
+        cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
+        ori_topk_length cmp_topk_length num_heads_q num_heads_kv head_dim batch_size max_seqlen_q max_seqlen_ori_kv
+        max_seqlen_cmp_kv ori_topk cmp_topk cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q
+        layout_kv has_ori_kv has_cmp_kv meta_data"""
+        for suffix in ("", "Grad")
+    },
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": f"{OF_LENGTHS} topk_length num_heads_q num_heads_k head_dim"
+    f" batch_size max_seqlen_q max_seqlen_k topk {LAYOUTS} meta_data",
+}
+
+
+@pytest.mark.parametrize("name", ACLNN)
+def test_aclnn_parameter_order(name: str) -> None:
+    assert [p.shown for p in RECORDS[name].params] == ACLNN[name].split()
+
+
+def test_every_record_is_compared() -> None:
+    pages = {page.operator for page in PAGES}  # test_clauses.py compares their prototypes
+    ours = {"decode_attention", "compress", *INTERFACES}
+    assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
-    stub = (SOURCE / "npu" / "__init__.pyi").read_text(encoding="utf-8")
-    in_stub = set(re.findall(r"^def (npu_\w+)", stub, re.MULTILINE))
-    assert {*CANN_OPS, *KEYWORDS} == set(INTERFACES) - set(declared()) - in_stub
+    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_") and name not in declared()}
+    assert {*TORCH_NPU, *CANN_OPS, *KEYWORDS} == set(INTERFACES) - set(declared())

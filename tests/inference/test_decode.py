@@ -1,22 +1,29 @@
 """Decoding: golden against dense formulas, back ends against golden, stores and interfaces against each other bit by
 bit."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same
-from support.decode_cases import CASES
+from support.decode_cases import CASES, STORES
 from support.inference_calls import in_float64, run
 from support.two_phase import call
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
+from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.ops.inference.lowered_call import InferenceCall
-from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, query_of
+from fusion_attention.testing import check, expected_of
+from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, logical, pages_of, place, query_of
+
+HOST = torch.device("cpu")
 
 
 def lowered(args: Args) -> InferenceCall:
@@ -34,6 +41,38 @@ def test_golden_agrees_with_dense_formulas(case: DecodeCase) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
 
+def test_the_cpu_back_end_agrees_with_golden() -> None:
+    computed = 0
+    for case in CASES:
+        call = lowered(arguments(case))
+        if cpu.reasons_against(call.problem, HOST):
+            continue
+        computed += 1
+        check(case.id, run(call, "cpu"), expected_of(call, run(in_float64(call), "golden")))
+    assert computed > 10
+
+
+def backends(*calls: InferenceCall) -> Iterator[str]:
+    yield "golden"
+    if not any(cpu.reasons_against(call.problem, HOST) for call in calls):
+        yield "cpu"
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BNSD", "BSND"])
+@pytest.mark.parametrize("integers", ["", "channel"])
+def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
+    base = DecodeCase(layout=layout, integers=integers, offsets=bool(integers), kv_len=(40, 0, 33, 16), slots=48)
+    n, calls = logical(base), []
+    for store in (*STORES, *(["headed"] if layout == "BNSD" else [])):
+        args, table = arguments(base), pages_of(replace(base, store=store))
+        valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
+        kv = {name: place(replace(base, store=store), n[name[0]], valid_table) for name in ("key", "value")}
+        calls.append(lowered(args | kv | {"block_table": table, "block_size": 16 if table is not None else 0}))
+    for backend in backends(*calls):
+        first, *rest = (out_of(call, backend) for call in calls)
+        assert all(same(first, other) for other in rest), backend
+
+
 # ----------------------------------------------------------------------------------------------------------- interfaces
 
 
@@ -41,6 +80,52 @@ def two_phase(name: str, args: Args, out: torch.Tensor) -> tuple[int, int]:
     """The codes of both phases; keys and values are lists of tensors."""
     lists = {n: t if isinstance(t := args[n], list) else [t] for n in ("key", "value")}
     return call(RECORDS[name], {**args, **lists}, {"attention_out": out}, strict=False)
+
+
+def pythonic(case: DecodeCase, args: Args) -> Args | None:
+    """The call as arguments of decode_attention; None where it has other words."""
+    if case.padding >= 0 or case.blank or case.out or case.store == "pages" or case.rows > max(case.kv_len):
+        return None
+    if case.store == "list" and (case.mask or case.pse):
+        return None  # here they count the longest tensor's slots
+
+    def axes(t: Any, heads: int) -> Any:
+        if isinstance(t, list):
+            return [axes(one, heads) for one in t]
+        return t.unflatten(-1, (heads, t.shape[-1] // heads)) if case.layout == "BSH" else t
+
+    n, layout = logical(case), "BNSD" if case.layout == "BNSD" else "BSND"
+    given: Args = {"q": axes(args["query"], case.heads_q), "layout": layout, "cache_layout": layout}
+    given["cache"] = tuple(axes(args[name], case.heads_kv) for name in ("key", "value"))
+    given |= {"kv_len": args["actual_seq_lengths"], "scale": args["scale_value"], "block_table": args["block_table"]}
+    given["bias"] = args["pse_shift"]
+    given["blocked"] = None if args["atten_mask"] is None else args["atten_mask"][:, None, None]
+    if case.integers:
+        for i, side in enumerate("kv"):
+            given[f"{side}_scale"] = n["scale"][i].float()
+            given[f"{side}_offset"] = n["offset"][i].float() if case.offsets else None
+    return given
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_interfaces_give_the_same_bits(case: DecodeCase) -> None:
+    args = arguments(case)
+    want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
+    names = ["aclnnIncreFlashAttentionV4"]
+    if case.padding < 0:
+        names.append("aclnnIncreFlashAttentionV3")
+        if not (case.integers or case.pse or case.store in ("pages", "headed")):
+            names += ["aclnnIncreFlashAttentionV2", *([] if case.out else ["aclnnIncreFlashAttention"])]
+    for name in names:
+        out = torch.empty_like(want).fill_(77)
+        assert two_phase(name, args, out) == (0, 0), acl.get_recent_err_msg()
+        assert same(out, want), name
+    given = pythonic(case, args)
+    if given is not None:
+        out = fa.decode_attention(**given)
+        assert isinstance(out, torch.Tensor)
+        assert same(out.reshape(want.shape), want)
 
 
 @pytest.mark.usefixtures("runtime")
@@ -103,6 +188,15 @@ def test_int8_output_needs_its_scale() -> None:
     assert two_phase("aclnnIncreFlashAttentionV4", args, out) == (561002, 0)
     assert "quant_scale2 (quantScale2): expected a scale exactly for int8 output" in acl.get_recent_err_msg()
     assert (out == 77).all()
+
+
+@pytest.mark.parametrize(("kind", "halves"), [("tensor", [0, 0, 2, -2, 127]), ("channel", [0, 1, 2, -2, 127])])
+def test_halves_round_as_each_path_rounds(kind: str, halves: list[int]) -> None:
+    q = torch.zeros(1, 1, 5).half()
+    v = torch.tensor([[[0.25, 0.5, 1.5, -1.5, 999.0]]]).half()
+    scale = torch.ones(1) if kind == "tensor" else torch.ones(5)
+    args = {"query": q, "key": v, "value": v, "num_heads": 1, "input_layout": "BSH", "quant_scale2": scale}
+    assert out_of(lowered(args), "golden").flatten().tolist() == halves
 
 
 # ---------------------------------------------------------------------------------------------------- PagedKVCache, own
@@ -304,6 +398,16 @@ def test_tables_follow_the_pages() -> None:
         cache.block_table([a])
 
 
+def test_keys_may_be_the_values() -> None:
+    cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
+    a = cache.allocate()
+    k, q = torch.randn(1, 7, 1, 24), torch.randn(1, 2, 8, 24)
+    cache.append([a], k)
+    got = fa.decode_attention(q, cache, backend="golden")
+    assert same(got, fa.decode_attention(q, (k, k[..., :16]), backend="golden"))
+    assert same(got, fa.decode_attention(q, k, dim_v=16, backend="golden"))
+
+
 def test_windows_sinks_and_several_tokens_are_those_of_attention() -> None:
     q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
     lengths: dict[str, Any] = {"kv_len": [9, 4], "return_lse": True, "backend": "golden"}
@@ -311,3 +415,28 @@ def test_windows_sinks_and_several_tokens_are_those_of_attention() -> None:
         more = {"band": band, "sink": torch.randn(4), "softcap": 0.7} | lengths
         got, want = fa.decode_attention(q, (k, v), **more), fa.attention(q, k, v, **more)
         assert all(same(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 16), (2, 9, 2)], ids=["tensor", "head", "channel", "token"])
+def test_scales_of_every_shape(shape: tuple[int, ...]) -> None:
+    q = torch.randn(2, 1, 4, 16, dtype=torch.float64)
+    k, v = (torch.randint(-128, 128, (2, 9, 2, 16), dtype=torch.int8) for _ in "kv")
+    scales = {f"{side}_{what}": torch.rand(shape) / 50 for side in "kv" for what in ("scale", "offset")}
+    got = fa.decode_attention(q, (k, v), **scales, backend="golden")
+
+    def meaning(stored: torch.Tensor, side: str) -> torch.Tensor:
+        last = (slice(None),) * len(shape) + ((None,) if len(shape) in (3,) or shape == (2,) else ())
+        return (stored.double() + scales[f"{side}_offset"][last]) * scales[f"{side}_scale"][last]
+
+    want = fa.attention(q, meaning(k, "k"), meaning(v, "v"), backend="golden")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("store", ["stack", "list"])
+def test_a_call_is_recorded_and_replayed(store: str, tmp_path: Path) -> None:
+    args = {name: value for name, value in arguments(DecodeCase(store=store)).items() if value is not None}
+    with fa.capture(tmp_path) as recorded:
+        npu.npu_incre_flash_attention(**args)
+    again = fa.replay(recorded.files[0])
+    assert again.operator == "npu_incre_flash_attention"
+    assert again.differences == {"attention_out": 0.0}

@@ -13,7 +13,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.inference import definitions as inference
-from fusion_attention.ops.inference.lowered_call import InferenceCall
+from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall
 from fusion_attention.testing import check, expected_of
 from fusion_attention.torch_ops import dispatch
 
@@ -48,6 +48,18 @@ def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
     dtype = torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype)
     assert got["attention_out"].dtype == dtype
     check(case.id, got, expected_of(call, want))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_call_runs_again_as_it_ran_first(case: FusedCase) -> None:
+    """The first calls of a signature take the long way, the later ones a short one where there is one."""
+    args, record = arguments(case), record_of(case)
+    for flag in (True, False):
+        first, *rest = (dispatch.results(record, {**args, "softmax_lse_flag": flag}) for _ in range(4))
+        assert [*first] == [*fused.RESULTS]
+        assert flag or (first[LSE].shape, first[LSE].dtype) == ((0,), torch.float32)
+        for again in rest:
+            same_bits(again, first)
 
 
 def words(case: FusedCase, record: Any) -> Args | None:
@@ -114,3 +126,23 @@ def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
     for t, values in originals.items():
         t.copy_(values)
     same_bits(run(early, "golden"), want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_shapes_are_known_without_memory(case: FusedCase) -> None:
+    args, record = arguments(case), record_of(case)
+    for flag in (True, False):
+        result = record.fresh({**record.neutral, **args, "softmax_lse_flag": flag})
+        results = lowered(case, softmax_lse_flag=flag).results()
+        assert {k: (t.shape, t.dtype) for k, t in result.items()} == {k: (t.shape, t.dtype) for k, t in results.items()}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.full], ids=lambda case: case.id)
+def test_threads_change_no_bit(case: FusedCase) -> None:
+    threads, want = torch.get_num_threads(), run(lowered(case), "cpu")
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            same_bits(run(lowered(case), "cpu"), want)
+    finally:
+        torch.set_num_threads(threads)

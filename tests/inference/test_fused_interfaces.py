@@ -20,12 +20,14 @@ from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
-FIA = npu.npu_fused_infer_attention_score
+FIA, FIA_V2 = npu.npu_fused_infer_attention_score, npu.npu_fused_infer_attention_score_v2
 TORCH = (fused.TORCH_PFA, fused.TORCH_V1, fused.TORCH_V2)
 PACKED: Args = {"input_layout": "TND"}
+SQUARE: Args = {"atten_mask": "2048 2048", "sparse_mode": 3}
 PAGES: Args = {
     "block_table": "B 2", "block_size": 16, "actual_seq_lengths_kv": [20, 32], "key": "8 16 N2*D", "value": "8 16 N2*D"
 }  # fmt: skip
+ONE_TOKEN: Args = {"S1": 1}
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
@@ -275,6 +277,16 @@ def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
     assert call_phases(op, unasked, given) == (0, 0)
     assert other == 7
     same_bits(given["attention_out"], result["attention_out"])
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
+def test_every_layout_runs_in_two_phases(op: Op) -> None:
+    for layout in op.layouts:
+        args = sample(op, input_layout=layout)
+        out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
+        assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
+        same_bits(out, results(op, args)[0])
 
 
 # ------------------------------------------------------------------------------------------------- two things at a time

@@ -197,6 +197,23 @@ def test_values_come_if_asked_for_and_have_no_gradient() -> None:
     assert indices.shape == (2, 23, 1, TOP)
 
 
+def test_a_compiled_call_is_the_call() -> None:
+    call = CALLS[2]
+    given, residual = padded(call), call.words()["cmp_residual_k"]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q: Tensor, k: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        words = {"mask_mode": 3, "cmp_ratio": 4, "return_value": 1, "cmp_residual_k": residual}
+        return lightning_indexer(q, k, w, TOP, **words)
+
+    for one, other in zip(
+        compiled(*(given[n] for n in "qkw"), residual),
+        lightning_indexer(**given, topk=TOP, **call.words()),
+        strict=True,
+    ):
+        same_bits(one, other)
+
+
 def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
     """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which keys of later tokens would be visible."""
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)

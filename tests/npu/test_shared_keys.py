@@ -201,6 +201,48 @@ def test_packed_rows_say_where_they_end(cann: Any) -> None:
             cann.sparse_flash_mla(q, k, c, **{**words, name: wrong})
 
 
+# ------------------------------------------------------------------------------------------ the formula, row by row
+
+
+def reads(
+    rows: int, keys: int, entries: int, ratio: int, rest: int, lists: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, keys] and [rows, entries]: what a row reads of a sequence's keys and of its compressed keys."""
+    near, far = torch.zeros(rows, keys, dtype=torch.bool), torch.zeros(rows, entries, dtype=torch.bool)
+    for i in range(rows):
+        end = keys - rows + i + 1
+        near[i, max(end - WINDOW, 0) : max(min(end, keys), 0)] = True
+        bound = min(max((entries * ratio + rest - rows + i + 1) // ratio, 0), entries)
+        slots = list(range(bound)) if lists is None else lists[i, :bound].tolist()
+        for entry in slots[: slots.index(-1)] if -1 in slots else slots:
+            far[i, entry] = entry < bound
+    return near, far
+
+
+def formula(
+    q: torch.Tensor,
+    x: torch.Tensor,
+    c: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+    read: tuple[torch.Tensor, ...],
+    saved: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, mean probabilities [S, entries]) of a sequence [S, N, D], keys [L, D] and compressed ones, float64;
+    saved: the lse [S, N] of probabilities."""
+    visible, keys = torch.cat(read, 1), torch.cat((x, c)).double()
+    scores = scale * torch.einsum("snd,kd->snk", q.double(), keys)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), sink.double()).where(visible.any(1, keepdim=True), 0)
+    weights = (scores - (lse if saved is None else saved.double())[..., None]).exp()
+    return torch.einsum("snk,kd->snd", weights, keys), lse, weights[..., len(x) :].mean(1)
+
+
+def columns(mean: torch.Tensor, lists: torch.Tensor | None) -> torch.Tensor:
+    """Of [S, entries] what lists [S, K] name, 0 behind them."""
+    return mean if lists is None else mean.gather(1, lists.clamp(min=0).long()).where(lists >= 0, 0)
+
+
 # Rows, keys and compressed keys of three sequences.
 ROOM, USED = [(9, 12, 5), (7, 7, 4), (3, 5, 2)], [(6, 11, 3), (0, 7, 2), (2, 3, 1)]
 REST = [2, 1, 0]
@@ -230,6 +272,14 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
         keep[rows_of] = True
     assert not out[~keep].any()
     assert not lse[:, ~keep].any()
+
+    sequence = [t[ends[side][0] : ends[side][0] + USED[0][side]] for side, t in enumerate((q, x[:, 0], c[:, 0]))]
+    read = reads(*(len(t) for t in sequence), ratio, REST[0], lists[used[0], 0] if listed else None)
+    compare_with(
+        "attention",
+        (out[used[0]].detach(), lse[0, used[0]].detach()),
+        lambda: formula(*sequence, sinks, scale, read)[:2],
+    )
     dy = torch.randn_like(q) * keep[:, None, None]
     grads = torch.autograd.grad(out, leaves, dy)
     with torch.no_grad():
@@ -253,6 +303,71 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
                 given = (args[0], dy[spans[0]][None], alone, lse_alone, *args[1:])
                 same_bits(norms[spans[0]], cann.sparse_flash_mla_grad(*given, **single)[5][0])
     assert not norms[~keep].any() if listed else norms.numel() == 0
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
+    """Against the formula: probabilities of keys that a row does not read are 0, and a row sums to less than 1."""
+    tokens, heads, dim, scale = 14, 4, 16, 0.3
+    q, x, c, sinks = rows(tokens, heads, dim)
+    chosen = lists(tokens) if listed else None
+    if chosen is not None:
+        chosen[:, 5, 0, :2] = torch.tensor([2, 0])  # an entry that the row does not see, and one behind its slots
+    words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
+    _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
+    args: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}
+    args["cmp_residual_k"] = residual(tokens).to(device)
+    given = [q, c, lse]
+    if packed:
+        given = [q.flatten(0, 1), c.flatten(0, 1), lse[:, 0].flatten(0, 1)[None]]
+        args |= {"layout_q": "TND", "layout_k": "TND", "max_seqlen_k": 0 if listed else 5}
+        args |= {f"cu_seqlens_{n}": torch.tensor([0, t, 2 * t]) for n, t in (("q", tokens), ("k", tokens // RATIO))}
+        args["sparse_indices"] = None if chosen is None else chosen.flatten(0, 1)
+    args = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+    norm = cann.sparse_flash_mla_softmax_l1_norm(*(t.to(device) for t in given), **args).cpu()
+    assert norm.dtype == torch.float32
+    assert float(norm.sum(-1).max()) < 1
+    norm = norm.view(2, tokens, -1)
+    if packed and not listed:
+        assert not norm[..., 3:].any()  # behind the sequence's keys
+        norm = norm[..., :3]
+    for b in range(2):
+        chosen_here = None if chosen is None else chosen[b, :, 0]
+        read = reads(tokens, tokens, tokens // RATIO, RATIO, tokens % RATIO, chosen_here)
+        sequence = (q[b], x[b, :, 0], c[b, :, 0], sinks, scale, read, lse[b, 0])
+        compare_with(
+            "norm",
+            (norm[b],),
+            lambda sequence=sequence, chosen_here=chosen_here: (columns(formula(*sequence)[2], chosen_here),),
+        )
+
+
+def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
+    q, _, c, _ = rows(8)
+    lse, chosen = torch.full((2, 1, 8, 4), 4.0), torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
+    every = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse)  # mode 0: a row sees all keys
+    assert (every > 0).all()
+    listed = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen)
+
+    def mean() -> tuple[torch.Tensor]:
+        scores = torch.einsum("bshd,bkd->bskh", q.double(), c[:, :, 0].double())
+        return ((scores - 4).exp().mean(-1)[:, :, None],)
+
+    compare_with("all keys", (every,), mean)
+    compare_with("listed", (listed.flip(-1),), mean)
+    counts = torch.ones(2, 8, 1, dtype=torch.int32)
+    counted = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen, topk_length=counts)
+    same_bits(counted[..., 0], listed[..., 0])
+    assert not counted[..., 1].any()
+    ends = torch.tensor([0, 2, 4])
+    with pytest.raises(fa.ContractError, match=r"max_seqlen_k: expected at least the keys of the longest sequence"):
+        cann.sparse_flash_mla_softmax_l1_norm(
+            q.flatten(0, 1), c.flatten(0, 1), lse.view(1, 16, 4), cu_seqlens_q=ends * 4, cu_seqlens_k=ends,
+            layout_q="TND", layout_k="TND", max_seqlen_k=1,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

@@ -1,18 +1,66 @@
 """cann_ops_transformer's losses of the indexer whose target is given, as programs call them."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
+from support.sparse_checks import close
 
 from fusion_attention import ContractError
+from fusion_attention.contract import bind
 from fusion_attention.npu.surface import cann_functions as losses
+from fusion_attention.ops.indexer_loss import target_definitions as targets
+from fusion_attention.testing.expected_indexer import check_index
+from fusion_attention.testing.sparse import in_float64
+from fusion_attention.torch_ops.eager import run
 
 LISTED, DENSE = losses.sparse_lightning_indexer_kl_loss_grad, losses.dense_lightning_indexer_kl_loss_grad
 LSE = losses.dense_lightning_indexer_softmax_lse
 PADDED = {"layout_q": "BSND", "layout_k": "BSND"}
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (w[..., None] * torch.einsum("ihd,jd->ihj", q, k[:, 0]).relu()).sum(1)
+
+
+def of_row(i: int, rows: int, keys: int, ratio: int, residual: int) -> list[int]:
+    """The keys whose tokens have all come when row i has, token by token."""
+    last = keys * ratio + residual - rows + i
+    return [e for e in range(keys) if all(token <= last for token in range(e * ratio, (e + 1) * ratio))]
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_dense_pair_is_the_formula(ratio: int) -> None:
+    """y from the log-sum-exp, dI = y - p, and rows without keys, in float64; the core within its roundings."""
+    torch.manual_seed(3)
+    rows, keys, residual = 11, 3, ratio - 1
+    inputs = {"query_index": torch.randn(1, rows, 2, 8), "key_index": torch.randn(1, keys, 1, 8)}
+    inputs["weights"] = torch.rand(1, rows, 2)
+    q, k, w = (t[0].double().requires_grad_() for t in inputs.values())
+    target = torch.rand(1, rows, 1, keys) * 0.3
+    common = {"layout": "BSND", "layout_kv": "BSND", "sparse_mode": 3, "ratio": ratio}
+    common |= {"residual": [residual]} if ratio > 1 else {}
+    total, all_scores = torch.zeros((), dtype=torch.float64), scores(q, k, w)
+    y, lse = torch.zeros(1, rows, 1, keys).double(), torch.full((1, 1, rows), -math.inf).double()
+    for i in range(rows):
+        visible = of_row(i, rows, keys, ratio, residual)
+        if visible:
+            of_visible = all_scores[i, visible]
+            total = total + of_visible.logsumexp(0) - (target[0, i, 0, visible].double() * of_visible).sum()
+            y[0, i, 0, visible], lse[0, 0, i] = of_visible.softmax(0).detach(), of_visible.logsumexp(0).detach()
+    assert (lse == -math.inf).any()
+    call = targets.TORCH_LSE.lower(bind(targets.TORCH_LSE, {**inputs, **common}))  # type: ignore[misc]
+    close(run(in_float64(call), "golden"), {"softmax_lse": lse})
+    given = {**inputs, **common, "target": target, "softmax_lse": lse.float()}
+    call = targets.TORCH_DENSE.lower(bind(targets.TORCH_DENSE, given))  # type: ignore[misc]
+    exact = in_float64(call)
+    exact = replace(exact, tensors={**exact.tensors, "softmax_lse": lse})
+    gradients = [t[None] for t in torch.autograd.grad(total, (q, k, w))]
+    close(run(exact, "golden"), dict(zip(call.names, (*gradients, y), strict=True)))
+    check_index(call, {"cpu": run(call, "cpu")})
 
 
 def test_defaults_of_the_package() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusion_attention.nn import SparseLatentAttention, set_stage
 from fusion_attention.testing import check, compare
-from fusion_attention.testing.estimated_rounding_errors import expected_of
+from fusion_attention.testing.estimated_rounding_errors import compare_with, expected_of
 
 pytest.importorskip("transformers")
 TOP_K = 6
@@ -108,6 +108,41 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
+    """What their indexer chooses, with all that it is given."""
+    hidden, where, mask = (inputs[name] for name in ("hidden_states", "position_embeddings", "attention_mask"))
+    latent = attention.q_a_layernorm(attention.q_a_proj(hidden))
+    result: Tensor = attention.indexer(hidden, latent, where, mask[:, 0], None)
+    return result
+
+
+def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None:
+    """Layer by layer on the inputs that the model really gives it: the same keys, the same output."""
+    calls: list[dict[str, Any]] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, args, given, out: calls.append(given), with_kwargs=True)
+        for layer in model.layers
+    ]
+    with torch.no_grad():
+        model(torch.randint(50, (2, 31)))
+    for hook in hooks:
+        hook.remove()
+    for layer, given in zip(model.layers, calls, strict=True):
+        own = Ours(layer.self_attn).attention
+        hidden, rope = given["hidden_states"], halves(given["position_embeddings"])
+        latent = own.q_a_layernorm(own.q_a_proj(hidden))
+        indices = own.indexer(hidden, latent, rope=rope).indices[:, :, 0]
+        theirs = chosen_by(layer.self_attn, given)
+        for row in range(hidden.shape[1]):
+            seen = min(row + 1, TOP_K)  # behind these their list names keys that their mask removes
+            for mine, other in zip(indices[:, row], theirs[:, row], strict=True):
+                assert mine[:seen].tolist() == other[:seen].tolist()
+                assert (mine[seen:] == -1).all()
+        with torch.no_grad():
+            program = golden(layer.self_attn, **given | {"past_key_values": None})
+            compare_with("attention", own(hidden, rope=rope)[0], program)
 
 
 def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.sparse_checks import Args, backends, close, operands, ordered
+from support.sparse_checks import Args, backends, close, leaves_of, operands, ordered, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
+from fusion_attention.ops.indexer import api_definition as own_indexer
 from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index, golden_of
@@ -80,11 +81,30 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
         ordered(case, args, indices, values, backend)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_is_chosen(case: IndexerCase) -> None:
+    """Distinct keys that the row sees, none of them worse than one left out, and their scores; none in other rows."""
+    call = lowered_indexer(operands(case))
+    results = {backend: run(call, backend) for backend in backends(case)}
+    check_index(call, results)
+    for result in results.values():
+        for own, nothing in zip(result.values(), (-1, -math.inf), strict=True):
+            ends = [own[sum(case.q_len) :]] if case.packed else [own[b, n:] for b, n in enumerate(case.q_len)]
+            assert all((end == nothing).all() for end in ends)
+
+
 GRADIENTS = [case for case in (*CASES, *EXACT) if not case.page and max(case.kv_len) < 1000]
 
 
 def lists_of(case: IndexerCase, args: Args) -> torch.Tensor:
     return chosen(in_float64(lowered_indexer(args)), "golden")[0]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
+def test_gradients(case: IndexerCase) -> None:
+    args = operands(case)
+    backward = IndexerBackward(lowered_indexer(args), args["dy"], lists_of(case, args))
+    check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
 
 
 @pytest.mark.sampled(4)
@@ -142,6 +162,28 @@ def test_what_is_not_a_number() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- interfaces
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
+def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
+    args = operands(case)
+    leaves = leaves_of(args, "query", "key", "weights")
+    call = lowered_indexer(args)
+    indices, values = chosen(call, "auto")
+    results = [fa.lightning_indexer(**shown(own_indexer.RECORD, case, {**args, **leaves}))]
+    if case.ratio == 1:
+        results.append(npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})))
+    for own_indices, own_values in results:
+        same_bits(own_indices, indices, "indices")
+        same_bits(own_values.detach(), values, "values")
+        assert not own_indices.requires_grad
+    if case.page:
+        return
+    want = indexer_gradients(call, args["dy"], indices, "auto")
+    for _, own_values in results:
+        gradients = torch.autograd.grad(own_values, list(leaves.values()), args["dy"])
+        for name, gradient in zip(leaves, gradients, strict=True):
+            same_bits(gradient, want[f"d{name}"], name)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100 and c.ratio == 1], ids=lambda case: case.id)

@@ -145,3 +145,27 @@ def test_what_is_wrong_is_said_under_the_name_that_was_called(change: dict[str, 
     with pytest.raises(ContractError, match=text) as caught:
         npu.npu_quant_lightning_indexer(**{**args, **change})
     assert caught.value.op == "npu_quant_lightning_indexer"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_both_compile_as_one_graph() -> None:
+    numbers: dict[str, Any] = {"query_quant_mode": 0, "key_quant_mode": 0, "sparse_count": 24}
+
+    def chosen(query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return npu.npu_quant_lightning_indexer(
+            query, pages, WEIGHTS.half(), QUERY_SCALE.half(), PAGE_SCALES.half(), block_table=TABLE,
+            actual_seq_lengths_key=torch.tensor(KEYS, dtype=torch.int32), layout_key="PA_BSND", **numbers,
+        )  # fmt: skip
+
+    def attended(query: torch.Tensor, pages: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
+        return npu.npu_kv_quant_sparse_flash_attention(
+            query, pages, pages, lists, 0.04, 2, 2, block_table=TABLE,
+            actual_seq_lengths_kv=torch.tensor(KEYS, dtype=torch.int32), layout_kv="PA_BSND", tile_size=TILE,
+            rope_head_dim=ROPE,
+        )  # fmt: skip
+
+    pages = cache(12, torch.float16)[0]
+    query = torch.randn(B, S1, N1, LATENT + ROPE, generator=GENERATOR).half()
+    lists = chosen(QUERY, PAGES)
+    for call, args in ((chosen, (QUERY, PAGES)), (attended, (query, pages, lists))):
+        same_bits(torch.compile(call, backend="aot_eager", fullgraph=True)(*args), call(*args))

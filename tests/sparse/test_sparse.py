@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.sparse_checks import Args, close, leaves_of, operands
+from support.records import by_name
+from support.sparse_checks import Args, backends, cloned, close, leaves_of, operands, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
+from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE, SparseBackward
-from fusion_attention.testing import call_interface
+from fusion_attention.testing import call_interface, check
 from fusion_attention.testing.sparse import (
     SparseCase,
     compute,
+    expected,
     golden,
     in_float64,
     keys_of,
@@ -124,6 +127,19 @@ def test_golden_against_autograd(case: SparseCase) -> None:
     close(golden(case, args), witness(case, args))
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_back_end_differs_from_golden_by_roundings(case: SparseCase) -> None:
+    judge(case, operands(case))
+
+
+def judge(case: SparseCase, args: Args) -> None:
+    """Every back end by golden."""
+    call = lowered(args)
+    want = expected(call, None if case.page else args["dy"])
+    for backend in backends(case)[1:]:
+        check(f"{backend}: {case.id}", compute(case, call, args["dy"], backend), want)
+
+
 def test_golden_writes_what_it_computes_rounded_once() -> None:
     case = SparseCase(dtype="bfloat16", sink=True, dim_rope=4)
     args = operands(case)
@@ -132,6 +148,12 @@ def test_golden_writes_what_it_computes_rounded_once() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- identities
+
+
+def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """max + log(sum), as functions return it: [T, N] packed, else [B, N, S]."""
+    lse = found["max"] + found["sum"].log()
+    return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
 
 
 def test_what_a_list_may_hold_without_effect() -> None:
@@ -143,6 +165,17 @@ def test_what_a_list_may_hold_without_effect() -> None:
     same_bits(fa.sparse_attention(q, k, None, odd_list, backend="golden"), want, "odd")
     first = fa.sparse_attention(q[:, :1], k[:, :1], None, torch.zeros(1, 1, 1, 4, dtype=torch.int32), backend="golden")
     assert torch.equal(first, k[:, :1].expand(1, 1, 2, 8))  # one key seen: one entry read
+
+
+def test_keys_that_no_row_selects_may_be_anything() -> None:
+    case = SparseCase(lists="random", count=2, mode=0)
+    args = cloned(operands(case))
+    args["sparse_indices"].remainder_(4)
+    want = {backend: compute(case, lowered(args), args["dy"], backend) for backend in backends(case)}
+    args["key"][:, 4:] = torch.nan
+    args["value"][:, 4:] = torch.inf
+    for backend, before in want.items():
+        same_bits(compute(case, lowered(args), args["dy"], backend), before)
 
 
 def test_statistics_may_span_more_than_the_list() -> None:
@@ -158,6 +191,39 @@ def test_statistics_may_span_more_than_the_list() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- interfaces
+
+INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
+
+
+@pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
+def test_npu_has_the_same_bits(case: SparseCase) -> None:
+    args = operands(case)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
+    out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
+    for name, got in (("out", out), ("max", max_), ("sum", sum_)):
+        same_bits(got.detach(), want[name], name)
+    assert not max_.requires_grad
+    assert not sum_.requires_grad
+    if case.page:
+        return
+    saved = {"attention_in": out.detach(), "softmax_max": max_, "softmax_sum": sum_}
+    explicit = npu.npu_sparse_flash_attention_grad(**by_name(sparse.TORCH_GRAD, {**args, **saved}))
+    for name, gradient in zip(("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope"), explicit, strict=True):
+        same_bits(gradient, want.get(name, args["query"].new_empty(0)), name)
+    for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
+        same_bits(gradient, want[f"d{name}"], name)
+
+
+@pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
+def test_the_pythonic_api_has_the_same_bits(case: SparseCase) -> None:
+    args = operands(case)
+    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
+    out, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
+    same_bits(out.detach(), want["out"], "out")
+    same_bits(lse.detach(), lse_of(case, want), "lse")
+    if not case.page:
+        for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
+            same_bits(gradient, want[f"d{name}"], name)
 
 
 def test_statistics_only_when_they_are_asked_for() -> None:

@@ -7,18 +7,85 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.two_phase import handles_of, outputs_of
+from support.two_phase import Args, call, handles_of
 
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
-from fusion_attention.contract import bind
+from fusion_attention.contract import NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.ops.sparse.lowered_call import narrow
 from fusion_attention.torch_ops.eager import run
+
+ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
+
+
+def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
+    """Poisoned memory for the results of a call, where there can be any."""
+    try:
+        call = op.lower(bind(op, args, reads=False))  # type: ignore[misc]
+    except ContractError:
+        return {}
+    return {name: torch.full_like(tensor, 77) for name, tensor in call.results().items() if name in op.by_name}
+
+
+VARIANTS: dict[str, Args] = {
+    "plain": {},
+    "shared": {"value": None},
+    "rope": {"query_rope": True, "key_rope": True},
+    "everything": {"return_softmax_lse": True, "return_values": True, "sparse_mode": 0, "K": 5, "D": 48, "Dv": 48},
+    "heads": {"N1": 6, "N2": 3, "G": 2},
+    "blocks": {"sparse_block_size": 4},
+    "float32": dict.fromkeys(("query", "query_index", "weights"), (True, "float32")),
+}
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
+def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) -> None:
+    args = sample(op, layout=layout, **VARIANTS[variant])
+    outputs = outputs_of(op, args)
+    assert call(op, args, outputs, tensors=True, strict=variant in ("plain", "rope")) == (0, 0), (
+        acl.get_recent_err_msg()
+    )
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    assert outputs.keys() == want.keys() & op.by_name.keys()
+    for name, tensor in outputs.items():
+        same_bits(tensor, want[name], name)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_outputs_of_any_strides() -> None:
+    op = sparse.GRAD_V1
+    args = sample(op, K=4, D=16, Dv=16)
+    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
+    outputs = {
+        name: torch.full((*t.shape[::-1], 2), 7.0, dtype=t.dtype)[..., 0].permute(3, 2, 1, 0)
+        for name, t in want.items()
+    }
+    assert call(op, args, outputs, tensors=True, strict=False) == (0, 0), acl.get_recent_err_msg()
+    for name, tensor in want.items():
+        same_bits(outputs[name], tensor, name)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_is_not_asked_for_is_null_or_empty() -> None:
+    op = sparse.V1
+    args = sample(op)
+    for blank in (None, torch.empty(0), torch.empty(())):
+        outputs: dict[str, Any] = {**outputs_of(op, args), "softmax_max": blank, "softmax_sum": blank}
+        assert call(op, args, outputs, tensors=True) == (0, 0), acl.get_recent_err_msg()
+    given = torch.zeros(2, 1, 4, 4)
+    assert call(op, args, {**outputs_of(op, args), "softmax_max": given}, tensors=True)[0] == TILING
+    assert "softmax_max (softmaxMax): expected None or an empty tensor" in acl.get_recent_err_msg()
+    lacking = {"attention_out": outputs_of(op, args)["attention_out"]}
+    assert call(op, {**args, "return_softmax_lse": True}, lacking, tensors=True)[0] == NULL_POINTER
 
 
 @pytest.mark.usefixtures("runtime")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import same_bits
 from support.records import by_name
 from support.sparse_checks import Args, Results, check_half_of_a_loss, close, leaves_of
 
@@ -104,6 +105,19 @@ def test_every_back_end_is_right(case: TargetCase) -> None:
     for call in both(case):
         assert not cpu.reasons_against(call.problem, torch.device("cpu"))
         check_index(call, {"cpu": run(call, "cpu")})
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_bits_do_not_depend_on_threads(count: int) -> None:
+    case = TargetCase(q_len=(70,), kv_len=(450,), count=count, lists="all", heads=8, dim=32, **HALF)
+    threads = torch.get_num_threads()
+    results = []
+    for n in (1, 3):
+        torch.set_num_threads(n)
+        results.append([run(call, "cpu") for call in both(case)])
+    torch.set_num_threads(threads)
+    for one, other in zip(*results, strict=True):
+        same_bits(one, other)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)

@@ -1,21 +1,26 @@
-"""The interfaces of training attention: torch's operators have the bits of eager calls, drawn dropout, and what a call
-may not ask for is said clearly."""
+"""The interfaces of training attention: the same call by other words has the same bits, torch's operators included;
+drawn dropout; and what a call may not ask for is said clearly.
+"""
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, compute, operands
+from support.cases import BITS, CASES, CAUSAL, DRAWN, DTYPES, FLOATS, PACKED, Args, compute, operands
 from support.compiled import Recorder
 from torch.utils._pytree import tree_map_only
 
 import fusion_attention as fa
 from fusion_attention import npu
+from fusion_attention.ir import dropout
 from fusion_attention.ops.training import definitions as training
-from fusion_attention.testing import Case, call_interface
+from fusion_attention.testing import Case, call_interface, in_band, pythonic, stats_part
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
+FLT_MAX = torch.finfo(torch.float32).max
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 
 
@@ -26,7 +31,34 @@ def values_of(args: Args) -> Args:
 
 # ------------------------------------------------------------------------------------------------- interfaces, versions
 
+BY_PYTHON = [case for case in CASES if case.npu and pythonic(case, operands(case)) is not None]
 LEAVES = {"query": "q", "key": "k", "value": "v", "query_rope": "q_rope", "key_rope": "k_rope", "sink": "sink"}
+
+
+@pytest.mark.parametrize("case", BY_PYTHON, ids=lambda case: case.id)
+def test_the_pythonic_api_has_the_same_bits(case: Case) -> None:
+    args = operands(case)
+    given = pythonic(case, args)
+    assert given is not None
+    want = compute(case, args)
+    names = {**LEAVES, **({"pse": "bias"} if "dpse" in want else {})}
+    leaves = {new: args[old].detach().requires_grad_() for old, new in names.items() if args[old] is not None}
+    out, lse = fa.attention(**{**given, **leaves}, return_lse=True)
+    same_bits(out.detach(), want["out"], "out")
+    top, total = want["max"], want["sum"]
+    expected = torch.where((top == -FLT_MAX) | (total == 0), -torch.inf, top + total.log())
+    if case.sink:  # the chip says 0 and 0 of sequences without keys; their lse is the sink
+        sink = args["sink"][:, None, None]
+        for b in np.flatnonzero(np.array(case.kv_len) == 0):
+            stats_part(case, expected, int(b))[:] = sink
+    for b, rows in enumerate(case.q_len):
+        first = sum(case.q_len[:b])
+        lse_of_item = lse[first : first + rows].mT if case.packed else lse[b, :, :rows]
+        same_bits(lse_of_item, stats_part(case, expected, b)[..., 0], "lse")
+    gradients = torch.autograd.grad(out, list(leaves.values()), args["dy"])
+    wanted = {**{new: f"d{new}" for new in LEAVES.values()}, "bias": "dpse"}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        same_bits(gradient, want[wanted[name]], wanted[name])
 
 
 VERSIONS = {
@@ -34,6 +66,38 @@ VERSIONS = {
     2: (npu.npu_fusion_attention_v2, training.TORCH_V2, npu.npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2),
     3: (npu.npu_fusion_attention_v3, training.TORCH_V3, npu.npu_fusion_attention_grad_v3, training.TORCH_GRAD_V3),
 }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mask="head", blank=True, pse="full", sink=True),
+        Case(layout="SBH", sparse_mode=6, mask="compressed", prefix=(2, 4), dtype="bfloat16", pse="row"),
+        replace(
+            PACKED, sparse_mode=4, mask="compressed", pre=2, next=1, softmax_layout="TND", sink=True, dtype="float16"
+        ),
+        replace(PACKED, mask="tokens", blank=True, inner_precise=2, pse="blocks"),
+        Case(layout="BNSD", mask="matrix", **DRAWN),
+    ],
+    ids=lambda case: case.id,
+)
+def test_all_versions_agree(case: Case) -> None:
+    args = {**operands(case), **({} if case.sink else {"sink": None})}
+    results = {}
+    for version, (forward, op, backward, grad_op) in VERSIONS.items():
+        # v3 takes no seed: it draws one, so all versions draw the same.
+        torch.manual_seed(7)
+        out, top, total, _, seed, offset, *_ = call_interface(forward, op, {**args, "seed": 0, "offset": 0})
+        saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "seed": seed, "offset": offset}
+        grads = call_interface(backward, grad_op, {**args, **saved})
+        names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
+        named = dict(zip(names if version == 2 else (*names[:4], "dsink"), grads, strict=True))
+        results[version] = {"out": out, "max": top, "sum": total, **{n: named[n] for n in (*names[:4], "dsink")}}
+        if version == 3:
+            assert (seed.dtype, seed.shape, offset.shape) == (torch.int64, (1,), (1,))
+        assert (int(seed) > 0) is (case.dropout == "philox")
+    same_bits(results[1], results[2])
+    same_bits(results[3], results[2])
 
 
 @pytest.mark.parametrize(
@@ -50,6 +114,35 @@ def test_an_empty_optional_tensor_was_not_given(name: str, nothing: torch.Tensor
 
 
 # ------------------------------------------------------------------------------------------------------------- dropout
+
+
+def packed_bits(case: Case, seed: int, offset: int) -> torch.Tensor:
+    """What philox draws for a case, as an explicit mask."""
+    drawn = [
+        dropout.keep_from_philox(seed, offset, case.keep_prob, b * case.heads_q, case.heads_q, slice(0, q), slice(0, k))
+        for b, (q, k) in enumerate(zip(case.q_len, case.kv_len, strict=True))
+    ]
+    bits = np.concatenate([t.numpy().reshape(-1) for t in drawn])
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(**DRAWN), Case(layout="SBH", dtype="bfloat16", **DRAWN), replace(PACKED, **DRAWN)], ids=lambda c: c.id
+)
+def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
+    args = operands(case)
+    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "value")}
+    mask = {"drop_mask": packed_bits(case, args["seed"], args["offset"]), "seed": 0, "offset": 0}
+    results = []
+    for given in ({}, mask):
+        out, top, total, _, seed, offset, numels = call_interface(*VERSIONS[2][:2], {**args, **leaves, **given})
+        grads = torch.autograd.grad(out, list(leaves.values()), args["dy"])
+        results.append({str(i): t.detach() for i, t in enumerate((out, top, total, *grads))})
+        assert (seed, offset) == ((0, 0) if given else (args["seed"], args["offset"]))
+        assert numels == case.heads_q * sum(q * k for q, k in zip(case.q_len, case.kv_len, strict=True))
+    same_bits(*results)
+    other = call_interface(*VERSIONS[2][:2], {**args, "offset": args["offset"] + 1})[0]
+    assert not torch.equal(other.nan_to_num(), results[0]["0"].nan_to_num())
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -160,3 +253,46 @@ def test_float64_needs_golden(backend: str) -> None:
     ):
         fa.attention(q, q, q, backend=backend)
     assert fa.attention(q, q, q, backend="golden").dtype == torch.float64
+
+
+# --------------------------------------------------------------------------------------- only the Python API says it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alibi_is_measured_from_the_lower_right_corner(dtype: str) -> None:
+    q, k = (torch.randn(1, n, 2, 8).to(getattr(torch, dtype)) for n in (3, 7))
+    slopes = torch.tensor([0.5, 0.25])
+    got = fa.attention(q, k, k, alibi_slopes=slopes)
+    distance = (torch.arange(7) - torch.arange(3)[:, None] - 4).abs()
+    same = fa.attention(q, k, k, alibi_slopes=slopes, alibi_start=(4, 0))
+    same_bits(got, same, "explicit start")
+    bias = (-slopes[:, None, None] * distance).to(q.dtype)
+    slow = [fa.attention(q, k, k, **given, backend="golden") for given in ({"alibi_slopes": slopes}, {"bias": bias})]
+    same_bits(*slow, "the same as a bias")
+
+
+def test_scale_defaults_to_the_width_of_a_row() -> None:
+    q, rope = torch.randn(1, 4, 2, 12), torch.randn(1, 4, 2, 4)
+    got = fa.attention(q, q, q, q_rope=rope, k_rope=rope)
+    same_bits(got, fa.attention(q, q, q, q_rope=rope, k_rope=rope, scale=0.25), "scale")
+
+
+def test_empty_rows_on_request() -> None:
+    q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 3, 2, 8)
+    zero, lse = fa.attention(q, v, v, band=fa.Band.causal(), return_lse=True)
+    mean, other = fa.attention(q, v, v, band=fa.Band.causal(), empty_rows="mean", return_lse=True)
+    assert not zero[:, :2].any()
+    compare_with("mean", mean[:, :2], lambda: v.double().mean(1, keepdim=True).expand(-1, 2, -1, -1))
+    same_bits(zero[:, 2:], mean[:, 2:], "the other rows")
+    for value in (lse, other):
+        assert (value[..., :2] == -torch.inf).all()
+        assert value[..., 2:].isfinite().all()
+
+
+def test_a_band_is_what_a_mode_is() -> None:
+    q, k = torch.randn(2, 4, 2, 8), torch.randn(2, 6, 2, 8)
+    pairs = {2: fa.Band.causal("start"), 3: fa.Band.causal(), 4: fa.Band.window(2, 1), 0: fa.Band.window(2, 1, "start")}
+    for mode, band in pairs.items():
+        by_mode = fa.attention(q, k, k, sparse_mode=mode, pre_tokens=2, next_tokens=1)
+        same_bits(by_mode, fa.attention(q, k, k, band=band), f"mode {mode}")
+        assert not in_band(Case(q_len=(4,), kv_len=(6,), sparse_mode=mode, mask="x", pre=2, next=1), 0).all()

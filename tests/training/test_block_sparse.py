@@ -219,6 +219,27 @@ def test_a_gpus_matrix_gives_the_same_problem() -> None:
     assert replace(lowered["cpu"], has_blocked_tiles=False, has_blocked=True) == lowered["meta"]
 
 
+def test_hidden_values_and_rows_of_nan() -> None:
+    """NaN and infinities in keys and values that a row does not see reach neither it nor a gradient; a NaN of its own
+    stays in its row."""
+    case = BlockCase((64, 128), q_len=(256,), kv_len=(256,), rest=0)
+    args = given(case)
+    args["block_mask"] = torch.ones(1, 4, 4, 2, dtype=torch.int8)
+    args["block_mask"][:, :, :, 1] = 0
+    clean = run(case, args)
+    args["key"][128:], args["value"][128:] = torch.nan, torch.inf
+    results = run(case, args)
+    for name in ("out", "lse", "dq"):
+        same_bits(results[name], clean[name], name)
+    for name in ("dk", "dv"):
+        same_bits(results[name][:128], clean[name][:128], name)
+        assert not results[name][128:].any()
+    args["query"][70] = torch.nan
+    results = run(case, args)
+    assert results["out"][70].isnan().all()
+    assert results["out"].isnan().sum() == results["out"][70].numel()
+
+
 def test_lse_has_a_derivative() -> None:
     """That of log(sum(exp)), beside the output's, in a call with rows that see no key."""
     q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
@@ -257,6 +278,37 @@ def test_masks_of_every_dtype_and_defaults() -> None:
     same_bits(npu.npu_block_sparse_attention_backward(out, q, k, k, out, lse, mask, None, **layout), want)
 
 
+@pytest.mark.parametrize(
+    "name", ["aclnnBlockSparseAttention", "aclnnBlockSparseAttentionV2", "aclnnBlockSparseAttentionV3"]
+)
+@pytest.mark.parametrize("layout", definitions.LAYOUTS)
+@pytest.mark.usefixtures("runtime")
+def test_both_phases(name: str, layout: str) -> None:
+    """The bits of torch_npu's functions, also of the gradient; softmax_lse is written where it is asked for."""
+    op, grad = RECORDS[name], RECORDS["aclnnBlockSparseAttentionGrad"]
+    if layout not in op.layouts:
+        return
+    case = BlockCase((128, 128), layout, "float16")
+    args, results = given(case), None
+    results = run(case, args)
+    common = {**{p.name: getattr(p, "default", None) for p in (*op.params, *grad.params) if p.name not in args}, **args,
+              "layout": layout, "layout_kv": layout, "num_key_value_heads": 2, "scale_value": SCALE,
+              "inner_precise": 0, "block_shape": [128, 128], "actual_seq_lengths": list(case.q_len),
+              "actual_seq_lengths_kv": list(case.kv_len)}  # fmt: skip
+    outputs = {"attention_out": hostile(results["out"] + 1), "softmax_lse": hostile(results["lse"] + 1)}
+    for flag in (1, 0):
+        call = {p.name: common.get(p.name) for p in op.params} | {"softmax_lse_flag": flag}
+        written = done(op, call, {**outputs, "softmax_lse": outputs["softmax_lse"] if flag else None}, strict=False)
+        same_bits(written["attention_out"], results["out"])
+        if flag:
+            same_bits(written["softmax_lse"], results["lse"])
+    if layout in grad.layouts:
+        call = {p.name: common.get(p.name) for p in grad.params}
+        call |= {"attention_in": results["out"], "softmax_lse": results["lse"]}
+        gradients = {name: hostile(results[name] + 1) for name in GRADIENTS}
+        same_bits(done(grad, call, gradients, strict=False), {name: results[name] for name in GRADIENTS})
+
+
 @pytest.mark.usefixtures("runtime")
 def test_without_a_mask_all_keys_are_visible() -> None:
     case = BlockCase(dtype="float16", rest=0)
@@ -289,6 +341,22 @@ def test_the_functions_of_canns_package(torch_npu: Any) -> None:
         assert lse.numel() == 0
     saved: Any = (args["dy"], *inputs[:3], results["out"], results["lse"], inputs[3], [64, 128])
     same_bits(cann.block_sparse_attention_grad(*saved, **words(case)), tuple(results[name] for name in GRADIENTS))
+
+
+@pytest.mark.parametrize("layout", ["TND", "BNSD"])
+def test_compiled(layout: str) -> None:
+    case = BlockCase((64, 128), layout)
+    args = given(case)
+    want = run(case, args)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
+        return npu.npu_block_sparse_attention(q, k, v, mask, [64, 128], **words(case))
+
+    leaves = q, k, v = tuple(args[name].detach().requires_grad_() for name in ("query", "key", "value"))
+    out, lse = compiled(q, k, v, args["block_mask"])
+    gradients = torch.autograd.grad(out, leaves, args["dy"])
+    same_bits({"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}, want)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.cases import BITS, CAUSAL, DRAWN, DTYPES, operands
+from support.pieces import Call
+from support.pieces import expected as of_call
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu, triton
 from fusion_attention.contract import bind
 from fusion_attention.ir.problem import Problem
 from fusion_attention.ops.training import api_definition
-from fusion_attention.testing import Case, check, cut_tiles, expected, golden, lowered, plain, run
+from fusion_attention.testing import Case, check, compare, cut_tiles, expected, golden, lowered, plain, run
 from fusion_attention.testing.python_calls import attention
 
 Tensor = torch.Tensor
@@ -80,6 +82,23 @@ def documents(lengths: tuple[int, ...]) -> Tensor:
     return of[:, None] != of
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_documents_are_packed_sequences(dtype: str) -> None:
+    lengths = (400, 3, 129, 256, 60)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dy = (
+        torch.randn(sum(lengths), n, 24, generator=generator).to(getattr(torch, dtype)) for n in (4, 2, 2, 4)
+    )
+    args = {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths, "kv_len": lengths}
+    wanted = of_call(Call(args, dy))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    tiles, bits = cut_tiles(documents(lengths)[None, None])
+    out = fa.attention(*(t[None] for t in leaves), blocked_tiles=tiles, blocked_bits=bits)[0]
+    compare("out", out.detach(), wanted["out"])
+    for name, ours in zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dy), strict=True):
+        compare(name, ours, wanted[name])
+
+
 def leaves(dtype: torch.dtype, rows: int, keys: int) -> tuple[Tensor, ...]:
     """q, k, v, and a gradient of out: two query heads to a head of keys."""
     generator = torch.Generator().manual_seed(rows + keys)
@@ -105,6 +124,21 @@ def test_tiles_beside_each_other_give_the_bits_of_a_matrix(dtype: str, empty_row
         same_bits(value, want[name], name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_nobody_sees_may_be_anything(dtype: str) -> None:
+    blocked = torch.rand(200, 700, generator=torch.Generator().manual_seed(1)) < 0.3
+    blocked[:, 128:300], blocked[:, 513:520], blocked[:, 690:] = True, True, True
+    tiles, bits = cut_tiles(blocked[None, None])
+    of = leaves(getattr(torch, dtype), *blocked.shape)
+    want = results(of, blocked_tiles=tiles, blocked_bits=bits)
+    q, k, v, dy = (t.detach().clone() for t in of)
+    k[:, blocked.all(0)], v[:, blocked.all(0)] = torch.nan, torch.inf
+    for name, value in results(
+        tuple(t.requires_grad_() for t in (q, k, v, dy)), blocked_tiles=tiles, blocked_bits=bits
+    ).items():
+        same_bits(value, want[name], name)
+
+
 def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> None:
     q, k, v, _ = (t.detach() for t in leaves(torch.float32, 200, 300))
     tiles, bits = cut_tiles(torch.zeros(1, 1, 200, 300, dtype=torch.bool))
@@ -116,6 +150,18 @@ def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> 
     assert out[:, 128:].count_nonzero() == 0
     assert (max_[:, :, 128:] == -torch.inf).all()
     assert out[:, :128].isfinite().all()
+
+
+def test_a_trace_computes_the_same() -> None:
+    blocked = documents((100, 3, 200))
+    tiles, bits = cut_tiles(blocked[None, None])
+    of = leaves(torch.float32, *blocked.shape)
+    want = results(of, blocked_tiles=tiles, blocked_bits=bits)
+    traced = torch.compile(fa.attention, fullgraph=True, backend="aot_eager")
+    out = traced(*of[:3], blocked_tiles=tiles, blocked_bits=bits)
+    same_bits(out.detach(), want["out"], "out")
+    for name, value in zip(("dq", "dk", "dv"), torch.autograd.grad(out, of[:3], of[3]), strict=True):
+        same_bits(value, want[name], name)
 
 
 def test_a_gpu_says_that_it_wants_a_matrix() -> None:

@@ -12,6 +12,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.ir import dropout
+from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
 KEEP = 0.7
@@ -101,6 +102,23 @@ def test_a_mask_needs_something_to_drop_and_the_pythonic_api_one_source() -> Non
         fa.attention(q, k, v, keep_prob=KEEP, drop_bits=mask_of(9, 2), seed=9)
     same = fa.attention(q, k, v, keep_prob=KEEP, drop_bits=mask_of(9, 2), offset=0)
     assert torch.equal(same, fa.attention(q, k, v, keep_prob=KEEP, seed=9, offset=2))
+
+
+def test_the_way_of_torch_npus_own_programs() -> None:
+    """Bits asked for, unpacked, and applied to a softmax by hand."""
+    q, k, v = tensors()
+    size = (2, 4, 5, 13)
+    mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
+    keep = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
+
+    def by_hand() -> torch.Tensor:
+        keys, values = (t.double().transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
+        weights = torch.softmax(q.double().transpose(1, 2) @ keys.mT * 0.25, -1)
+        return (weights * keep / 0.8 @ values).transpose(1, 2)
+
+    for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
+        got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
+        compare_with("out", got, by_hand)
 
 
 @pytest.mark.parametrize(

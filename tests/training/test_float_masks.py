@@ -1,23 +1,27 @@
 """A score of -inf is a key not seen: what a float mask hides reaches no result and no gradient, whatever lies there.
 
 Golden is judged by autograd of finite numbers, whose mask hides such keys; the CPU core by golden, and by its own bits
-where zeros lie in place of what is not finite.
+where zeros lie in place of what is not finite; the interfaces by the same bits.
 """
 
 import copy
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support import native_decode
-from support.bits import same_bits
-from support.native_dense import VARIANTS, converted, gradients, judge, native
+from support.bits import same_bits, same_where_not_finite
+from support.cases import BITS, CAUSAL, DRAWN, compute
+from support.native_dense import VARIANTS, converted, draw_call, gradients, judge, native, wanted
 from support.oracle import Call, Results, forward, make, run, seen_by, witness
 
+import fusion_attention as fa
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Problem
+from fusion_attention.testing import Case, arguments, check, expected, golden, part, pythonic
 
 # The specification adds up a bias that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
@@ -128,6 +132,32 @@ def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, 
             same_bits(*results)
 
 
+def biased(seed: int) -> Call:
+    """A random call with a float mask anywhere, whose V, K, q and dout are not finite somewhere."""
+    rng = random.Random(seed)
+    call = draw_call(next(n for n in range(seed, seed + 999, 37) if draw_call(n).bias))
+    for bias in call.bias:
+        bias[torch.rand(bias.shape) < 0.3] = -INF
+        bias[..., rng.sample(range(bias.shape[2]), bias.shape[2] // 3)] = -INF
+    for name in ("v", "v", "v", "k", rng.choice(["q", "dout", "bias"])):
+        for tensor in getattr(call, name):
+            for _ in range(2 if tensor.numel() else 0):
+                tensor[tuple(rng.randrange(n) for n in tensor.shape)] = rng.choice(FILLS)
+    return call
+
+
+@pytest.mark.parametrize("seed", range(3000, 3030))
+def test_what_a_float_mask_leaves_reaches_exactly_what_sees_it(seed: int) -> None:
+    call = biased(seed)
+    saved, want = native(call), forward(call)
+    descent = wanted(call, saved)
+    for variant in VARIANTS:
+        same_where_not_finite(native(call, variant), want, f"{variant} {call.problem}")
+        for name, tensors in gradients(call, saved, variant).items():
+            for mine, other in zip(tensors, descent[name], strict=True):
+                assert torch.equal(mine.isfinite(), other.isfinite()), (variant, name, call.problem)
+
+
 # --------------------------------------------------------------------------------------------------------------- decode
 
 CACHES = {
@@ -163,3 +193,46 @@ def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[in
     for variant in VARIANTS:
         got = native_decode.native(wild, variant)
         judge(tame.remade, got, want, (variant, name))
+
+
+# ------------------------------------------------------------------------------------------------------- the interfaces
+
+INTERFACES = [
+    Case(q_len=(2, 2), kv_len=(37, 37), pse="full", dtype="bfloat16", inner_precise=2),
+    Case(q_len=(20, 20), kv_len=(37, 37), pse="full", pse_type=0),
+    Case("BNSD", "bfloat16", (6, 6), (40, 40), pse="row", pse_type=1),
+    Case("BSH", "float16", (20, 20), (20, 20), pse="shared_full", **CAUSAL),
+    Case("SBH", q_len=(5, 5), kv_len=(7, 7), pse="shared_row", pse_type=0, **BITS),
+    Case("TND", "bfloat16", (3, 20), (5, 33), pse="blocks", pse_type=0, sink=True, dim_rope=3, **DRAWN),
+    Case("TND", q_len=(3, 20), kv_len=(5, 33), pse="row_blocks", mask="matrix", blank=True, inner_precise=2),
+]
+
+
+def hidden_values(case: Case, fill: float) -> dict[str, Any]:
+    """The case's arguments; the last two keys of each sequence, hidden by pse, have values of `fill`."""
+    args, first = arguments(case), 0
+    for b, keys in enumerate(case.kv_len):
+        part(case, args["value"], "kv", case.heads_kv, b)[:, -2:] = fill
+        if case.pse.endswith("blocks"):
+            size = case.heads_q * (case.q_len[b] if case.pse == "blocks" else 1) * keys
+            args["pse"][first : first + size].view(-1, keys)[:, -2:] = -INF
+            first += size
+        else:
+            args["pse"][..., -2:] = -INF
+    return args
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("case", INTERFACES, ids=lambda case: case.id)
+def test_pse_hides_values_from_every_interface(case: Case, fill: float) -> None:
+    wild = hidden_values(case, fill)
+    got, want = compute(case, wild), golden(case, wild)
+    assert all(t.isfinite().all() for t in want.values())
+    check(case.id, got, expected(case, hidden_values(case, 0.0), want))
+    given = pythonic(case, wild)
+    if given is not None:
+        leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "bias")}
+        out = fa.attention(**{**given, **leaves})
+        results = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), wild["dy"])]
+        for name, tensor in zip(("out", "dq", "dk", "dv", "dpse"), results, strict=True):
+            torch.testing.assert_close(tensor, got[name], rtol=0, atol=0)

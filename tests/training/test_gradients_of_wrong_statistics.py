@@ -1,9 +1,10 @@
 """Gradients from statistics that do not belong to the inputs: no crash, nothing read or written beside the operands.
 
-Through the back ends, where every instruction-set variant is forced, and the Python API.
+Through the back ends, where every instruction-set variant is forced, and through the npu, aclnn and Python API.
 What the poisoned rows reach may be anything; everything else keeps its bits.
 """
 
+import inspect
 import math
 
 import pytest
@@ -11,9 +12,15 @@ import torch
 from support.bits import same
 from support.native_dense import VARIANTS, converted, gradients, native
 from support.oracle import forward, make, run
+from support.two_phase import Args, done
 
-from fusion_attention import Band, attention
+from fusion_attention import Band, attention, npu
+from fusion_attention.contract import Op
+from fusion_attention.contract.sampling import sample
 from fusion_attention.ir.problem import Problem
+from fusion_attention.ops import RECORDS
+
+pytestmark = pytest.mark.usefixtures("runtime")
 
 nan, inf = math.nan, math.inf
 BAD = [  # (max, sum)
@@ -78,6 +85,28 @@ def test_golden_takes_them_too(peak: float, total: float) -> None:
     dq = run(converted_call, saved)["dq"][0]
     assert dq[0].isfinite().all()
     assert dq[1, :3].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------- the interfaces
+
+GRADIENTS = [RECORDS[f"aclnn{name}"] for name in ("FlashAttentionScoreGrad", "FlashAttentionUnpaddingScoreGradV5")]
+
+
+def of_npu(args: Args) -> tuple[torch.Tensor, ...]:
+    """The same gradient call by npu_fusion_attention_grad_v2."""
+    names = inspect.signature(npu.npu_fusion_attention_grad_v2).parameters
+    given = {name: value for name, value in args.items() if name in names and value is not None}
+    return npu.npu_fusion_attention_grad_v2(**given)
+
+
+@pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
+def test_both_interfaces_compute_the_same_from_any_statistics(op: Op) -> None:
+    args = sample(op, S1=9, S2=9)
+    for peak, total in BAD:
+        poisoned = args | {n: torch.full_like(args[n], x) for n, x in (("softmax_max", peak), ("softmax_sum", total))}
+        got = done(op, poisoned)
+        for name, theirs in zip(("dq", "dk", "dv"), of_npu(poisoned), strict=False):
+            assert same(got[name], theirs), (name, peak, total)
 
 
 def test_the_pythonic_api_keeps_its_own() -> None:

@@ -1,5 +1,9 @@
-"""Matrices without rows, memory that no row sees, inputs that stay as they are."""
+"""What must not change a bit of a result: strides, unseen memory, neighbours, packing, threads, repetition; and what a
+value that is not finite may reach.
+"""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +13,14 @@ from support.cases import BITS, CAUSAL, DRAWN, FLOATS, PACKED, Args, compute, op
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.testing import Case, arguments, hostile, part, seen
+from fusion_attention.testing import Case, arguments, check, expected, golden, hostile, part, seen, stats_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+def changed(args: Args, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Args:
+    """The call with some tensors replaced, those that it has."""
+    return {**args, **{n: change(args[n]) for n in names if args[n] is not None}}
 
 
 SAMPLES = [
@@ -24,6 +33,31 @@ SAMPLES = [
     replace(PACKED, q_len=(0, 3, 5), kv_len=(2, 0, 6), pse="row_blocks", **BITS),
 ]
 samples = pytest.mark.parametrize("case", SAMPLES, ids=lambda case: case.id)
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """The same values with elements of a row far from each other."""
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+@samples
+@pytest.mark.parametrize("change", [torch.Tensor.contiguous, transposed], ids=["contiguous", "transposed"])
+def test_strides_do_not_matter(case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    args = operands(case)
+    names = (*FLOATS, "drop_mask") + (() if case.mask == "compressed" else ("atten_mask",))
+    same_bits(compute(case, changed(args, change, *names)), compute(case, args))
+
+
+def test_expanded_inputs() -> None:
+    """Stride 0: one K and V for the whole batch; every sequence's gradient is its own."""
+    case = Case(layout="BNSD", pse="full")
+    args = operands(case)
+    args = {**args, **{n: args[n][:1].expand_as(args[n]) for n in ("key", "value", "pse")}}
+    same_bits(
+        compute(case, args), compute(case, {**args, **{n: args[n].contiguous() for n in ("key", "value", "pse")}})
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 0, 16), (1, 1, 0, 16), (0, 16)])
@@ -98,3 +132,93 @@ def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: fl
     count = sum(int(poisoned[n].isnan().sum() + poisoned[n].isinf().sum()) for n in ("query", "key", "value"))
     assert count > sum(int(args[n].isnan().sum()) for n in ("query", "key", "value"))
     same_bits(compute(case, poisoned), compute(case, fill_unseen(case, args, 0.0)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dim_rope=2, mask="head", blank=True, **BITS),
+        Case(layout="BNSD", dim_rope=2, dtype="bfloat16", sink=True, **CAUSAL),
+        replace(PACKED, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, dtype="float16", **DRAWN),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, value: float) -> None:
+    args = changed(operands(case), hostile, *FLOATS)
+    met = {"query": "key", "key": "query", "query_rope": "key_rope", "key_rope": "query_rope"}.get(name)
+    if met is not None:  # most products are not -inf, which would hide their keys
+        of, n = ("kv", case.heads_kv) if met.startswith("key") else ("q", case.heads_q)
+        for start in (0, 1):
+            part(case, args[met], of, n, 1)[:, start::3, 0] = math.copysign(1, value)
+    poisoned = changed(args, hostile, *FLOATS)
+    side, heads = ("kv", case.heads_kv) if name in ("key", "value", "key_rope") else ("q", case.heads_q)
+    part(case, poisoned[name], side, heads, 1)[1, 2 if side == "kv" else 1, 0] = value
+    want = golden(case, poisoned)
+    assert any(not t.isfinite().all() for t in want.values())
+    check(case.id, compute(case, poisoned), expected(case, poisoned, want))
+
+
+# -------------------------------------------------------------------------------------------- neighbours, threads, runs
+
+LONG = Case("TND", "float32", (290, 3, 270, 40), (310, 270, 5, 40), dim_qk=24, dim_v=16, sink=True, **CAUSAL)
+LARGE = [
+    LONG,
+    replace(LONG, dtype="bfloat16", pse="shared_slopes", pse_type=2, dim_rope=8),
+    replace(LONG, sparse_mode=2, mask="compressed", **DRAWN),
+]
+
+
+def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
+    """One sequence's part of every result that belongs to sequences."""
+    sides = {"out": "q", "dq": "q", "dq_rope": "q", "dk": "kv", "dv": "kv", "dk_rope": "kv"}
+    heads = {"q": case.heads_q, "kv": case.heads_kv}
+    parts = {n: part(case, results[n], s, heads[s], b) for n, s in sides.items() if n in results}
+    return parts | {n: stats_part(case, results[n], b) for n in ("max", "sum")}
+
+
+@pytest.mark.parametrize("case", LARGE[:2], ids=lambda case: case.id)
+def test_neighbours_do_not_matter(case: Case) -> None:
+    args = operands(case)
+    together = compute(case, args)
+    for b in range(len(case.q_len)):
+        alone = replace(case, q_len=case.q_len[b : b + 1], kv_len=case.kv_len[b : b + 1])
+        args_of_item = {"actual_seq_qlen": [case.q_len[b]], "actual_seq_kvlen": [case.kv_len[b]]}
+        for side, names in (("q", ("query", "query_rope", "dy")), ("kv", ("key", "value", "key_rope"))):
+            first, n = sum(case.lengths(side)[:b]), case.lengths(side)[b]
+            args_of_item |= {name: args[name][first : first + n] for name in names if args[name] is not None}
+        same_bits(split(alone, compute(alone, {**args, **args_of_item}), 0), split(case, together, b))
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
+def test_packed_equals_padded(case: Case) -> None:
+    args = operands(case)
+    together = compute(case, args)
+    for layout in ("BSND", "BNSD", "SBH"):
+        padded = replace(case, layout=layout, q_rest=1)
+        moved = {**arguments(padded), "pse": args["pse"], "sink": args["sink"]}
+        for name, side, heads in (
+            *((n, "q", case.heads_q) for n in ("query", "query_rope", "dy")),
+            *((n, "kv", case.heads_kv) for n in ("key", "value", "key_rope")),
+        ):
+            for b in range(len(case.q_len)):
+                if args[name] is not None:
+                    part(padded, moved[name], side, heads, b).copy_(part(case, args[name], side, heads, b))
+        # The Python API measures slopes from the same corner only when told so.
+        apart = compute(padded, moved)
+        for b in range(len(case.q_len)):
+            same_bits(split(padded, apart, b), split(case, together, b))
+        same_bits(apart["dsink"], together["dsink"], "dsink")
+
+
+@pytest.mark.parametrize(
+    "case", [*LARGE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
+)
+def test_threads_and_repetition_do_not_matter(case: Case) -> None:
+    args = operands(case)
+    want = compute(case, args)
+    same_bits(compute(case, args), want)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        same_bits(compute(case, args), want)

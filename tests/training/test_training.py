@@ -12,7 +12,7 @@ from support.cases import CASES, CAUSAL, DENSE, DTYPES, PACKED, operands
 
 import fusion_attention as fa
 from fusion_attention import ContractWarning
-from fusion_attention.npu import npu_fusion_attention_v2
+from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
 from fusion_attention.ops.training import definitions as training
 from fusion_attention.testing import (
     Case,
@@ -20,6 +20,7 @@ from fusion_attention.testing import (
     check,
     expected,
     golden,
+    hostile,
     lowered,
     plain,
     run,
@@ -68,6 +69,44 @@ def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
 def test_back_end(case: Case, backend: str) -> None:
     args = operands(case)
     check(case.id, run(lowered(case, args), args["dy"], backend), expected(case, args, truth(case)))
+
+
+LEAVES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope"}
+LEAVES |= {"pse": "dpse", "sink": "dsink"}
+# torch_npu's gradient functions take no drop mask.
+EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
+def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
+    args = dict(operands(case))
+    dy = args["dy"]
+    want = run(lowered(case, args), dy, "cpu")
+    leaves = {n: args[n].detach().requires_grad_() for n in LEAVES if args[n] is not None and LEAVES[n] in want}
+    out, top, total, reserved, seed, offset, numels = call_interface(
+        npu_fusion_attention_v2, training.TORCH_V2, {**args, **leaves}
+    )
+    for name, value in (("out", out), ("max", top), ("sum", total)):
+        same_bits(value.detach(), want[name], name)
+    assert reserved.numel() == 0
+    assert not top.requires_grad
+    assert not total.requires_grad
+    saved = {"softmax_max": hostile(top), "softmax_sum": hostile(total), "attention_in": hostile(out.detach())}
+    saved |= {"seed": seed, "offset": offset, "numels": numels}
+    names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
+    explicit = call_interface(npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2, {**args, **saved})
+    explicit = dict(zip(names, explicit, strict=True))
+    by_autograd = torch.autograd.grad(out, list(leaves.values()), dy)
+    for leaf, gradient in zip(leaves, by_autograd, strict=True):
+        same_bits(gradient, want[LEAVES[leaf]], f"autograd: {LEAVES[leaf]}")
+    for name in names:
+        if name in want:
+            same_bits(explicit[name], want[name], f"explicit: {name}")
+        elif name == "dpse" and args["pse"] is not None:
+            same_bits(explicit[name], torch.zeros(args["pse"].shape), "slopes have no gradient")
+        else:
+            assert explicit[name].numel() == 0, name
 
 
 def test_every_mode_layout_and_dtype_is_a_case() -> None:
