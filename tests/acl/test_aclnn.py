@@ -107,6 +107,9 @@ def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
             assert same(tensor, torch.zeros_like(tensor) if expected is None else expected), (name, output)
 
 
+STATISTICS = {"softmax_lse", "softmax_max", "softmax_sum", "sparse_values_out"}  # outputs that flags ask for
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
 def test_calls_give_the_bytes_of_plain_runs(op: Op) -> None:
@@ -118,7 +121,8 @@ def test_calls_give_the_bytes_of_plain_runs(op: Op) -> None:
         outputs = {name: torch.full_like(t, 77) for name, t in want.items() if name in op.by_name}
         assert call(op, args, outputs, strict=False) == (0, 0), acl.get_recent_err_msg()
         for name, t in outputs.items():
-            assert same(t, want[name]) or (not flag and (t == 77).all()), (layout, flag, name)
+            stays = not flag and name in STATISTICS and bool((t == 77).all())
+            assert same(t, want[name]) or stays, (layout, flag, name)
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)

@@ -106,14 +106,25 @@ def paged(
     return torch.stack(rows).to(x.dtype)
 
 
-def capture(x: Call, out: Tensor) -> Capture:
-    heads = x.pool[0].shape[2]
+# Operators of a decode, and their parameters of the keys' lengths.
+OPERATORS = {
+    "aclnnFusedInferAttentionScore": "actual_seq_lengths_kv",
+    "aclnnFusedInferAttentionScoreV3": "actual_seq_lengths_kv",
+    "aclnnIncreFlashAttentionV4": "actual_seq_lengths",
+    "npu_incre_flash_attention": "actual_seq_lengths",
+}
+
+
+def capture(x: Call, out: Tensor, operator: str = "") -> Capture:
+    """Makes a saved call with an output; operator "": one of OPERATORS, by the lengths."""
+    operator = operator or [*OPERATORS][sum(x.lengths) % len(OPERATORS)]
+    key, value = (pool.flatten(2) if operator.startswith("npu") else [pool.flatten(2)] for pool in x.pool)
     names = {
-        "query": x.q[:, :, None], "key": [x.pool[0].flatten(2)], "value": [x.pool[1].flatten(2)],
-        "block_table": x.table, "num_heads": x.q.shape[1], "scale_value": x.scale, "input_layout": "BNSD",
-        "num_key_value_heads": heads, "block_size": x.page, "actual_seq_lengths_kv": x.lengths,
+        "query": x.q[:, :, None], "key": key, "value": value, "block_table": x.table, "num_heads": x.q.shape[1],
+        "scale_value": x.scale, "input_layout": "BNSD", "num_key_value_heads": x.pool[0].shape[2],
+        "block_size": x.page, OPERATORS[operator]: x.lengths,
     }  # fmt: skip
-    return Capture("aclnnFusedInferAttentionScore", names, {"attention_out": out[:, :, None]})
+    return Capture(operator, names, {"attention_out": out[:, :, None]})
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -173,7 +184,7 @@ def _lse(x: Call, of: Callable[[Tensor], Tensor]) -> Faulty:
     for b, length in enumerate(x.lengths):
         k = x.gathered(0, x.table, b, length).transpose(0, 1).repeat_interleave(group, 0)
         rows.append(of((x.q[b].float()[:, None] @ k.mT)[:, 0]))
-    call = capture(x, paged(x))
+    call = capture(x, paged(x), "aclnnFusedInferAttentionScore")
     outputs = call.outputs | {"softmax_lse": torch.stack(rows)[:, :, None, None]}
     return replace(call, inputs=call.inputs | {"softmax_lse_flag": True}, outputs=outputs), ("",)
 
@@ -245,11 +256,11 @@ def stored_in_pages(x: Call, place: Position) -> Capture:
             for side in (0, 1)
         )
         outs.append(attended(x, x.q[b], k, v))
-    names = capture(x, torch.stack(outs).to(x.dtype))
+    names = capture(x, torch.stack(outs).to(x.dtype), "aclnnFusedInferAttentionScoreV3")
     inputs = names.inputs | {"key": [rows[0].flatten(2).to(torch.int8)], "value": [rows[1].flatten(2).to(torch.int8)]}
     for side, name in enumerate(("key", "value")):
         inputs |= {f"{name}_antiquant_scale": scale[side], f"{name}_antiquant_mode": 4}
-    return replace(names, operator="aclnnFusedInferAttentionScoreV3", inputs=inputs)
+    return replace(names, inputs=inputs)
 
 
 def right_meaning(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
