@@ -1,7 +1,8 @@
 // Makes a module that was linked on a newer system run with glibc 2.28 or later: symbols that got a new version or
 // moved to another library since then are bound to the version that every such glibc has. CMakeLists.txt links this
-// file into portable builds of the Python module and of the C interface's libraries; tests/backends/test_shared_library_dependencies.py
-// and tests/capi/test_runtime.py check the versions of their symbols.
+// file into portable builds of the Python module and of the C interface's libraries;
+// tests/backends/test_shared_library_dependencies.py and tests/capi/test_runtime.py check the versions of their
+// symbols.
 
 #if defined(__x86_64__)
 #define FUSION_FIRST_VERSION "GLIBC_2.2.5"

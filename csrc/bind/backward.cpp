@@ -21,7 +21,7 @@ Arguments<fusion::Gradients> gradients_of(const nb::tuple &values, const fusion:
 }
 
 void construct_backward(fusion::BackwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
-               const nb::object &variant) {
+                        const nb::object &variant) {
     const fusion::Problem p = problem_of(problem);
     new (self) fusion::BackwardPlan(variant_named(variant), p, sequences_of(extents, p.heads_q));
 }

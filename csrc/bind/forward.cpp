@@ -6,8 +6,8 @@
 
 namespace {
 
-void construct_forward(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents, const nb::tuple &tiles,
-               const nb::object &variant) {
+void construct_forward(fusion::ForwardPlan *self, const nb::tuple &problem, const nb::tuple &extents,
+                       const nb::tuple &tiles, const nb::object &variant) {
     using fusion::Tile;
     if (tiles.size() != 5) refuse("tiles are five arrays");
     const fusion::Problem p = problem_of(problem);

@@ -84,9 +84,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     if (count > t.count) store(scores + t.count, all(scaled ? 0.0f : -infinity));
     float top = 1.0f, share = 1.0f, factor = 1.0f;
     if constexpr (F::integer) {
-        top = scaled          ? largest_product(w, t, scores, from)
-              : found == peak ? 1.0f
-                              : power((found - from) * w.factor);
+        top = scaled ? largest_product(w, t, scores, from) : found == peak ? 1.0f : power((found - from) * w.factor);
         share = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
     }
     Floats sum = {}, other = {}, extra = {};

@@ -83,7 +83,7 @@ _MODULES = {
     "compressed_attention": "api.compressed",
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",
-    "divided_rope": "api.divided_rope",
+    "divided_rope": "api.divide_rope_by_scales",
     "explain": "refusals.explanation",
     "indexer_loss": "api.sparse",
     "indexer_target_loss": "api.sparse",

@@ -191,8 +191,6 @@ def mask(
     sparse = sparse_models.family_of(config) is not None  # transformers never skips such models' masks
     if sparse and local_size is None:
         allow_is_causal_skip = mask_function is masking_utils.causal_mask_function
-    # transformers' and_masks() makes the masks of packed sequences. A window of one key does not show the sequences.
-    packs = getattr(mask_function, "__name__", "") == "and_mask" and local_size != 1 and not others.get("use_vmap")
     if (code.describes or sparse) and window:
         if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
             end = q_offset + q_length if causal else kv_offset + kv_length
@@ -201,7 +199,11 @@ def mask(
                 # Four axes: a module that counts as causal must not apply a band to full (or cross) attention.
                 full = keys is not None and not causal and local_size is None
                 return _cacheable(keys[:, None, None] if keys is not None and full else keys)
-        elif causal and attention_mask is None and q_length == kv_length and packs:
+        elif (
+            # transformers' and_masks() makes masks of packed sequences. A window of one key does not show sequences.
+            causal and attention_mask is None and q_length == kv_length and local_size != 1
+            and getattr(mask_function, "__name__", "") == "and_mask" and not others.get("use_vmap")
+        ):  # fmt: skip
             return _cacheable(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
     result: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,

@@ -77,7 +77,7 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
         stay = [n for n, value in enumerate(results) if _counts(value)]
         traced = [node.meta["example_value"] for node in _nodes(model) if node.op == "placeholder"]
         there = list(inputs)
-        for at, fake in enumerate(traced):
+        for at, (fake, _) in enumerate(zip(traced, inputs, strict=True)):
             if _on_npu(fake):  # the compiler gets a fake tensor on the computing device in its place
                 with fake.fake_mode, torch.enable_grad():
                     alias = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)

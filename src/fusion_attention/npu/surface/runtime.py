@@ -31,10 +31,10 @@ _TYPES = (
 )
 
 
-# The chip's memory layouts of a tensor, such as ND and NZ, as npu_format_cast numbers them.
 Format = enum.IntEnum(  # type: ignore[misc]
     "Format", {one.name.removeprefix("ACL_").removeprefix("FORMAT_"): one.value for one in AclFormat}
 )
+Format.__doc__ = "The chip's memory layouts of a tensor, such as ND and NZ, as npu_format_cast numbers them."
 
 
 class mstx:
