@@ -13,9 +13,9 @@ from rich.console import Console
 
 from benchmarks import (
     backward,
-    busy,
     capi,
     compressed,
+    decode_on_busy_cores,
     decode_rows,
     dense,
     distributed,
@@ -31,7 +31,7 @@ from benchmarks import (
     sparse,
     threads,
 )
-from benchmarks.figures import Figure, table
+from benchmarks.figures_with_goals import Figure, table
 from fusion_attention import _native
 from fusion_attention.bench import chart
 from fusion_attention.bench.pair import REACHED, Pair, Timing, measure
@@ -60,7 +60,9 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
 # Groups without pairs: functions that measure and print, and return rows for the JSON file.
 TABLES: dict[str, Callable[[bool, int, Console], Any]] = {
     "memory": lambda quick, turns, console: memory.show(memory.measured(4096 if quick else 65536), console),
-    "busy": lambda quick, turns, console: table(busy.TITLE, busy.figures(quick), console),
+    "busy": lambda quick, turns, console: table(
+        decode_on_busy_cores.TITLE, decode_on_busy_cores.figures(quick), console
+    ),
     "schedule": lambda quick, turns, console: schedule.show(console),
     "distributed": distributed.show,
     "scale": scale.show,

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
+from benchmarks.backward_only import Call, gradient
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, attention, packed_lengths, padded, rows, triangle
-from benchmarks.repeatable_gradient import Call, gradient
 from benchmarks.threads import with_threads
 from fusion_attention.bench.pair import Pair
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.figures import Figure
+from benchmarks.figures_with_goals import Figure
 from benchmarks.schedule import compiler
 from fusion_attention import acl, aclnn
 from fusion_attention.capi import environment

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 import fusion_attention as fa
-from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
-from benchmarks.repeatable_gradient import gradient
+from benchmarks.backward_only import gradient
+from benchmarks.compressed_layer_inputs import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
 from fusion_attention import _native
 from fusion_attention.bench.pair import Pair
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks.kv_cache_calls import Case, operands_of
 from fusion_attention import npu
 from fusion_attention.bench.pair import seconds
-from fusion_attention.ir.kv import PagedView
+from fusion_attention.ir.memory_views import PagedView
 from fusion_attention.memory import zeros
 
 READ_BYTES = 1 << 28

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.decode import READ_BYTES, called, onnx_peer, peers, reader, step_of
-from benchmarks.figures import Figure
+from benchmarks.figures_with_goals import Figure
 from benchmarks.kv_cache_calls import Case, call, operands_of
 from fusion_attention import _native, npu
 from fusion_attention import plan as planning

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
-from benchmarks.repeatable_gradient import gradient
+from benchmarks.backward_only import gradient
 from fusion_attention.bench.pair import Pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

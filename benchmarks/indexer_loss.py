@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.dense import DTYPES, PEAKS
-from benchmarks.selections import CHOSEN, DIM, INDEX_DIM, ROPE, Index, Selection, drawn, loss_with_gradients
 from benchmarks.sparse import HEADS, INDEX_HEADS, KEYS, LABELS, TWO_THREADS, joined
+from benchmarks.sparse_calls import CHOSEN, DIM, INDEX_DIM, ROPE, Index, Selection, drawn, loss_with_gradients
 from benchmarks.threads import with_threads
 from fusion_attention import Band
 from fusion_attention import attention as dense_attention

@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fusion_attention as fa
+from benchmarks.backward_only import gradient
 from benchmarks.dense import DTYPES, PEAKS, arithmetic, compiled_flex, rows, triangle
-from benchmarks.repeatable_gradient import gradient
 from fusion_attention.bench.pair import Pair
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from fusion_attention import plan as planning
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import zeros
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import Figure
+from benchmarks.figures_with_goals import Figure
 from benchmarks.kv_cache_calls import Case, operands_of
 from fusion_attention.ir.problem import Grads
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.backward_only import gradient
 from benchmarks.decode import READ_BYTES, reader
 from benchmarks.dense import DTYPES
-from benchmarks.repeatable_gradient import gradient
 from fusion_attention.api.compress import compress
 from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind
 from fusion_attention.ops.compressed.pooling import RECORD, PoolingBackward
-from fusion_attention.ops.shared.pooling import Windows, pooled
+from fusion_attention.ops.shared.softmax_pooling import Windows, pooled
 from fusion_attention.torch_ops.eager import run
 
 GROUP, DIM = "pooling, GB/s", 512

@@ -76,7 +76,7 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
         raise FileNotFoundError("no C++ compiler for the schedule test: install g++, or set CXX to a compiler")
     here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
     sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
-    plans = [*sorted((core / "plan").glob("*.cpp")), core / "system_linux.cpp", *[core / "tile_memory.cpp"] * sleeps]
+    plans = [*sorted((core / "plan").glob("*.cpp")), core / "system_linux.cpp", *[core / "amx_permission.cpp"] * sleeps]
     # The first plan/team.h on the include path is used: the core's with real threads, else the simulation's.
     sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.backward_only import gradient
 from benchmarks.dense import DTYPES, PEAKS
-from benchmarks.repeatable_gradient import gradient
-from benchmarks.selections import BACKWARD, CHOSEN, DIM, FORWARD, INDEX_DIM, SCALE, Index, Selection
+from benchmarks.sparse_calls import BACKWARD, CHOSEN, DIM, FORWARD, INDEX_DIM, SCALE, Index, Selection
 from benchmarks.threads import with_threads
 from fusion_attention.bench.pair import Pair, seconds
 

@@ -4,7 +4,7 @@
 
 #include "cpu_features.h"
 #include "data/amx_counts.h"
-#include "tile_memory.h"
+#include "amx_permission.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -2,7 +2,7 @@
 
 #include "decode/attend.h"
 #include "decode/finish.h"
-#include "kernel_table.h"
+#include "dtype_dispatch.h"
 
 namespace fusion {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "dense/forward.h"
 #include "dense/gradient.h"
-#include "kernel_table.h"
+#include "dtype_dispatch.h"
 #include "peak.h"
 #include "simd/operand_formats.h"
 

@@ -1,6 +1,6 @@
 // The pooling part of an instruction-set variant; compiled like variant_dense.cpp, with the same restrictions.
 
-#include "kernel_table.h"
+#include "dtype_dispatch.h"
 #include "sparse/pool.h"
 
 namespace fusion {

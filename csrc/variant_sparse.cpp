@@ -3,7 +3,7 @@
 
 #include "sparse/indexer.h"
 #include "sparse/loss_tiles.h"
-#include "kernel_table.h"
+#include "dtype_dispatch.h"
 #include "simd/operand_formats.h"
 #include "sparse/attend.h"
 #include "sparse/gradient.h"

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 import fusion_attention as fa
-from fusion_attention.cli.comparison import library_texts
+from fusion_attention.cli.demo_comparison import library_texts
 from fusion_attention.cli.encoder import load_encoder, model_folder
 
 TOLERANCE = 2e-5  # for losses near 1: float32 rounding errors, which grow over the steps

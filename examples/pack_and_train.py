@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 
-from fusion_attention.cli.comparison import library_texts
+from fusion_attention.cli.demo_comparison import library_texts
 from fusion_attention.integrations.transformers import register
 
 TOLERANCE = 2e-5  # for losses near 5: float32 rounding errors, which grow over the steps

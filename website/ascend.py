@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from fusion_attention.cli import app, docstrings
+from fusion_attention.cli import app, docstring_markdown
 from fusion_attention.cli.op_pages import another, groups
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
@@ -33,7 +33,7 @@ def table() -> str:
 def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
     first = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-    summary = record.summary if record else docstrings.prose(first, "")
+    summary = record.summary if record else docstring_markdown.prose(first, "")
     text = summary.removeprefix("torch_npu's ").replace("|", r"\|").replace("\n", " ")
     text = text if text.startswith("npu_") else text[:1].upper() + text[1:]
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"

@@ -5,7 +5,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_attention.cli import docstrings
+from fusion_attention.cli import docstring_markdown
 
 ROOT = "../"  # from a page of reference/ to docs/
 
@@ -114,10 +114,18 @@ def _methods(cls: type) -> list[str]:
         if hidden or not inspect.getdoc(called):
             continue
         if isinstance(inner, property):
-            lines += [f"### {cls.__name__}.{name}", "", *docstrings.body(called, ROOT)]
+            lines += [f"### {cls.__name__}.{name}", "", *docstring_markdown.body(called, ROOT)]
         elif inspect.isfunction(inner):
-            signature = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
-            lines += [f"### {cls.__name__}.{name}", "", "```pyi", signature, "```", "", *docstrings.body(called, ROOT)]
+            signature = docstring_markdown.signature(getattr(cls, name), f"{cls.__name__}.{name}")
+            lines += [
+                f"### {cls.__name__}.{name}",
+                "",
+                "```pyi",
+                signature,
+                "```",
+                "",
+                *docstring_markdown.body(called, ROOT),
+            ]
     return lines
 
 
@@ -128,8 +136,8 @@ def entry(module: str, name: str) -> list[str]:
     called = f"{short.rsplit('.', 1)[-1]}.{name}" if short in ("acl.rt",) else name
     lines = [f"## {called}", ""]
     if not (inspect.isclass(thing) and issubclass(thing, BaseException)):
-        lines += ["```pyi", docstrings.signature(thing, called), "```", ""]
-    lines += [f"`from {module} import {name}`", "", *docstrings.body(thing, ROOT)]
+        lines += ["```pyi", docstring_markdown.signature(thing, called), "```", ""]
+    lines += [f"`from {module} import {name}`", "", *docstring_markdown.body(thing, ROOT)]
     return lines + (_methods(thing) if inspect.isclass(thing) else [])
 
 
@@ -154,7 +162,7 @@ def index() -> str:
                 first = (inspect.getdoc(getattr(result, name)) or "").split("\n\n")[0].replace("\n", " ").strip()
                 short = "rt." if module.endswith(".rt") else ""
                 anchor = (short.replace(".", "") + name).lower()
-                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.markdown(first, ROOT)} |")
+                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstring_markdown.markdown(first, ROOT)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

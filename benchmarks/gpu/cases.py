@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks.backward_only import Call, gradient
 from benchmarks.gpu.compressed import compressed
 from benchmarks.gpu.lists import indexer, loss, selected
 from benchmarks.gpu.timing import Row
-from benchmarks.repeatable_gradient import Call, gradient
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 
 TOKENS, WIDTH = 16384, 2048  # tokens of all sequences together; heads x head dim

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.compressed_layer import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
+from benchmarks.backward_only import gradient
+from benchmarks.compressed_layer_inputs import DIM, HEADS, KINDS, SCALE, WINDOW, Layer, visible
 from benchmarks.gpu.timing import Row
-from benchmarks.repeatable_gradient import gradient
 
 TOKENS = 4096
 CHUNK = 128  # rows whose keys eager torch gathers at once

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.backward_only import gradient
 from benchmarks.gpu.timing import Row
-from benchmarks.repeatable_gradient import gradient
-from benchmarks.selections import (
+from benchmarks.sparse_calls import (
     BACKWARD,
     CHOSEN,
     DIM,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.repeatable_gradient import Call
+from benchmarks.backward_only import Call
 
 ROUNDS = 7
 TARGET_MS = 60.0  # duration of one round

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "dispatch.h"
-#include "plan/threads.h"
+#include "plan/thread_pool.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

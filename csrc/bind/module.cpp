@@ -3,9 +3,9 @@
 
 #include "plan/arena.h"
 #include "plan/team.h"
-#include "plan/threads.h"
+#include "plan/thread_pool.h"
 #include "dispatch.h"
-#include "tile_memory.h"
+#include "amx_permission.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -151,7 +151,7 @@ void bind_decode(nb::module_ &m);     // bind/decode.cpp
 void bind_peak(nb::module_ &m);       // bind/peak.cpp
 void bind_sparse(nb::module_ &m);     // bind/sparse.cpp
 void bind_pool(nb::module_ &m);       // bind/pool.cpp
-void bind_signature(nb::module_ &m);  // bind/signature.cpp
+void bind_signature(nb::module_ &m);  // bind/call_cache_key.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";

@@ -57,7 +57,7 @@ struct Python {
     PyObject *none;
 };
 
-// The Python of this library (interpreter.cpp).
+// The Python of this library (find_interpreter.cpp).
 struct Interpreter {
     std::string program;                 // its executable, from which Python finds a virtual environment
     std::string name;                    // "libpython3.11.so.1.0"

@@ -1,5 +1,5 @@
 // Problems and operands of attention as plain data, shared by the baseline code and every variant. No functions: each
-// variant compiles its own (simd/rows.h).
+// variant compiles its own (simd/row_addresses.h).
 //
 // Lengths, strides and addresses have been checked when they arrive here; kernels validate nothing.
 

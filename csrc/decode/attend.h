@@ -9,7 +9,7 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "simd/masks.h"
+#include "simd/mask_bits.h"
 #include "decode/scores.h"
 #if defined(__AVX__) && !defined(__AVX512F__)
 #include "decode/values_lanes8.h"

@@ -6,7 +6,7 @@
 // keys. Three or four rows of bfloat16, or short rows of floats, are multiplied as pairs in vectors of half the size,
 // those of integers in two vectors with twice the words: the same number of products, but half as many repeating loads.
 // Three or four long rows of float32 have a vector each. Formats with `separate` always have separate vectors
-// (scores_separate.h). Values: elements of two keys and 2 * lanes columns form two vectors of words, in an order of
+// (scores_row_vectors.h). Values: elements of two keys and 2 * lanes columns form two vectors of words, in an order of
 // columns that is reverted once per unit.
 
 #pragma once

@@ -9,7 +9,8 @@ namespace {
 namespace decode {
 
 // A processor drops prefetches that are faster than memory. So rows are prefetched half a tile ahead, and again this
-// many keys ahead, which costs little if they have arrived (not with vectors of eight lanes, nor by scores_separate.h).
+// many keys ahead, which costs little if they have arrived (not with vectors of eight lanes, nor by
+// scores_row_vectors.h).
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
 template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "data/decode.h"
-#include "simd/rows.h"
+#include "simd/row_addresses.h"
 
 namespace fusion {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "decode/scores_repeated.h"
-#include "decode/scores_separate.h"
+#include "decode/scores_row_vectors.h"
 #if defined(__AVX512F__)
 #include "decode/scores_lanes16.h"
 #endif

@@ -12,9 +12,9 @@
 #pragma once
 
 #include "dense/gradient_bias.h"
-#include "kernel_table.h"
-#include "simd/kept.h"
-#include "simd/masks.h"
+#include "dtype_dispatch.h"
+#include "simd/dropout_scale.h"
+#include "simd/mask_bits.h"
 #include "simd/softmax_sink_and_nan.h"
 
 namespace fusion {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "dense/gradient_products.h"
-#include "simd/lines.h"
+#include "simd/streaming_stores.h"
 
 namespace fusion {
 namespace {

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "dense/pack.h"
-#include "simd/kept.h"
+#include "simd/dropout_scale.h"
 
 namespace fusion {
 namespace {

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "dense/block.h"
+#include "dense/forward_scratch.h"
 
 namespace fusion {
 namespace {

@@ -1,8 +1,8 @@
 #include "plan/team.h"
 
-#include "plan/threads.h"
+#include "plan/thread_pool.h"
 #include "system.h"
-#include "tile_memory.h"
+#include "amx_permission.h"
 
 #include <algorithm>
 #include <cstdlib>

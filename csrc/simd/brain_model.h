@@ -44,4 +44,4 @@ FUSION_INLINE Floats floor_of(Floats x) {
 }  // namespace
 }  // namespace fusion
 
-#include "simd/brain_portable.h"  // IWYU pragma: export
+#include "simd/exponent_portable.h"  // IWYU pragma: export

@@ -35,4 +35,4 @@ FUSION_INLINE Floats floor_of(Floats x) { return (Floats)vrndmq_f32((float32x4_t
 }  // namespace
 }  // namespace fusion
 
-#include "simd/brain_portable.h"  // IWYU pragma: export
+#include "simd/exponent_portable.h"  // IWYU pragma: export

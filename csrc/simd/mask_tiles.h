@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "simd/rows.h"
+#include "simd/row_addresses.h"
 
 #include <bit>
 

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "simd/rows.h"
+#include "simd/row_addresses.h"
 
 namespace fusion {
 namespace {

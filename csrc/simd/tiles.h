@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "simd/types.h"
+#include "simd/vector_types.h"
 
 #if defined(FUSION_TILES_MODEL)
 #include "simd/tiles_model.h"

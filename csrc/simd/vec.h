@@ -1,8 +1,8 @@
-// The vector layer: types.h, the functions of each instruction set, and functions built from both.
+// The vector layer: vector_types.h, the functions of each instruction set, and functions built from both.
 
 #pragma once
 
-#include "simd/types.h"  // IWYU pragma: export
+#include "simd/vector_types.h"  // IWYU pragma: export
 #if defined(__AVX512F__)
 #include "simd/vec_avx512.h"  // IWYU pragma: export
 #else

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "simd/types.h"
+#include "simd/vector_types.h"
 
 namespace fusion {
 namespace {

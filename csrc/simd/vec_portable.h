@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "simd/types.h"
+#include "simd/vector_types.h"
 #if defined(__AVX2__) && defined(__F16C__)
 #define FUSION_AVX2
 #include "simd/vec_avx2.h"  // IWYU pragma: export

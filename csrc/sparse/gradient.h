@@ -15,7 +15,7 @@
 #include "simd/softmax_sink_and_nan.h"
 #include "sparse/not_finite.h"
 #include "sparse/contributions.h"
-#include "sparse/stream.h"
+#include "sparse/list_products.h"
 
 namespace fusion {
 namespace {

@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "simd/masks.h"
+#include "simd/mask_bits.h"
 #include "sparse/gradient.h"
 
 namespace fusion {

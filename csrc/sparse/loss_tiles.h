@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "kernel_table.h"
+#include "dtype_dispatch.h"
 #include "sparse/loss.h"
 
 namespace fusion {

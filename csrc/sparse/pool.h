@@ -10,7 +10,7 @@
 #pragma once
 
 #include "data/pool.h"
-#include "simd/rows.h"
+#include "simd/row_addresses.h"
 
 namespace fusion {
 namespace {

@@ -16,8 +16,17 @@ import torch
 
 from fusion_attention import acl, contract
 from fusion_attention.acl import rt, state
-from fusion_attention.acl.jobs import Job, Options, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
+from fusion_attention.acl.two_phase_call import (
+    Job,
+    Options,
+    check_disjoint,
+    handles,
+    job_of,
+    layout_of,
+    may_lack,
+    refusal,
+)
 from fusion_attention.ops import RECORDS
 
 SUCCESS = state.SUCCESS

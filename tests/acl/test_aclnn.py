@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same
-from support.records import layouts, of_versions, starts
+from support.contract_failures import layouts, of_versions, starts
 from support.two_phase import V2, Args, call, done, failed, handles_of, outputs_of
 from torch.utils._pytree import tree_map_only
 

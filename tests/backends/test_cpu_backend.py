@@ -17,8 +17,8 @@ import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import mean_rows
 from fusion_attention.contract import bind
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.training import api_definition
@@ -133,7 +133,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from fusion_attention.backends import cpu
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.surroundings import Recorded
+from support.installed_state import Recorded
 
 import fusion_attention as fa
 from fusion_attention.captures.capture import HOOKED
 from fusion_attention.npu import training
-from fusion_attention.torch_ops import dense
+from fusion_attention.torch_ops import attention_forward
 
 
 @pytest.fixture(autouse=True)
@@ -239,21 +239,23 @@ def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), fa.capture(tmp_path / "file"):
         pass
-    assert dense.forward.__qualname__ == "forward"
+    assert attention_forward.forward.__qualname__ == "forward"
 
 
 def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
-    before, calls = dense.forward, []
+    before, calls = attention_forward.forward, []
     with fa.capture(tmp_path) as recorded:
-        below = dense.forward
-        monkeypatch.setattr(dense, "forward", lambda *args, **how: calls.append(args) or below(*args, **how))
+        below = attention_forward.forward
+        monkeypatch.setattr(
+            attention_forward, "forward", lambda *args, **how: calls.append(args) or below(*args, **how)
+        )
         small()
     small()
     with fa.capture(tmp_path) as again:
         small()
     assert (len(calls), len(recorded.files), len(again.files)) == (3, 1, 1)
-    monkeypatch.setattr(dense, "forward", before)
+    monkeypatch.setattr(attention_forward, "forward", before)
 
 
 def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

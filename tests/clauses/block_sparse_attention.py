@@ -9,8 +9,8 @@ import torch
 
 from clauses.checks import INVALID, NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.derived import of_parameters
-from clauses.dtypes import BF, H
-from clauses.near import Near, near, softmax
+from clauses.dtype_abbreviations import BF, H
+from clauses.error_bounds import Near, near, softmax
 from clauses.values import GENERATOR, draw, prepared, widened, zeros
 
 FORWARD = prototype("""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from clauses.dtypes import U8
-from clauses.near import Near
+from clauses.dtype_abbreviations import U8
+from clauses.error_bounds import Near
 from clauses.values import GENERATOR, Formatted
 from fusion_attention import acl, aclnn
 from fusion_attention.contract import Array, Attr, ContractWarning, Tensor, Tensors

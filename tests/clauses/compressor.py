@@ -9,8 +9,8 @@ import torch
 
 from clauses.checks import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, taken_over
 from clauses.derived import of_parameters
-from clauses.dtypes import BF, I32, H
-from clauses.near import Near, cat, near, softmax, stack
+from clauses.dtype_abbreviations import BF, I32, H
+from clauses.error_bounds import Near, cat, near, softmax, stack
 from clauses.values import draw, ints, longer, widened
 
 FORWARD = prototype("""

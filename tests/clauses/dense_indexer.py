@@ -10,10 +10,10 @@ import torch
 
 from clauses import sparse_lightning_indexer_kl_loss_grad as lists
 from clauses.checks import INVALID, NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
-from clauses.compressed_keys import rows_of, sequences
+from clauses.compressed_key_helpers import rows_of, sequences
 from clauses.derived import of_page
-from clauses.dtypes import BF, F32, F64, I32, H
-from clauses.near import Near, near, softmax
+from clauses.dtype_abbreviations import BF, F32, F64, I32, H
+from clauses.error_bounds import Near, near, softmax
 from clauses.sparse_lightning_indexer_kl_loss_grad import BSND, ENDS, RESIDUAL, USED
 from clauses.values import deeper, draw, drawn, fractal, gapped, ints, longer, to, widened, zeros
 

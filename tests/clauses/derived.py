@@ -7,7 +7,7 @@ import torch
 
 from clauses.checks import INVALID, NULL, RUN_TIME, Check, Clauses, computes, forbids, refuses
 from clauses.checks import repeats as again
-from clauses.dtypes import F32, I16
+from clauses.dtype_abbreviations import F32, I16
 from clauses.values import deeper, fractal, gapped, to
 
 

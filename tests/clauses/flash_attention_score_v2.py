@@ -18,9 +18,9 @@ from clauses.checks import (
     refuses,
     repeats,
 )
-from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
-from clauses.near import Near, near, softmax
-from clauses.training import PREFIX_TRIANGLE, TRIANGLE, band, biased, bits, given, grid, hiding, tabled
+from clauses.dtype_abbreviations import BF, BOOL, F32, F64, I8, I32, U8, H
+from clauses.error_bounds import Near, near, softmax
+from clauses.training_formulas import PREFIX_TRIANGLE, TRIANGLE, band, biased, bits, given, grid, hiding, tabled
 from clauses.values import (
     GENERATOR,
     draw,

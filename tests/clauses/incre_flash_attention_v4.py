@@ -3,8 +3,8 @@
 import torch
 
 from clauses.checks import INVALID, NULL, RUN_TIME, Check, Page, computes, forbids, refuses, repeats
-from clauses.dtypes import BF, BOOL, F32, F64, I8, I16, I32, I64, U8, H
-from clauses.incre_flash_attention_v4_calls import PROTOTYPE, base, formula
+from clauses.dtype_abbreviations import BF, BOOL, F32, F64, I8, I16, I32, I64, U8, H
+from clauses.incre_flash_attention_v4_formula import PROTOTYPE, base, formula
 from clauses.values import drawn, fractal, gapped, ints, to, zeros
 
 LAYOUTS = ("BSH", "BNSD", "BSND")

@@ -6,7 +6,7 @@ from typing import Any
 from clauses import unpadding_score_grad_v3 as v3
 from clauses.checks import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.derived import of_page
-from clauses.near import Near
+from clauses.error_bounds import Near
 from clauses.values import zeros
 
 PROTOTYPE = prototype("""

@@ -8,8 +8,8 @@ import torch
 from clauses import flash_attention_score_v2 as v2
 from clauses.checks import NULL, Args, Check, Page, computes, filled, forbids, merged, prototype, refuses
 from clauses.derived import of_page
-from clauses.dtypes import H
-from clauses.near import Near
+from clauses.dtype_abbreviations import H
+from clauses.error_bounds import Near
 from clauses.values import drawn, zeros
 
 PROTOTYPE = prototype("""

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from clauses.checks import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
-from clauses.compressed_keys import ends_of, lists_of, rows_of
+from clauses.compressed_key_helpers import ends_of, lists_of, rows_of
 from clauses.derived import of_parameters
-from clauses.dtypes import BF, F32, I32, H
-from clauses.near import Near, near
+from clauses.dtype_abbreviations import BF, F32, I32, H
+from clauses.error_bounds import Near, near
 from clauses.values import draw, ints, longer, widened, zeros
 
 PROTOTYPE = prototype("""

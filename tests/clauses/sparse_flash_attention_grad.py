@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from clauses.checks import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
-from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
-from clauses.near import Near, near, softmax
-from clauses.selections import Item, flat, items_of, lists, selected, sequences_of
+from clauses.dtype_abbreviations import BF, F32, F64, I8, I16, I32, I64, U8, H
+from clauses.error_bounds import Near, near, softmax
+from clauses.selected_key_helpers import Item, flat, items_of, lists, selected, sequences_of
 from clauses.values import deeper, draw, drawn, ends, fractal, gapped, ints, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""

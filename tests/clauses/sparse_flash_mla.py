@@ -19,9 +19,9 @@ from clauses.checks import (
     refuses,
     repeats,
 )
-from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
-from clauses.near import Near, cat, near, softmax, stack
-from clauses.selections import flat
+from clauses.dtype_abbreviations import BF, F32, F64, I8, I16, I32, I64, H
+from clauses.error_bounds import Near, cat, near, softmax, stack
+from clauses.selected_key_helpers import flat
 from clauses.values import GENERATOR, deeper, draw, drawn, fractal, gapped, ints, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""

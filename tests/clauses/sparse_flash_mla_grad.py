@@ -8,9 +8,9 @@ import torch
 from clauses import sparse_flash_mla as forward
 from clauses.checks import NULL, TILING, Args, Page, computes, forbids, merged, prototype, refuses, taken_over
 from clauses.derived import of_parameters
-from clauses.dtypes import BF, F32, H
-from clauses.near import Near, near
-from clauses.selections import flat
+from clauses.dtype_abbreviations import BF, F32, H
+from clauses.error_bounds import Near, near
+from clauses.selected_key_helpers import flat
 from clauses.sparse_flash_mla import ENTRIES, SIDES, keys_of, lengths_of, row_entries
 from clauses.values import draw, ints, widened, zeros
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from clauses.checks import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
-from clauses.compressed_keys import ends_of, has_bound, lists_of, rows_of
-from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H
-from clauses.near import Near, near, softmax
+from clauses.compressed_key_helpers import ends_of, has_bound, lists_of, rows_of
+from clauses.dtype_abbreviations import BF, F32, F64, I8, I16, I32, I64, H
+from clauses.error_bounds import Near, near, softmax
 from clauses.values import deeper, draw, drawn, fractal, gapped, ints, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""

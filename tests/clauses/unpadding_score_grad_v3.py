@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from clauses.checks import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
-from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
-from clauses.near import Near, near, softmax
-from clauses.selections import Item, packed
-from clauses.training import INF, PREFIX_TRIANGLE, TRIANGLE, band, edge_mode, given, hiding
+from clauses.dtype_abbreviations import BF, BOOL, F32, F64, I8, I32, U8, H
+from clauses.error_bounds import Near, near, softmax
+from clauses.selected_key_helpers import Item, packed
+from clauses.training_formulas import INF, PREFIX_TRIANGLE, TRIANGLE, band, edge_mode, given, hiding
 from clauses.values import deeper, draw, drawn, ends, fractal, gapped, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from clauses.dtypes import F32, I64
+from clauses.dtype_abbreviations import F32, I64
 
 GENERATOR = torch.Generator()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.commands import run
 
-from fusion_attention.refusals.parser import LONGEST
+from fusion_attention.refusals.call_parser import LONGEST
 
 Q = "query=f16[1,4,2,64]"
 CALL = "npu_fusion_attention(f16[1,4,2,64], f16[1,4,2,64], f16[1,4,2,64], 2, {})"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from support.commands import run
 
-from fusion_attention.cli import comparison as demo
+from fusion_attention.cli import demo_comparison as demo
 from fusion_attention.cli.encoder import (
     DemoUnavailable,
     Encoder,

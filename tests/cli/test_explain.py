@@ -17,9 +17,9 @@ from fusion_attention.contract import Array, Op, Tensor
 from fusion_attention.contract.sampling import InvalidSample, invalid_samples, sample
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals.call_parser import parse_call
 from fusion_attention.refusals.cann_logs import CODES, read_log
 from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
-from fusion_attention.refusals.parser import parse_call
 
 
 def written(op: Op, args: Mapping[str, Any], interface: bool = True) -> str:

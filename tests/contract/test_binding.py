@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.records import ATTENTION, PACKED, Args, call, one, outcome
+from support.contract_failures import ATTENTION, PACKED, Args, call, one, outcome
 
 from fusion_attention.contract import Bound, ContractError, bind, to_array
 from fusion_attention.contract.binding import SIGNATURES_KEPT

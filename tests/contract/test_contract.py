@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.records import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, of_versions, one, outcome
+from support.contract_failures import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, of_versions, one, outcome
 from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.records import EVERY_INTERFACE, Args, call, layouts, of_versions, starts
+from support.contract_failures import EVERY_INTERFACE, Args, call, layouts, of_versions, starts
 
 from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show

@@ -1,5 +1,5 @@
-"""What the programs of CANN's pages (page_programs.py) print, by hand arithmetic on their own data, and by the page's
-formula on random data.
+"""What the programs of CANN's pages (cann_sample_programs.py) print, by hand arithmetic on their own data, and by
+the page's formula on random data.
 """
 
 import math
@@ -17,16 +17,16 @@ from clauses import (
     unpadding_score_grad_v3,
 )
 from clauses.checks import Args, Page, not_computed
-from clauses.dtypes import I8, U8
-from clauses.near import UNIT, near
-from clauses.training import hiding
+from clauses.dtype_abbreviations import I8, U8
+from clauses.error_bounds import UNIT, near
+from clauses.training_formulas import hiding
 from clauses.values import GENERATOR
-from support.page_programs import CORRECTED, FILL, PRINTED, Given, Printed, check, indexer_grad_kl_loss_refused
-from support.page_programs import incre_flash_attention_v4 as run_incre
-from support.page_programs import indexer_grad_kl_loss as run_loss
-from support.page_programs import score_v2 as run_score
-from support.page_programs import sparse_flash_attention_grad as run_sparse
-from support.page_programs import unpadding_score_grad_v3 as run_unpadding
+from support.cann_sample_programs import CORRECTED, FILL, PRINTED, Given, Printed, check, indexer_grad_kl_loss_refused
+from support.cann_sample_programs import incre_flash_attention_v4 as run_incre
+from support.cann_sample_programs import indexer_grad_kl_loss as run_loss
+from support.cann_sample_programs import score_v2 as run_score
+from support.cann_sample_programs import sparse_flash_attention_grad as run_sparse
+from support.cann_sample_programs import unpadding_score_grad_v3 as run_unpadding
 
 from fusion_attention import acl
 

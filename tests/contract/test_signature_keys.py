@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusion_attention.contract.call_cache_key import python_reader, reader
 from fusion_attention.contract.sampling import sample
-from fusion_attention.contract.signatures import python_reader, reader
 from fusion_attention.ops import RECORDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from clauses.pages import PAGES
+from support.contract_failures import INTERFACES
 from support.operators import declared
-from support.records import INTERFACES
 
 import fusion_attention
 from fusion_attention.captures.capture import HOOKED

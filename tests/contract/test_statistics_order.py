@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from clauses.training import TRIANGLE
+from clauses.training_formulas import TRIANGLE
 from support.two_phase import Args, call, outputs_of
 
 from fusion_attention import acl, npu

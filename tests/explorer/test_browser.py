@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.browser import CHROMIUM, MISSING, Browser
-from support.settings import random_setting
+from support.explorer_settings import random_setting
 
 from fusion_attention import Band
 from fusion_attention.explorer.draw import cells_of

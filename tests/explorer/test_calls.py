@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.settings import random_setting
+from support.explorer_settings import random_setting
 
 import fusion_attention as fa
 from fusion_attention import acl, npu

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import quickjs
-from support.settings import BY_SCRIPT, argument, by_python, random_setting
+from support.explorer_settings import BY_SCRIPT, argument, by_python, random_setting
 
 from fusion_attention.explorer.page import rules
 from fusion_attention.explorer.visible import MODES

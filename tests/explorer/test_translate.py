@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import quickjs
 
-from fusion_attention.explorer import translate, violations
+from fusion_attention.explorer import python_to_javascript, violations
 from fusion_attention.explorer.page import page, rules
-from fusion_attention.explorer.translate import Program, Untranslatable
+from fusion_attention.explorer.python_to_javascript import Program, Untranslatable
 from fusion_attention.explorer.visible import MODES
 
-RUNTIME = Path(translate.__file__).parent / "runtime.js"
+RUNTIME = Path(python_to_javascript.__file__).parent / "runtime.js"
 LIMIT = 7
 TABLE = {"a": 1, "b": 2}
 

@@ -9,8 +9,8 @@ import torch
 from support.aligned import aligned
 from support.bits import same_bits
 from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
-from support.on_gpu import on_gpu
 from support.paged_decode_calls import CACHES, Cache, judge, operands_on
+from support.run_case_on_gpu import on_gpu
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend

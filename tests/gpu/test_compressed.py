@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compressed import CASES, CompressedCase, Results, arguments, lowered, wanted
-from support.on_gpu import copied
+from support.run_case_on_gpu import copied
 
 from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check

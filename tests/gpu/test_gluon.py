@@ -5,7 +5,7 @@ import torch
 from support.aligned import aligned
 from support.bits import same_bits
 from support.cases import CAUSAL
-from support.on_gpu import on_gpu
+from support.run_case_on_gpu import on_gpu
 
 from fusion_attention.backends.triton.dense import select_gluon
 from fusion_attention.testing import Case, arguments, check, expected

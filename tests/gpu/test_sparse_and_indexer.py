@@ -9,8 +9,8 @@ import torch
 from support.bits import same_bits
 from support.launches import fresh_plans
 from support.lse_calls import dense, judge, lists
-from support.on_gpu import copied
 from support.reference_layers import plain
+from support.run_case_on_gpu import copied
 
 import fusion_attention as fa
 from fusion_attention import nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.bits import same
 from support.decode_cases import CASES, STORES
-from support.inference_calls import in_float64, run
+from support.run_inference_calls import in_float64, run
 from support.two_phase import call
 
 import fusion_attention as fa

@@ -7,7 +7,7 @@ import torch
 from support.bits import same, same_bits
 from support.fused import FusedCase, answer, arguments
 from support.fused_cases import CASES, PROMPTS
-from support.inference_calls import in_float64, run
+from support.run_inference_calls import in_float64, run
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind

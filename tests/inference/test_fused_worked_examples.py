@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import inference_calls
+from support import run_inference_calls
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.fused import definitions as fused
@@ -35,7 +35,7 @@ def run(record: Any = fused.TORCH_V2, **args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call in layout BSND, each without its batch axis; lse [heads, rows]."""
     given = {"input_layout": "BSND", "scale_value": 0.5, "num_heads": args["query"].shape[2]}
     given |= {"num_key_value_heads": 1, "softmax_lse_flag": True}
-    results = inference_calls.run(record.lower(bind(record, given | args)), "golden")
+    results = run_inference_calls.run(record.lower(bind(record, given | args)), "golden")
     return results["attention_out"][0], results["softmax_lse"][0, ..., 0]
 
 

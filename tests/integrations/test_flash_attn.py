@@ -19,13 +19,13 @@ if __name__ == "__main__":
 import pytest
 import torch
 from support.bits import same_bits
+from support.docs_tables import table, write, written
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
-from support.support_tables import table, write, written
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.integrations import flash_attn as integration
-from fusion_attention.integrations.flash_attn import functions, words
+from fusion_attention.integrations.flash_attn import argument_conversion, functions
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 PAGE = "with_flash_attn.md"
@@ -214,15 +214,15 @@ def test_lengths_of_another_device_are_read_once() -> None:
             return list(self.values)
 
     tensor: Any = Elsewhere()
-    assert words.numbers(tensor) == words.numbers(tensor) == [0, 3]
+    assert argument_conversion.numbers(tensor) == argument_conversion.numbers(tensor) == [0, 3]
     assert tensor.read == 1
     tensor.values, tensor._version = (0, 4), 1
-    assert words.numbers(tensor) == words.numbers(tensor) == [0, 4]
+    assert argument_conversion.numbers(tensor) == argument_conversion.numbers(tensor) == [0, 4]
     assert tensor.read == 2
-    for _ in range(2 * words._ENTRIES):
-        words.numbers(Elsewhere())  # type: ignore[arg-type]
-    assert len(words._READ) <= words._ENTRIES
-    words._READ.clear()
+    for _ in range(2 * argument_conversion._ENTRIES):
+        argument_conversion.numbers(Elsewhere())  # type: ignore[arg-type]
+    assert len(argument_conversion._READ) <= argument_conversion._ENTRIES
+    argument_conversion._READ.clear()
 
 
 # --------------------------------------------------------------------------------------------------- compiled, played

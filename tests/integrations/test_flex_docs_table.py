@@ -11,8 +11,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
+from support.docs_tables import ROOT, table, write, written
 from support.flex_cases import HEADS, ITEMS, MASKS, REFUSED, SCORES, TOKENS, inputs
-from support.support_tables import ROOT, table, write, written
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fusion_attention import BackendError

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bits import same_bits
-from support.support_tables import table, write, written
+from support.docs_tables import table, write, written
 
 from fusion_attention import npu
 from fusion_attention.integrations import sdpa
 from fusion_attention.testing.estimated_rounding_errors import attend, compare_with
-from fusion_attention.torch_ops import dense
+from fusion_attention.torch_ops import attention_forward
 
 PAGE = "with_sdpa.md"
 TORCHS = F.scaled_dot_product_attention
@@ -32,8 +32,10 @@ Shape = tuple[int, ...]
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One element for every call that this library computes."""
     recorded: list[Any] = []
-    forward = dense.forward
-    monkeypatch.setattr(dense, "forward", lambda *args, **how: recorded.append(args) or forward(*args, **how))
+    forward = attention_forward.forward
+    monkeypatch.setattr(
+        attention_forward, "forward", lambda *args, **how: recorded.append(args) or forward(*args, **how)
+    )
     return recorded
 
 

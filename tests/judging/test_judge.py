@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.planted_calls import BASE, CAUSAL, planted_call
+from support.planted_dense import BASE, CAUSAL, planted_call
 
 import fusion_attention as fa
 from fusion_attention.judging.chi_square_limits import Errors

@@ -14,7 +14,7 @@ from support.sources import ROOT
 
 import fusion_attention as fa
 from fusion_attention.judging import progress
-from fusion_attention.judging.grid import PAGE, TERMINAL, Surface, grid
+from fusion_attention.judging.error_heatmap import PAGE, TERMINAL, Surface, grid
 from fusion_attention.judging.report import page
 
 

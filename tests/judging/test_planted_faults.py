@@ -11,21 +11,21 @@ import pytest
 import torch
 from support import (
     faulty_list_kernels,
-    planted_calls,
     planted_compressed,
     planted_decodes,
+    planted_dense,
     planted_gradients,
     planted_tiles,
 )
-from support.planted_calls import CAUSAL, UNNAMED, made_unnamed, planted_call
+from support.planted_dense import CAUSAL, UNNAMED, made_unnamed, planted_call
 
 from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.judge import diagnose, judged
 from fusion_attention.judging.verdict import Judgement
 from fusion_attention.testing.cases import Case
 
-MODULES = (planted_calls, planted_tiles, planted_decodes, faulty_list_kernels)
-SEEDS = {planted_calls: 3, planted_compressed: 1}  # others draw any number of calls
+MODULES = (planted_dense, planted_tiles, planted_decodes, faulty_list_kernels)
+SEEDS = {planted_dense: 3, planted_compressed: 1}  # others draw any number of calls
 FAULTS = [
     pytest.param(module, fault, seed, id=f"{fault}-{seed}")
     for module in (*MODULES, planted_gradients, planted_compressed)
@@ -33,9 +33,9 @@ FAULTS = [
     for seed in range(SEEDS.get(module, 5))
 ]
 RIGHT = [
-    (module, seed) for module in MODULES for seed in range(len(planted_calls.CASES) if module is planted_calls else 20)
+    (module, seed) for module in MODULES for seed in range(len(planted_dense.CASES) if module is planted_dense else 20)
 ]
-NOISY = [pytest.param(case, low, id=f"{case.id},{low}") for case, low in planted_calls.noisy()]
+NOISY = [pytest.param(case, low, id=f"{case.id},{low}") for case, low in planted_dense.noisy()]
 
 
 def diagnosed(call: Any) -> Judgement:
@@ -55,7 +55,7 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
     result = diagnosed(call)
     assert result.verdict == "wrong"
     confirmed = [m for m in result.mistakes if m.confirmed]
-    assert result.mistakes[0].confirmed or module is not planted_calls, result
+    assert result.mistakes[0].confirmed or module is not planted_dense, result
     assert {m.name for m in confirmed[:1]} & {*names}, result
     assert any(m.name in names and all(word in m.detail for word in words) for m in confirmed), result
 

@@ -12,8 +12,8 @@ import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import rounding, stored

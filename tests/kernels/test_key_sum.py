@@ -8,7 +8,7 @@ from support.bits import same_bits
 from fusion_attention.backends.triton.common import layout_table
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
 
 NONE, KEYS = -1, 5

@@ -16,7 +16,7 @@ from fusion_attention.backends.triton.common import layout_table, shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import IndexerProblem, Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
 from fusion_attention.testing.sparse import IndexerCase, chosen, indexer_arguments, lowered_indexer

@@ -8,7 +8,7 @@
 #include "plan/indexer.h"
 #include "plan/sparse.h"
 #include "core_test.h"
-#include "tile_memory.h"
+#include "amx_permission.h"
 
 #include <algorithm>
 #include <cerrno>

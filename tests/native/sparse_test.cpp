@@ -4,7 +4,7 @@
 #include "plan/indexer.h"
 #include "plan/sparse.h"
 #include "core_test.h"
-#include "naive_sparse.h"
+#include "naive_indexer.h"
 
 #include <numeric>
 

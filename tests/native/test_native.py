@@ -18,8 +18,8 @@ from support.oracle import forward, make
 from fusion_attention import _native, attention
 from fusion_attention.backends import cpu
 from fusion_attention.ir import dropout
-from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 
 

@@ -30,8 +30,8 @@ from support.oracle import Call, Results, make
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
-from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import compare

@@ -22,10 +22,10 @@ from fusion_attention import _native
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.mask import Band
-from fusion_attention.ir.places import places
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.ir.replace_tensors import places
 
 
 def beneath(case: Case, softcap: float) -> Case:

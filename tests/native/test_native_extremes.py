@@ -16,7 +16,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training.statistics import from_lanes, to_lanes
 from fusion_attention.testing import Case, check, expected, lowered, run
-from fusion_attention.testing.python_calls import attention, attention_backward
+from fusion_attention.testing.run_case import attention, attention_backward
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ from support.pooling import NAMES, Case, Run, both, computed, expected, specifie
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.compressed.pooling import OUT
-from fusion_attention.ops.shared.pooling import Windows, pooled
+from fusion_attention.ops.shared.softmax_pooling import Windows, pooled
 from fusion_attention.testing.compare import compare
 from fusion_attention.testing.estimated_rounding_errors import compare_with, expected_of
 

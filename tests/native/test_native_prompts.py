@@ -18,8 +18,8 @@ from fusion_attention import _native
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.native import plan_forward, run_forward
-from fusion_attention.ir.kv import PagedView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import PagedView
 from fusion_attention.ir.problem import Operands, Problem
 
 DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.records import AUXILIARY_INTERFACES
+from support.contract_failures import AUXILIARY_INTERFACES
 
 from fusion_attention import ContractError, npu
 from fusion_attention.contract import Tensor

@@ -12,7 +12,7 @@ import torch
 from support.bits import same_bits
 
 import fusion_attention as fa
-from fusion_attention.npu.surface.cann_functions import lightning_indexer
+from fusion_attention.npu.surface.cann_ops_from_definitions import lightning_indexer
 
 Tensor = torch.Tensor
 HEADS, DIM, TOP = 3, 8, 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.surroundings import modes, surroundings, there
+from support.installed_state import modes, surroundings, there
 
 from fusion_attention import npu
 

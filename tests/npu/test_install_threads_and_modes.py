@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.surroundings import Recorded, modes, surroundings, there
+from support.installed_state import Recorded, modes, surroundings, there
 
 from fusion_attention import npu, patches
-from fusion_attention.npu.device import another_name
+from fusion_attention.npu.device import npu_alias
 
 install = importlib.import_module("fusion_attention.npu.install")  # the package has the function of that name
 
@@ -168,10 +168,8 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 
 
 # Every place of install() that may fail: what it calls to change something.
-STEPS = {name: (install, name) for name in ("build_modules", "watch", "register")} | {
-    "_mapped": (another_name, "_mapped")
-}
-STEPS |= {"enter": (another_name._Devices, "enter"), "Player": (patches, "Player")}
+STEPS = {name: (install, name) for name in ("build_modules", "watch", "register")} | {"_mapped": (npu_alias, "_mapped")}
+STEPS |= {"enter": (npu_alias._Devices, "enter"), "Player": (patches, "Player")}
 STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}
 
 
@@ -196,7 +194,7 @@ def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyP
 
     host()
     with monkeypatch.context() as patch:
-        patch.setattr(another_name, "_pop_mode", fails)
+        patch.setattr(npu_alias, "_pop_mode", fails)
         with pytest.raises(KeyboardInterrupt):
             npu.uninstall()
     assert "torch_npu" not in sys.modules

@@ -9,8 +9,8 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import ContractError, npu
-from fusion_attention.npu.auxiliary.products import ACTIVATIONS
-from fusion_attention.ops.auxiliary_definitions.products import GROUPED
+from fusion_attention.npu.auxiliary.grouped_matmul import ACTIVATIONS
+from fusion_attention.ops.auxiliary_definitions.grouped_matmul import GROUPED
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 M, K, N, E = 9, 16, 6, 3

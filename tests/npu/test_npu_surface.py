@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.surroundings import surroundings
+from support.installed_state import surroundings
 
 import fusion_attention as fa
 from fusion_attention import npu

@@ -11,8 +11,8 @@ from support.sparse_checks import close
 
 from fusion_attention import ContractError
 from fusion_attention.contract import bind
-from fusion_attention.npu.surface import cann_functions as losses
-from fusion_attention.ops.indexer_loss import target_definitions as targets
+from fusion_attention.npu.surface import cann_ops_from_definitions as losses
+from fusion_attention.ops.indexer_loss import given_target_definitions as targets
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import in_float64
 from fusion_attention.torch_ops.eager import run

@@ -12,7 +12,7 @@ from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.npu import operators
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary_definitions import atb, atb_rows
+from fusion_attention.ops.auxiliary_definitions import atb, atb_cache_and_rotary
 
 # Those of torch_npu declare parameters that are here; what they return could not be read.
 OUT = {"npu_fusion_attention_v3.out", "npu_fusion_attention_grad_v3.out"}
@@ -24,7 +24,7 @@ RETURNED = OUT | {
     *("npu_mla_prolog", "npu_mla_prolog_v2"),
 }
 WRITTEN = RETURNED | {"npu_mla_prolog_v3", "npu_scatter_pa_kv_cache", "npu_gather_pa_kv_cache"}
-WRITTEN |= {op.name for op in (*atb.RECORDS, *atb_rows.RECORDS) if not op.results}
+WRITTEN |= {op.name for op in (*atb.RECORDS, *atb_cache_and_rotary.RECORDS) if not op.results}
 EAGER = {"npu_fusion_attention", "npu_fusion_attention_v2"}  # in a trace their numels is 0
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 

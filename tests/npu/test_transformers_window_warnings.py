@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fusion_attention import ContractWarning
-from fusion_attention.npu.window_warnings import _warning
+from fusion_attention.npu.transformers_window_warnings import _warning
 
 HEAD = '''
 import warnings

@@ -136,7 +136,8 @@ DECODING = [
 FUSED = "inference/test_fused.py::test_golden_agrees_with_dense_formulas"
 CPU_FUSED = "inference/test_fused.py::test_the_cpu_back_end_agrees_with_golden"
 INFERENCE = [
-    package("a row in pieces read as one piece", "ir/kv.py", "fragment = self.[-fragment or self.-]dim", FUSED),
+    package("a row in pieces read as one piece", "ir/memory_views.py", "fragment = self.[-fragment or self.-]dim",
+            FUSED),
     package("common keys behind a sequence's own", SPECIFICATION,
             "torch.cat(([-_stored(problem, common, 0, shared), values-]{+values, _stored(problem, common, 0, shared)"
             "+}), dim=1)", FUSED),
@@ -212,8 +213,8 @@ INTERFACES = [
             "[-bound.call_cache.prepared.get(backend)-]{+next(iter(bound.call_cache.prepared.values()), None)+}",
             "torch_ops/test_prepared_calls.py::test_other_back_ends_and_threads_after_the_first"),
     package("storages are not asked", "contract/binding.py", "if [-memory and not is_memory_checked-]{+False+}:",
-            "contract/test_storage.py::test_every_tensor_of_every_record"),
-    package("lengths kept as the caller's own array", "contract/arguments.py",
+            "contract/test_resized_storage.py::test_every_tensor_of_every_record"),
+    package("lengths kept as the caller's own array", "contract/argument_checks.py",
             "copy=[-array is value or isinstance(value, torch.Tensor)-]{+False+})",
             "contract/test_binding.py::test_lengths_are_copied"),
     package("the largest memory waits as others do", "memory.py", "[-_tell(block, _MADV_FREE)-]{+pass+}",
@@ -229,13 +230,13 @@ INTERFACES = [
             "torch_ops/test_patches.py::test_layers_end_in_any_order_beside_a_foreign_one"),
     package("SDPA's causal mask from the other corner", "integrations/sdpa.py", 'Band.causal([-"start"-])',
             "integrations/test_sdpa.py::test_rows"),
-    package("flash-attn's causal window sees the future", "integrations/flash_attn/words.py",
+    package("flash-attn's causal window sees the future", "integrations/flash_attn/argument_conversion.py",
             "        [-right = 0-]{+pass+}\n", "integrations/test_flash_attn.py::test_padded"),
     package("a cache rotates all queries by one angle", "integrations/flash_attn/rotary.py", "if {+not +}advance else",
             "integrations/test_flash_attn_caches.py::test_rotary_of_a_cache"),
 ]  # fmt: skip
 
-FUSED_INTERFACES = "inference/test_fused_interfaces.py"
+FUSED_INTERFACES = "inference/test_fused_torch_npu.py"
 FLEX_MASKS = "integrations/test_flex_masks.py"
 FLEX = [
     package("flex: a band of most rows is taken for one of all", "integrations/flex_attention/masks.py",
@@ -293,7 +294,7 @@ TRITON = [
             "return tl.minimum(tl.maximum(page, 0), last{+ - 1+}).to(tl.int64)", CACHES),
 ]  # fmt: skip
 NATIVE = [
-    core("core: forward without a part of its scale", "dense/block.h",
+    core("core: forward without a part of its scale", "dense/forward_scratch.h",
          "natural(bias_pass ? 1.0f : static_cast<float>(p.scale{+ * 1.01+}))"),
     core("core: a key too many at an edge", "dense/forward.h", "low_bits(end[- -]{+ + 1 +}- c) & ~low_bits(begin - c)"),
     core("core: pieces of a band are carried from where they are not", "dense/pack.h",
@@ -307,7 +308,7 @@ NATIVE = [
          "if (b.some_end <= half * lanes{+ + 1+}) done"),
     core("core: few keys: values begin at another key than weights", "dense/short.h",
          "w.s.weights + begin - {+2 * +}first, pitch"),
-    core("core: a blocked matrix read one column late", "simd/masks.h",
+    core("core: a blocked matrix read one column late", "simd/mask_bits.h",
          "const std::uint8_t *from = bytes + first + at{+ + 1+};"),
     core("core: bits of a blocked tile read one row on", "simd/mask_tiles.h",
          "return bits + [-row-]{+(row + 1)+} % mask_side * mask_row;"),
@@ -317,7 +318,7 @@ NATIVE = [
          "row < end; row = [-next-]{+end+}) {"),
     core("core: a number without bits blocks nothing", "simd/mask_tiles.h",
          "return {nullptr, number [-!= none_blocked-]{+== -1+}};"),
-    core("core: a tile that is cut is not masked", "dense/block.h", "part.hidden |= [-run.cut-]{+false+};"),
+    core("core: a tile that is cut is not masked", "dense/forward_scratch.h", "part.hidden |= [-run.cut-]{+false+};"),
     core("core: dS of what a tile blocks is kept", "dense/gradient.h", "some_end = run.end[-, hidden |= run.cut-];"),
     core("core: dS forgets D", "dense/gradient.h", "Floats dscore = weight * [-(dprob - r.delta[e])-]{+dprob+};"),
     core("core: a cap bends no gradient", "dense/gradient.h",
@@ -327,13 +328,13 @@ NATIVE = [
     core("core: dq of one block of rows is not cleared", "dense/gradient.h", "[-if (row_tile.fresh) clear_dq(w, b)-];"),
     core("core: shares of a decode joined without fading", "decode/finish.h",
          "const Floats added = load<Floats>(from + d)[- * all(share)-];"),
-    core("core: dropout draws with another key", "simd/masks.h", "k1 += weyl[[-1-]{+0+}];"),
+    core("core: dropout draws with another key", "simd/mask_bits.h", "k1 += weyl[[-1-]{+0+}];"),
     core("core: an odd nibble keeps a bit of its neighbour", "decode/rows.h", "to[d + 1] = both >> [-4-]{+3+};"),
     core("core: a row in pieces read one element late", "decode/rows.h",
          "std::memcpy(to + at, row{+ + c.item+}, least(size, bytes - at));"),
     core("core: a prompt's pieces of rows taken in turns", "dense/pack_from_kv_cache.h",
          "const std::int64_t place = at[- / c.piece * c.stride_piece + at % c.piece-];"),
-    core("core: a mask that begins at a later key blocks earlier ones", "simd/masks.h",
+    core("core: a mask that begins at a later key blocks earlier ones", "simd/mask_bits.h",
          "skip = [-most<std::int64_t>(clear - at, 0)-]{+0+};"),
     core("core: what common keys give goes to the first row of a block", "plan/decode.cpp",
          "std::memcpy(results[- + (from - block->row) * stride-],"),
@@ -393,7 +394,7 @@ PAGES = [
     package("a page that a window touches is let go", "api/cache.py",
             "released = [-max(tokens_cached - self._count(tokens), 0) // self.page_size-]{+-(-max(tokens_cached - "
             "self._count(tokens), 0) // self.page_size)+}",
-            "inference/test_paged_kv_cache.py::test_a_window_needs_the_pages_that_it_touches"),
+            "inference/test_paged_kv_cache_append_and_crop.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 
 MUTANTS = (

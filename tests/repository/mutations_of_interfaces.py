@@ -70,7 +70,7 @@ ATB = [
             "npu/test_atb.py::test_rows_over_pages"),
     package("1 in a mask leaves a key", "ops/auxiliary_definitions/atb.py",
             "return [-(mask > 0) | (mask <= HIDDEN)-]{+mask <= HIDDEN+}", "npu/test_atb.py::test_packed_rows"),
-    package("rows behind the last sequence are written", "npu/auxiliary/atb_call.py",
+    package("rows behind the last sequence are written", "npu/auxiliary/atb_attention_helpers.py",
             'given["out"]{+.zero_()+}[:rows].copy_(result)',
             "npu/test_atb.py::test_rows_behind_the_last_sequence_stay"),
     package("a smoothed loss leaves out the weights of classes", "npu/auxiliary/losses.py",
@@ -117,7 +117,7 @@ AUXILIARY = [
     package("an operator hands back what came", "npu/operators.py",
             "run = [-_apart(interface) if packet in _HANDS_BACK else -]run",
             "npu/test_torch_operators.py::test_an_operator_returns_no_argument"),
-    package("rows before the first window weigh as zeros do", "ops/shared/pooling.py",
+    package("rows before the first window weigh as zeros do", "ops/shared/softmax_pooling.py",
             "_with_previous(z,[- -torch.inf-]{+ 0.0+})",
             "native/test_native_pool.py::test_large_values_and_gates_overflow_nothing"),
     package("the first window in memory is pooled again", "ops/compressed/pooling.py",
@@ -126,13 +126,13 @@ AUXILIARY = [
 ]  # fmt: skip
 
 EXPERTS = [
-    package("rows of one token are spread as those of another", "npu/auxiliary/experts.py",
+    package("rows of one token are spread as those of another", "npu/auxiliary/token_permute.py",
             "[order [-// choices, order % choices-]{+% len(tokens), order // len(tokens)+}]",
             "npu/test_experts.py::test_permute_and_back"),
     package("four bits lie in the other order", "npu/auxiliary/quantised.py",
             "({+28 - +}4 * torch.arange(8, device=y.device))",
             "npu/test_integer_products.py::test_dynamic_quant_of_four_bits_and_groups"),
-    package("a group of rows begins where the one before it began", "npu/auxiliary/products.py",
+    package("a group of rows begins where the one before it began", "npu/auxiliary/grouped_matmul.py",
             "self(x[a:b], i, [-a-]{+0+})", "npu/test_integer_products.py::test_integers_in_groups"),
     package("an operator of torch.ops.npu loses its gradient", "npu/operators.py",
             "if [-torch.is_grad_enabled() and any(t.requires_grad for t in tensors)-]{+False+}:",
@@ -142,7 +142,7 @@ EXPERTS = [
 PROGRAMS = "npu/test_npu_programs.py"
 AROUND = "npu/test_npu_surface.py"
 CANN_INDEXER = "npu/test_cann_indexer.py"
-SHARED = "npu/test_shared_keys.py"
+SHARED = "npu/test_sparse_flash_mla.py"
 SURFACE = [
     package("a relative import is one of the chip's", "npu/source_scan.py",
             "isinstance(node, ast.ImportFrom) and [-not node.level and -]node.module",
@@ -187,7 +187,7 @@ SURFACE = [
             f"{SHARED}::test_entries_past_the_bound_are_counted"),
 ]  # fmt: skip
 
-STATES = "npu/test_npu_states.py::"
+STATES = "npu/test_npu_tensors.py::"
 DEVICE = [
     package("a view on npu has memory of its own", "npu/device/cpp/fallback.cpp",
             "storage.unsafeGetStorageImpl()) == [-behind.unsafeGetStorageImpl()-]{+nullptr+})\n                return",
@@ -204,7 +204,7 @@ DEVICE = [
     package("transferred programs profile CUDA", "npu/surface/transfer.py",
             "[-if cuda in torch.profiler.supported_activities() else None-]",
             "npu/test_transferred_profiles.py::test_profiles_say_little_and_are_written"),
-    package("a view in inference mode is an inference tensor", "npu/device/cpp/memory.cpp",
+    package("a view in inference mode is an inference tensor", "npu/device/cpp/storage_aliases.cpp",
             "[-like->key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView)-]{+!c10::InferenceMode::"
             "is_enabled()+}", f"{STATES}test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor"),
     package("autograd has a thread for npu", "npu/device/backend.py", "[-    _start_engine()\n-]",
@@ -220,12 +220,12 @@ DEVICE = [
 ]  # fmt: skip
 
 NPU_KERNELS = [
-    package("weights that layers share part when a module moves to npu", "npu/device/cpp/kernels.cpp",
+    package("weights that layers share part when a module moves to npu", "npu/device/cpp/operator_overrides.cpp",
             "[-(dense(self.key_set()) && dense(from.key_set()))-]{+false+}",
             "npu/test_npu_kernels.py::test_a_module_that_moves_keeps_its_parameters",
             "integrations/test_transformers_on_npu.py::test_a_model_is_the_same_there"),
-    package("npu counts integers as floats", "npu/device/cpp/kernels.cpp", "alias.to(at::[-kDouble-]{+kFloat+})",
-            "npu/test_npu_kernels.py::test_integers_are_counted"),
+    package("npu counts integers as floats", "npu/device/cpp/operator_overrides.cpp",
+            "alias.to(at::[-kDouble-]{+kFloat+})", "npu/test_npu_kernels.py::test_integers_are_counted"),
 ]  # fmt: skip
 
 MODELS = "integrations/test_sparse_models.py::test_logits_and_gradients"

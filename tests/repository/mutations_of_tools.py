@@ -5,7 +5,7 @@ from mutant import package
 RULES_TEST = "explorer/test_rules.py::test_the_page_says_what_the_library_says"
 SEEN_TEST = "explorer/test_calls.py::test_calls_see_what_is_drawn_and_are_refused_as_said"
 EXPLORER = [
-    package("explorer: an edge is translated one key short", "explorer/translate.py",
+    package("explorer: an edge is translated one key short", "explorer/python_to_javascript.py",
             'ast.LtE: "py.[-le-]{+lt+}({}, {})"', RULES_TEST,
             "explorer/test_translate.py::test_both_languages_say_the_same"),
     package("explorer: remainders have the sign of JavaScript", "explorer/runtime.js",
@@ -49,18 +49,18 @@ JUDGING = [
             f"{FILES}::test_paths_that_leave_the_folder"),
     package("gradients of keys are those of the last rows alone", "judging/outputs.py",
             "total[name][:, keys] [-+=-]{+=+} value", f"{NAMED}::test_gradients_of_keys_are_sums_over_blocks_of_rows"),
-    package("the output of a file is ignored in its backward", "judging/gradients.py",
+    package("the output of a file is ignored in its backward", "judging/lower_backward.py",
             "if names[name] [-== next(iter(results))-]{+is None+}",
             f"{NAMED}::test_a_wrong_output_makes_no_gradient_wrong_that_follows_from_it"),
-    package("a cell of a picture shows its first row", "judging/grid.py", "(-1, by_across))[-.amax(-1)-]{+[..., 0]+}",
-            "judging/test_pictures.py::test_every_error_is_in_its_cell"),
+    package("a cell of a picture shows its first row", "judging/error_heatmap.py",
+            "(-1, by_across))[-.amax(-1)-]{+[..., 0]+}", "judging/test_pictures.py::test_every_error_is_in_its_cell"),
     package("bits of a recorded mask in the other order", "captures/reader.py",
             'mask.reshape(-1).numpy(), bitorder="[-little-]{+big+}"', f"{FILES}::test_a_capture_and_a_broken_one"),
 ]  # fmt: skip
 
 EXPLAINED, COMMANDS = "cli/test_explain.py", "cli/test_command_line.py"
 TOOLS = [
-    package("a text may call what it likes", "refusals/parser.py",
+    package("a text may call what it likes", "refusals/call_parser.py",
             "    if [-name in _METHODS-]{+hasattr(tensor, name)+}:\n",
             f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
     package("what the chip alone refuses is not asked", "refusals/explanation.py",

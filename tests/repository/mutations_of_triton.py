@@ -10,7 +10,7 @@ FORWARD = [
             "view.stride_token >= [-view.dim-]{+0+}", f"{DESCRIPTORS}::test_rows_that_no_descriptor_describes"),
     package("Triton: the caller's allocator is overwritten", "backends/triton/common/launching.py",
             "[-contextvars.copy_context().run(self._start_with_scratch, given)-]{+self._start_with_scratch(given)+}",
-            "backends/test_triton_launch.py::test_the_callers_allocator_stays"),
+            "backends/test_triton_scratch_allocator.py::test_the_callers_allocator_stays"),
     package("Gluon: wgmma on a chip that has none", "backends/triton/dense/select_gluon.py",
             "get_device_capability(device) [-==-]{+>=+} _CAPABILITY", f"{GLUON}::test_other_chips_have_no_wgmma"),
     package("Gluon: no product overlaps the weighing of a tile", "backends/triton/dense/gluon_forward.py",
@@ -63,7 +63,7 @@ DECODES = [
             "[--(-int(turns.sum()) // wanted), -]LEAST_TILES", LIST),
 ]  # fmt: skip
 
-REFUSALS, RUNS = "kernels/test_refusals.py", "backends/test_triton_runs.py"
+REFUSALS, RUNS = "kernels/test_refusals.py", "backends/test_triton_layout_caching.py"
 GPUS = [
     package("Triton: a chip is served by rows that its memory does not hold", "backends/triton/common/shapes.py",
             "major >= least[- and available >= needed-]",
@@ -102,12 +102,12 @@ GPUS = [
             "kernels/test_diverged.py::test_what_nan_costs_grows_with_the_rows_alone"),
 ]  # fmt: skip
 
-LISTS_FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_updates.py"
+LISTS_FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_plan_updates.py"
 SHARED_OUT = f"{LISTS_FORWARD}::test_lists_of_few_tokens_are_shared_out"
 SUMS = "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks"
 PREPARED = "torch_ops/test_prepared_calls.py"
 LISTS = [
-    package("compressed keys are read by the other keys' page table", "ir/places.py",
+    package("compressed keys are read by the other keys' page table", "ir/replace_tensors.py",
             'return "[-compressed_table" if name.endswith("_compressed") else "-]table"',
             f"{PREPARED}::test_other_tensors_of_a_prepared_signature"),
     package("an entry of the longest sequence exists in every one", "ops/sparse/checks.py",
@@ -202,7 +202,7 @@ INDEXER = [
     package("Lists of shorter packed sequences are checked at other rows", "ops/sparse/checks.py",
             "q_len[- if q_start is None else q_start-]", CLAUSE),
     package("A log-sum-exp is a sum", "ops/indexer_loss/lowered_call.py", "max_ + sum_[-.log()-]", CLAUSE),
-    package("A target of zeros is divided by nothing", "npu/surface/cann_functions.py",
+    package("A target of zeros is divided by nothing", "npu/surface/cann_ops_from_definitions.py",
             "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip
 
@@ -211,7 +211,7 @@ POOLING_CASES = "kernels/test_pooling.py::test_results_and_gradients"
 UNBOUNDED = "kernels/test_pooling.py::test_what_is_not_finite_reaches_what_it_reaches_in_float64"
 PLANTED = "judging/test_planted_compressed.py::test_mistakes_of_the_compressor"
 RIGHT = "judging/test_planted_compressed.py::test_every_call_of_the_example_is_right"
-CHIP, LISTED = "npu/test_shared_keys.py", "npu/test_listed_keys.py"
+CHIP, LISTED = "npu/test_sparse_flash_mla.py", "npu/test_listed_keys.py"
 STATE = "sparse/test_pooling.py::test_several_calls_of_the_compressor_go_on_from_its_state"
 POOLING = [
     package("Triton: halves of a window are exchanged", POOLING_KERNEL,
@@ -251,11 +251,11 @@ POOLING = [
     package("rows of an empty list see their sequence", "ops/compressed/lowered_call.py",
             "[-(end > first) & (self.second is not None)-]{+end > first+}",
             f"{LISTED}::test_lists_of_keys_and_their_gradients"),
-    package("saved rows of windows do not alternate", "ops/compressed/compressed_rows.py",
+    package("saved rows of windows do not alternate", "ops/compressed/compressor_computation.py",
             ".[-transpose(1, 2).-]flatten(1, 2)", CLAUSE),
-    package("a call begins with its own window", "ops/compressed/compressed_rows.py",
+    package("a call begins with its own window", "ops/compressed/compressor_computation.py",
             "begin = [-max(start // ratio - (coff - 1), 0)-]{+start // ratio+} * ratio", STATE),
-    package("a ring keeps nothing of the last window", "ops/compressed/compressed_rows.py",
+    package("a ring keeps nothing of the last window", "ops/compressed/compressor_computation.py",
             "max(start, last[- - (coff - 1) * ratio-])", STATE),
     core("core: both halves have the bias of the first", "sparse/pool.h",
          "problem.overlap ? [-size - -]{+-+}previous * stride : 0"),
@@ -270,10 +270,10 @@ POOLING = [
          "for (std::int64_t i = [-0-]{+1+}; i < items; ++i) {\n                const float *const from"),
 ]  # fmt: skip
 
-TRAINING = "kernels/test_long_shapes.py::test_training_attention_and_its_gradients"
-LONG_CALLS_LISTS = "kernels/test_long_shapes.py::test_lists_of_far_keys_and_long_caches"
-LONG_CALLS_SUMS = "kernels/test_long_shapes.py::test_gradients_of_lists_of_far_keys"
-LONG_CALLS_CHOICE = "kernels/test_long_shapes.py::test_what_is_chosen_of_many_keys"
+TRAINING = "kernels/test_long_sequences.py::test_training_attention_and_its_gradients"
+LONG_CALLS_LISTS = "kernels/test_long_sequences.py::test_lists_of_far_keys_and_long_caches"
+LONG_CALLS_SUMS = "kernels/test_long_sequences.py::test_gradients_of_lists_of_far_keys"
+LONG_CALLS_CHOICE = "kernels/test_long_sequences.py::test_what_is_chosen_of_many_keys"
 LONG_CALLS = [
     package("Triton: a loop stops after 1024 keys", "backends/triton/dense/forward.py",
             "for t in tl.range(0, [-left + right-]{+tl.minimum(left + right, 1024 // BN)+}):", TRAINING),

@@ -9,7 +9,7 @@ SITE = (
             f"{PAGES}::test_what_a_back_end_refuses_is_on_the_page"),
     package("an argument behind a named one goes by its place", "cli/op_examples.py",
             "by_place = by_place [-and-]{+or+} needed", "repository/test_examples.py::test_examples_of_operators_run"),
-    package("a star of a docstring begins an emphasis", "cli/docstrings.py", 'r"([[-*-]_<>\\[\\]|])"',
+    package("a star of a docstring begins an emphasis", "cli/docstring_markdown.py", 'r"([[-*-]_<>\\[\\]|])"',
             f"{PAGES}::test_docstrings_become_markdown"),
     tree("a picture of a mask shows what is not seen", "website/masks.py",
          "return out.reshape(rows, width)[:, :keys] [->-]{+>=+} 0\n\n\ndef of_band",

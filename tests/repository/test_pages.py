@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import fusion_attention as fa
 from codegen.__main__ import files
-from fusion_attention.cli import app, docstrings, op_pages, op_support
+from fusion_attention.cli import app, docstring_markdown, op_pages, op_support
 from fusion_attention.contract import BackendError
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
@@ -141,12 +141,16 @@ def test_a_call_has_the_types_that_one_passes() -> None:
 def test_docstrings_become_markdown() -> None:
     """Stars and brackets stay what they are, code stays code, and names that share a line become entries."""
     text = "Rows [T, N*D], see docs/decode.md.\n\n    out = a * b\n\nUse `a*b`."
-    assert docstrings.prose(text, "../") == (
+    assert docstring_markdown.prose(text, "../") == (
         "Rows \\[T, N\\*D\\], see [decode](../decode.md).\n\n    out = a * b\n\nUse `a*b`."
     )
-    listed = docstrings.arguments("heads: how many. dim: of a row;\n    else: 0.", "", ["heads", "dim"])
+    listed = docstring_markdown.arguments("heads: how many. dim: of a row;\n    else: 0.", "", ["heads", "dim"])
     assert listed == ["* `heads`: how many.", "* `dim`: of a row; else: 0."]
-    assert list(docstrings.sections("One.\n\nArgs:\n    x: a.\n\nExample:\n    >>> 1\n")) == ["", "Args", "Example"]
+    assert list(docstring_markdown.sections("One.\n\nArgs:\n    x: a.\n\nExample:\n    >>> 1\n")) == [
+        "",
+        "Args",
+        "Example",
+    ]
 
 
 def test_what_a_back_end_refuses_is_on_the_page() -> None:

@@ -26,7 +26,7 @@ VAGUE = re.compile(
 STAYS = {
     "cli/mask.py": "own", "explorer/visible.py": "own", "refusals/cann_logs.py": "said",
     "testing/cases.py": "part seen", "testing/plain.py": "plain", "explorer/seen.py": "seen",
-    "testing/indexer_loss.py": "kept own plain", "contract/record.py": "asked", "ir/places.py": "places",
+    "testing/indexer_loss.py": "kept own plain", "contract/record.py": "asked", "ir/replace_tensors.py": "places",
     "tests/support/reference_layers.py": "plain",
 }  # fmt: skip
 LATER = re.compile(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import same_bits
-from support.records import by_name
+from support.contract_failures import by_name
 from support.sparse_checks import Args, Results, backends, check_half_of_a_loss, cloned, close, leaves_of, operands
 
 import fusion_attention as fa

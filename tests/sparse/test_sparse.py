@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.records import by_name
+from support.contract_failures import by_name
 from support.sparse_checks import Args, backends, cloned, close, leaves_of, operands, shown
 
 import fusion_attention as fa

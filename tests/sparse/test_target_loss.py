@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.records import by_name
+from support.contract_failures import by_name
 from support.sparse_checks import Args, Results, check_half_of_a_loss, close, leaves_of
 
 import fusion_attention as fa

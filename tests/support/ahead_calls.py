@@ -21,8 +21,8 @@ from fusion_attention.backends.triton.common import launching, shapes
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     AnyProblem,

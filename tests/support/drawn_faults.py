@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from support import (
     faulty_list_kernels,
-    planted_calls,
     planted_compressed,
     planted_decodes,
+    planted_dense,
     planted_gradients,
     planted_tiles,
     right_gradients,
@@ -61,7 +61,7 @@ def kinds(low: bool) -> dict[str, Program]:
         for module in modules
         for fault in module.FAULTS
     }
-    return results | {f"calls: {name}": partial(planted_calls.planted, name, low=low) for name in planted_calls.FAULTS}
+    return results | {f"calls: {name}": partial(planted_dense.planted, name, low=low) for name in planted_dense.FAULTS}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
         "tiles": lambda n: ("", _verdict(planted_tiles.right(n))),
         "decode": lambda n: ("", _verdict(planted_decodes.right(n))),
         "lists": lambda n: ("", _verdict(faulty_list_kernels.right(n))),
-        "calls": lambda n: ("", _verdict(planted_calls.right(n))),
+        "calls": lambda n: ("", _verdict(planted_dense.right(n))),
     }
     for _ in range(count):
         source, number = rng.choice([*sources]), rng.randrange(100_000)

@@ -16,8 +16,8 @@ from support.oracle import Call, Results, load, make, poison, results, rows
 
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Operands, Problem
 
 LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}

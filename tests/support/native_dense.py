@@ -16,8 +16,8 @@ from support.oracle import run as specified
 
 from fusion_attention import _native
 from fusion_attention.backends import cpu
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.judging.expected_error import FLOAT32

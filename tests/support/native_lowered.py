@@ -10,8 +10,8 @@ from support.oracle import rows
 
 from fusion_attention.backends import cpu
 from fusion_attention.ir.call import Lowered
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.testing.sparse import Maker, Rows, lengths_of, part
 

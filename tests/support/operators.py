@@ -12,7 +12,7 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CONTRACTS
 
-from .records import by_name
+from .contract_failures import by_name
 
 # One schema per line, without ATB's functions (`_npu_...`), whose declarations cannot be read.
 _DECLARED = Path(__file__).with_name("resources") / "torch_npu-2.14.0.txt"

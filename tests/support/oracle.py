@@ -13,8 +13,8 @@ import torch
 
 from fusion_attention.backends import golden
 from fusion_attention.ir import dropout
-from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Grads, Operands, Problem, Stats
 from fusion_attention.testing import cut_tiles
 from fusion_attention.testing.expected import sizes

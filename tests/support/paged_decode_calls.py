@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import golden
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import check

@@ -17,7 +17,7 @@ from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.expected import dense
-from fusion_attention.testing.python_calls import attention, attention_backward
+from fusion_attention.testing.run_case import attention, attention_backward
 
 Tensor = torch.Tensor
 SEED = 0x123456789ABCDEF

@@ -9,7 +9,7 @@ from support.compressed import pooled_by_loops
 
 from fusion_attention.contract import bind
 from fusion_attention.ops.compressed.pooling import RECORD, Pooling, PoolingBackward
-from fusion_attention.ops.shared.pooling import Windows, pooled
+from fusion_attention.ops.shared.softmax_pooling import Windows, pooled
 
 Tensor = torch.Tensor
 Run = Callable[[Any], dict[str, Tensor]]  # computes a lowered call

@@ -17,7 +17,7 @@ from fusion_attention.contract import bind
 from fusion_attention.ir.problem import Problem
 from fusion_attention.ops.training import api_definition
 from fusion_attention.testing import Case, check, compare, cut_tiles, expected, golden, lowered, plain, run
-from fusion_attention.testing.python_calls import attention
+from fusion_attention.testing.run_case import attention
 
 Tensor = torch.Tensor
 # Warnings of legal calls that are cases on purpose (rows behind the last sequence).

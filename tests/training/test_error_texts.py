@@ -1,7 +1,7 @@
 """The texts of errors of training attention, to the letter: masks, biases, lengths, heads, windows, layouts."""
 
 import pytest
-from support.records import PACKED, Args
+from support.contract_failures import PACKED, Args
 
 from fusion_attention.contract import ContractError, bind
 from fusion_attention.contract.sampling import sample

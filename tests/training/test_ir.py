@@ -13,8 +13,8 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention.ir import bias, dropout, tiles
-from fusion_attention.ir.kv import MatrixView
 from fusion_attention.ir.mask import INFINITE, Band, interval_matrix
+from fusion_attention.ir.memory_views import MatrixView
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Problem
 
 # ---------------------------------------------------------------------------------------------------- bands and tiles

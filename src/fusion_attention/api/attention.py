@@ -8,8 +8,8 @@ import torch
 from fusion_attention.backends import BackendName
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Lengths
-from fusion_attention.torch_ops import dense
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops import attention_forward
+from fusion_attention.torch_ops.device_aliases import aliased
 from fusion_attention.torch_ops.foreign_arguments import refuse
 
 Tensor = torch.Tensor
@@ -152,5 +152,5 @@ def attention(
         "offset": offset, "empty_rows": empty_rows, "softcap": softcap, "blocked_tiles": blocked_tiles,
         "blocked_bits": blocked_bits,
     }  # fmt: skip
-    out, max_, sum_ = dense.forward(args, backend, stats=return_lse)
+    out, max_, sum_ = attention_forward.forward(args, backend, stats=return_lse)
     return (out, max_ + sum_.detach().log()) if return_lse else out

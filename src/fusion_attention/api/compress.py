@@ -9,7 +9,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError
 from fusion_attention.ops.compressed.pooling import RECORD
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 __all__ = ["CompressionState", "compress"]
 

@@ -10,7 +10,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.api_definition import RECORD
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 __all__ = ["compressed_attention"]
 

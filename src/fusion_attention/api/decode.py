@@ -11,7 +11,7 @@ from fusion_attention.contract import ContractError, Failure, show
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.inference import api_definition as record
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

@@ -2,7 +2,7 @@
 
 import torch
 
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from fusion_attention.ops.indexer_loss import api_definition as indexer_loss_rec
 from fusion_attention.ops.indexer_loss import api_target_definition as target_loss_record
 from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 __all__ = ["indexer_loss", "lightning_indexer", "pack_lists", "sparse_attention"]
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from fusion_attention import acl, aclnn
-from fusion_attention.acl.jobs import Options, handles
 from fusion_attention.acl.state import Memory, Refusal
 from fusion_attention.acl.tensors import ACL_DTYPES, TORCH_DTYPES
+from fusion_attention.acl.two_phase_call import Options, handles
 from fusion_attention.capi.device import DeviceMemory
 from fusion_attention.contract import INVALID
 

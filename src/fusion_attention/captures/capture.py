@@ -27,14 +27,19 @@ from fusion_attention.npu import fused_inference, sparse, training, training_cal
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training.forward_backward import RESULTS
 from fusion_attention.patches import Changes, Counted, Layer
-from fusion_attention.torch_ops import dense, dispatch
+from fusion_attention.torch_ops import attention_forward, dispatch
 
 __all__ = ["capture"]
 
 _INTERFACES = (training, fused_inference, sparse)
 # Every call of this library runs one of these functions (module, name), which an active capture() replaces. So calls
 # outside a capture() are not slower.
-HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
+HOOKED = (
+    (training_call, "forward"),
+    (training_call, "backward"),
+    (attention_forward, "forward"),
+    (dispatch, "results"),
+)
 
 
 class capture(Counted):

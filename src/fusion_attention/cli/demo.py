@@ -19,7 +19,7 @@ def demo(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
-    from fusion_attention.cli.comparison import Settings, chosen_backend, draw_sentences, library_texts, run
+    from fusion_attention.cli.demo_comparison import Settings, chosen_backend, draw_sentences, library_texts, run
     from fusion_attention.cli.encoder import DemoUnavailable, load_encoder, model_folder
     from fusion_attention.npu import npu_fusion_attention
 

@@ -59,7 +59,7 @@ def doctor(
     from rich.console import Console
 
     if model:
-        from fusion_attention.cli.model_paths import show_paths
+        from fusion_attention.cli.doctor_model import show_paths
 
         raise typer.Exit(show_paths(model, as_json))
     result = facts()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusion_attention.cli import package_examples
-from fusion_attention.cli.docstrings import filled
-from fusion_attention.cli.example_arguments import Call, empty, named
+from fusion_attention.cli.docstring_markdown import filled
+from fusion_attention.cli.example_call import Call, empty, named
 
 if TYPE_CHECKING:
     from fusion_attention.contract import Op

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fusion_attention.cli import docstrings, op_examples, op_support
+from fusion_attention.cli import docstring_markdown, op_examples, op_support
 
 if TYPE_CHECKING:
     from fusion_attention.contract import Op
@@ -87,17 +87,17 @@ def shown(op: Op) -> Shown:
 
     if op.name.startswith("aclnn"):
         names = [*(p.shown for p in op.params), "*", "strict=True", "check_content=False"]
-        first = docstrings.filled(f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", names)
+        first = docstring_markdown.filled(f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", names)
         call = "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
     else:
-        call = docstrings.signature(function(op), op.name)
+        call = docstring_markdown.signature(function(op), op.name)
     if op.lower:
         support = _support(op)
     elif name := another(op.name):
         support = f"Computed by [{name}]({name}.md), on the same devices. {ONE_INTERFACE}"
     else:
         support = BY_TORCH
-    returned = f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
+    returned = f"**Returns**\n\n{docstring_markdown.prose(op.returns, ROOT)}" if op.returns else ""
     return Shown(call, returned if op.source else _text(function(op)), example(op), support)
 
 
@@ -119,17 +119,24 @@ def function(op: Op) -> Any:
 
 def _text(called: Any) -> str:
     """Returns a function's docstring as Markdown without summary and formulas; the list of arguments is folded."""
-    result = docstrings.sections(inspect.getdoc(called) or "")
+    result = docstring_markdown.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
-    lines = [docstrings.prose("\n\n".join(prose_paragraphs), ROOT), ""] if prose_paragraphs else []
+    lines = [docstring_markdown.prose("\n\n".join(prose_paragraphs), ROOT), ""] if prose_paragraphs else []
     if result.get("Args"):
         lines += ['<details markdown="1"><summary>Arguments in the docstring</summary>', ""]
-        lines += [*docstrings.arguments(result["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
+        lines += [
+            *docstring_markdown.arguments(result["Args"], ROOT, docstring_markdown.parameters(called)),
+            "",
+            "</details>",
+            "",
+        ]
     for name in ("Returns", "Raises"):
         if result.get(name):
             text = result[name]
-            block = docstrings.arguments(text, ROOT) if name == "Raises" else [docstrings.prose(text, ROOT)]
+            block = (
+                docstring_markdown.arguments(text, ROOT) if name == "Raises" else [docstring_markdown.prose(text, ROOT)]
+            )
             lines += [f"**{name}**", "", *block, ""]
     return "\n".join(lines).rstrip()
 
@@ -162,5 +169,5 @@ def _support(op: Op) -> str:
     for name, refused in op_support.gaps(op).items():
         if refused:
             lines += ["", f"Limits of the back end {op_support.COLUMNS[name]}, with which it refuses calls:", ""]
-            lines += [f"* it {docstrings.markdown(text, ROOT)}" for text in refused]
+            lines += [f"* it {docstring_markdown.markdown(text, ROOT)}" for text in refused]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Arguments for example programs of CANN's newer operators, which are also in its package cann_ops_transformer."""
 
-from fusion_attention.cli.example_arguments import Call, empty, named
+from fusion_attention.cli.example_call import Call, empty, named
 
 INDEX_OF_TOKENS = Call(
     (

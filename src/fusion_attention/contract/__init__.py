@@ -1,14 +1,14 @@
 """Operator definitions, which describe legal calls as data, and bind(), which checks a call's arguments."""
 
-from fusion_attention.contract.arguments import NESTED as NESTED
-from fusion_attention.contract.arguments import array_of as array_of
-from fusion_attention.contract.arguments import intact as intact
-from fusion_attention.contract.arguments import lost as lost
-from fusion_attention.contract.arguments import members as members
-from fusion_attention.contract.arguments import reach as reach
-from fusion_attention.contract.arguments import span as span
-from fusion_attention.contract.arguments import to_array as to_array
-from fusion_attention.contract.arguments import trained as trained
+from fusion_attention.contract.argument_checks import NESTED as NESTED
+from fusion_attention.contract.argument_checks import array_of as array_of
+from fusion_attention.contract.argument_checks import intact as intact
+from fusion_attention.contract.argument_checks import lost as lost
+from fusion_attention.contract.argument_checks import members as members
+from fusion_attention.contract.argument_checks import reach as reach
+from fusion_attention.contract.argument_checks import span as span
+from fusion_attention.contract.argument_checks import to_array as to_array
+from fusion_attention.contract.argument_checks import trained as trained
 from fusion_attention.contract.binding import Bound as Bound
 from fusion_attention.contract.binding import CallCache as CallCache
 from fusion_attention.contract.binding import bind as bind

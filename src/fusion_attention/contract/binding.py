@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import array_of, intact, is_memory, is_number, losses, members
+from fusion_attention.contract.argument_checks import array_of, intact, is_memory, is_number, losses, members
+from fusion_attention.contract.call_cache_key import Reader, reader
 from fusion_attention.contract.expressions import evaluate, parse, scope
 from fusion_attention.contract.record import (
     WARNED,
@@ -28,7 +29,6 @@ from fusion_attention.contract.record import (
     Tensor,
     Tensors,
 )
-from fusion_attention.contract.signatures import Reader, reader
 from fusion_attention.contract.stages import ask, first_stages
 from fusion_attention.settings import current
 

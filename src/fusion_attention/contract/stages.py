@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import record
-from fusion_attention.contract.arguments import TYPES, Fault, is_type, members, no_tensor, no_tensors
+from fusion_attention.contract.argument_checks import TYPES, Fault, is_type, members, no_tensor, no_tensors
 from fusion_attention.contract.expressions import dtype_text, evaluate, parse, scope, shape_text, show, size_of
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.merge import Partial, merge
 from fusion_attention.ir.problem import Extents, Grads, Operands, Part, Problem, Stats
 from fusion_attention.memory import empty

@@ -30,8 +30,8 @@ from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Leng
 from fusion_attention.ops.training.lowered_call import DenseCall, owns_bias
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.attention_forward import forward as forward_of_one_process
 from fusion_attention.torch_ops.autograd_guards import constants, once
-from fusion_attention.torch_ops.dense import forward as forward_of_one_process
 from fusion_attention.torch_ops.foreign_arguments import refuse
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from fusion_attention.explorer import calls, violations, visible, words
 from fusion_attention.explorer.draw import example
-from fusion_attention.explorer.translate import Program
+from fusion_attention.explorer.python_to_javascript import Program
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops import RECORDS
 

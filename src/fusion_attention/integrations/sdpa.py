@@ -13,8 +13,8 @@ import torch
 from fusion_attention.api.attention import attention
 from fusion_attention.ir.mask import Band
 from fusion_attention.patches import Changes, Counted, Layer
-from fusion_attention.torch_ops.aliases import crosses
 from fusion_attention.torch_ops.autograd_guards import forward_mode
+from fusion_attention.torch_ops.device_aliases import crosses
 
 __all__ = ["patched", "scaled_dot_product_attention"]
 

@@ -6,7 +6,7 @@ slopes and distances.
 
 import torch
 
-from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.memory_views import MatrixView
 
 TABLE_ROWS = 1024
 

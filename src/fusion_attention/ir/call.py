@@ -1,6 +1,6 @@
 """The protocol of a lowered call, which every group of operators implements.
 
-A runner (plan.compute, acl/jobs.py) executes a lowered call in five steps:
+A runner (plan.compute, acl/two_phase_call.py) executes a lowered call in five steps:
 
     call.results()                  allocates the results, unless the caller passes memory
     filled = call.fill(results)     makes views of inputs and results, and allocates scratch; writes nothing

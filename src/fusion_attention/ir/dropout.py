@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import torch
 
-from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.memory_views import MatrixView
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

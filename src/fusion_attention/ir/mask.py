@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.memory_views import MatrixView
 
 # More tokens than any sequence has, and small enough that sums do not overflow int64.
 INFINITE = 1 << 40

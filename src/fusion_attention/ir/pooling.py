@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 
 
 @dataclass(frozen=True)

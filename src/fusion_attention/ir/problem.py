@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.memory_views import Dequant, MatrixView, PagedView, RowView
 from fusion_attention.ir.pooling import PoolingProblem
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")

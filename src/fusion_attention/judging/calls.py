@@ -22,7 +22,7 @@ from fusion_attention.contract import (
     Tensors,
     bind,
 )
-from fusion_attention.judging import gradients
+from fusion_attention.judging import lower_backward
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
 
@@ -75,9 +75,9 @@ class Recorded:
         call = captured.complete_call(self.op, self.bound(), self.seed, self.args.get("offset"))
         if not self.upstream:
             return call
-        if gradients.is_training(call) and not gradients.names_of(call).keys() <= self.saved.keys():
+        if lower_backward.is_training(call) and not lower_backward.names_of(call).keys() <= self.saved.keys():
             if "backward" not in self.cached:
-                self.cached["backward"] = gradients.backward_of(call, *self._beside(call))
+                self.cached["backward"] = lower_backward.backward_of(call, *self._beside(call))
             return self.cached["backward"]
         backward = captured.backward_of(call, self.saved, self.upstream)
         if backward is None:
@@ -87,7 +87,7 @@ class Recorded:
     def _beside(self, call: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns (saved results, gradients of results) by name, checked against the shapes of the forward `call`'s
         results and converted to their dtypes."""
-        call_results, names = gradients.with_kernel_statistics(call).results(), gradients.names_of(call)
+        call_results, names = lower_backward.with_kernel_statistics(call).results(), lower_backward.names_of(call)
         result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
             for name, t in given.items():
@@ -110,8 +110,8 @@ class Recorded:
         unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
-            backward = not self.upstream and {*unknown} <= gradients.gradients_of(self.op).keys()
-            advice = f"; gradients need {gradients.DOUT} among the inputs" if backward else ""
+            backward = not self.upstream and {*unknown} <= lower_backward.gradients_of(self.op).keys()
+            advice = f"; gradients need {lower_backward.DOUT} among the inputs" if backward else ""
             names = f"it has {', '.join(call_results)}{advice}"
             raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} ({names})")
         results = {
@@ -212,7 +212,7 @@ def recorded(
             f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})"
         )
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
-    names = gradients.gradients_of(op) if upstream else {}
+    names = lower_backward.gradients_of(op) if upstream else {}
     results = {names.get(name, name): torch.empty(0) if t is None else t for name, t in outputs.items()}
     result = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
     required = [p for p in op.params if not p.optional and not getattr(p, "output", False)]
@@ -229,7 +229,7 @@ def recorded(
 def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
     """Splits a backward's arguments into (the forward's saved results, their gradients, other arguments), by name.
     inputs: the arguments of operator `op`. Without a gradient among them (a forward) the first two dicts are empty."""
-    sources = gradients.upstream_of(op)
+    sources = lower_backward.upstream_of(op)
     upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
     if not upstream:
         return {}, {}, {name: value for name, value in inputs.items() if name not in sources}
@@ -265,7 +265,7 @@ def with_lse(results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Adds lse = max + log(sum) to results, tensors by name, that have softmax statistics "max" and "sum"."""
     if not {"max", "sum"} <= results.keys():
         return results
-    return results | {gradients.LSE: results["max"] + results["sum"].log()}
+    return results | {lower_backward.LSE: results["max"] + results["sum"].log()}
 
 
 def _described(t: Tensor) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from fusion_attention.ir import bias
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.mask import blocked_by_tiles
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 Tensor = torch.Tensor

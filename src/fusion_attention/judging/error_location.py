@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.judging.chi_square_limits import LEAST
 from fusion_attention.judging.editable_call import Setting
-from fusion_attention.judging.grid import OF_MASK, Mask, Surface, cells_of
+from fusion_attention.judging.error_heatmap import OF_MASK, Mask, Surface, cells_of
 from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor

@@ -11,16 +11,16 @@ from fusion_attention.judging import indexer, pooling
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.capture_sanity import alien, remarks
 from fusion_attention.judging.diagnosis import diagnosed
+from fusion_attention.judging.error_heatmap import Mask, Surface, rows_by_columns
 from fusion_attention.judging.error_location import looks_like, mask_of, most
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.grid import Mask, Surface, rows_by_columns
 from fusion_attention.judging.measure import Beside, Result, Subject, graded, measured
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.progress import Bar, Watch, over, silent
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
-from fusion_attention.ops.shared.call import NO_SEQUENCE, OfCall
+from fusion_attention.ops.shared.lowered_call import NO_SEQUENCE, OfCall
 
 Tensor = torch.Tensor
 

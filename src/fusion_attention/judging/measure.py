@@ -9,9 +9,9 @@ import torch
 
 from fusion_attention.judging.chi_square_limits import Errors
 from fusion_attention.judging.editable_call import Setting
+from fusion_attention.judging.error_heatmap import Mask, Surface
 from fusion_attention.judging.error_location import Map, looks_like
 from fusion_attention.judging.expected_error import KERNEL, LEFT, PROGRAM, Grade
-from fusion_attention.judging.grid import Mask, Surface
 from fusion_attention.judging.outputs import Output, Unit, Wanted, computed, of_heads, totals
 from fusion_attention.judging.standards import Tally
 from fusion_attention.judging.verdict import Explanation, one_per_mistake

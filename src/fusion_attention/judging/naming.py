@@ -12,7 +12,7 @@ from fusion_attention.captures.result_names import returned
 from fusion_attention.contract import Array, Attr, Op, Param
 from fusion_attention.ir.mask import Band
 from fusion_attention.judging.calls import JudgeError, MissingError, Recorded, operator_of, recorded
-from fusion_attention.judging.gradients import LSE, gradients_of, upstream_of
+from fusion_attention.judging.lower_backward import LSE, gradients_of, upstream_of
 
 Tensor = torch.Tensor
 OUTPUT = "output."  # prefix of a result's name if a parameter has the same name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusion_attention.ir import bias
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.editable_call import Block, Setting

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fusion_attention.judging.grid import figure, text
+from fusion_attention.judging.error_heatmap import figure, text
 from fusion_attention.judging.verdict import NOISY, RIGHT, Judgement, Opinion, times
 
 _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_attention.judging.error_heatmap import Mask, Surface, figure, text
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.grid import Mask, Surface, figure, text
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
 RIGHT, NOISY, WRONG = "right", "noisy", "wrong"

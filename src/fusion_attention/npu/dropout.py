@@ -14,7 +14,7 @@ from fusion_attention.ir.dropout import drawn_bits, keep_from_bits, keep_from_ph
 from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
 from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall
 from fusion_attention.settings import current
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 __all__ = ["_npu_dropout_gen_mask"]
 

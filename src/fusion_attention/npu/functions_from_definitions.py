@@ -18,7 +18,7 @@ import torch
 
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensors, docstring
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import crossing
+from fusion_attention.torch_ops.device_aliases import crossing
 from fusion_attention.torch_ops.misspelled_arguments import misused
 
 R = TypeVar("R")
@@ -39,7 +39,8 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
     Args:
         op: the operator definition.
         host: how many of the last results remain in host memory if the tensors are on "npu", whose memory another
-            device computes on (torch_ops/aliases.py); None: the body calls torch's operators only, which accept "npu".
+            device computes on (torch_ops/device_aliases.py); None: the body calls only torch's operators, which accept
+            "npu".
     """
 
     def decorate(body: Callable[[Args], R]) -> Callable[..., R]:

@@ -9,7 +9,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
 from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.ops.fused import definitions as fused
-from fusion_attention.ops.fused.output_definitions import ALLOCATOR_V1, ALLOCATOR_V2
+from fusion_attention.ops.fused.output_allocator_definitions import ALLOCATOR_V1, ALLOCATOR_V2
 from fusion_attention.ops.inference import definitions as incre
 from fusion_attention.torch_ops import dispatch
 

@@ -15,7 +15,7 @@ from fusion_attention.memory import empty
 from fusion_attention.npu.functions_from_definitions import Args, reader
 from fusion_attention.ops.fused.geometry import OUT_DTYPES, WORDS, lse_shape, of_inputs, out_dtype, out_shape
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import aliased
+from fusion_attention.torch_ops.device_aliases import aliased
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)

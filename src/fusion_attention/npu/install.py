@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_attention.contract import ContractWarning
-from fusion_attention.npu.device import another_name, backend
+from fusion_attention.npu.device import backend, npu_alias
 from fusion_attention.npu.device.build import BuildError
 from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
@@ -22,7 +22,7 @@ from fusion_attention.npu.subprocesses import done
 from fusion_attention.npu.surface import cann_ops, device_module, torchair
 from fusion_attention.npu.surface.modules import NAME, beside, build_modules, functions
 from fusion_attention.npu.surface.transfer import Finder
-from fusion_attention.npu.window_warnings import watch
+from fusion_attention.npu.transformers_window_warnings import watch
 from fusion_attention.patches import Changes, another, together
 from fusion_attention.settings import PROCESS
 
@@ -42,7 +42,7 @@ def _changed(way: _Way, changes: Changes) -> None:
 
     def place(device: Any) -> torch.device:
         if not way.registers_device:
-            return another_name.place(way.base, device)
+            return npu_alias.place(way.base, device)
         return torch.device(kind, device_module.number(device))
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
@@ -79,7 +79,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     if way.registers_device:
         backend.enter(changes, modules[f"{NAME}.npu"])
     else:
-        another_name.enter(way.base, changes)
+        npu_alias.enter(way.base, changes)
 
 
 _LOCK = threading.RLock()
@@ -121,7 +121,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
         is_strict = PROCESS.strict if strict is None else strict
         if _installed is not None and _installed[0] == wanted:
             if not wanted.registers_device:
-                another_name.DEVICES.enter()
+                npu_alias.DEVICES.enter()
             PROCESS.strict = is_strict
             return
         uninstall()

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.auxiliary import atb, atb_rows
+from fusion_attention.npu.auxiliary import atb, atb_cache_and_rotary
 from fusion_attention.torch_ops.autograd_guards import no_tangents
 from fusion_attention.torch_ops.registration import register
 
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb", "cann_ops_transformer")}
-_OF_ATB = {name for module in (atb, atb_rows) for name in module.__all__}
+_OF_ATB = {name for module in (atb, atb_cache_and_rotary) for name in module.__all__}
 Interface = Callable[..., Any]
 
 # Python types -> types in torch's schemas. Of a union, the first member is used, which is torch_npu's type.

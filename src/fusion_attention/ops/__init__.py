@@ -13,7 +13,7 @@ FAMILIES = (
     *("compressed.definitions", "compressed.l1_norm", "compressed.api_definition", "compressed.compressor"),
     "compressed.pooling",
     *("indexer_loss.definitions", "indexer_loss.api_definition"),
-    *("indexer_loss.target_definitions", "indexer_loss.api_target_definition"),
+    *("indexer_loss.given_target_definitions", "indexer_loss.api_target_definition"),
 )
 
 

@@ -27,10 +27,10 @@ from fusion_attention.contract import (
     members,
 )
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals.call_parser import PHASE_1, Written, WrittenError, parse_call
 from fusion_attention.refusals.cann_logs import CODES, SAME, Log, is_log, read_log
 from fusion_attention.refusals.fixes import TRIANGLE, fixes
 from fusion_attention.refusals.likely_rules import likely
-from fusion_attention.refusals.parser import PHASE_1, Written, WrittenError, parse_call
 
 # Parameter name of another library -> CANN's parameter, and the advice.
 _CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"

@@ -10,9 +10,9 @@ There are no tolerances: errors are compared with the expected size of rounding 
 from fusion_attention.testing.cases import Case, arguments, hostile, in_band, part, poisoned, seen, stats_part
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.expected import expected, expected_of
+from fusion_attention.testing.mask_to_tiles import cut_tiles
 from fusion_attention.testing.plain import plain
-from fusion_attention.testing.python_calls import call_interface, golden, lowered, pythonic, run
-from fusion_attention.testing.tiles import cut_tiles
+from fusion_attention.testing.run_case import call_interface, golden, lowered, pythonic, run
 
 __all__ = [
     "Case", "arguments", "call_interface", "check", "compare", "cut_tiles", "expected", "expected_of", "golden",

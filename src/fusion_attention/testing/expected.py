@@ -19,7 +19,7 @@ from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.ops.training.lowered_call import DenseCall, fresh, grads_of, operands_of
 from fusion_attention.ops.training.statistics import LANES, from_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor
-from fusion_attention.testing.python_calls import golden, lowered
+from fusion_attention.testing.run_case import golden, lowered
 
 _ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 

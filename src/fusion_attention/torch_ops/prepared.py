@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import Bound
 from fusion_attention.ir.call import Differentiable, Repeatable
-from fusion_attention.ir.places import moved, places
+from fusion_attention.ir.replace_tensors import moved, places
 from fusion_attention.memory import another, template
 from fusion_attention.plan import plan
 

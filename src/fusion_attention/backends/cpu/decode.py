@@ -11,7 +11,7 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu import native
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
 _STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}

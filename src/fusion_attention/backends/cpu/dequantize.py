@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Operands, Problem
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fusion_attention.backends.cpu import dequantize
 from fusion_attention.ir import bias
-from fusion_attention.ir.kv import Dequant
+from fusion_attention.ir.memory_views import Dequant
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
 # Keys of a block: a sum of 512 products of two int8 is at most 2**23, so it is exact in float32.

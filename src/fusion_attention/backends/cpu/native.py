@@ -11,8 +11,8 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.ir import dropout
-from fusion_attention.ir.kv import MatrixView, PagedView, RowView
 from fusion_attention.ir.mask import TILE
+from fusion_attention.ir.memory_views import MatrixView, PagedView, RowView
 from fusion_attention.ir.problem import EXTENT_ROWS, PART_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.ir.tiles import by_query
 from fusion_attention.memory import empty

@@ -7,7 +7,7 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.memory import empty
 

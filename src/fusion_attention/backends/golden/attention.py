@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from fusion_attention.backends.golden.sparse_indices import added_up, scanned
 from fusion_attention.ir import bias
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import blocked_by_tiles
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")

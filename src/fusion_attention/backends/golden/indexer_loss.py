@@ -14,7 +14,7 @@ import torch
 from fusion_attention.backends.golden.attention import weighted_sum
 from fusion_attention.backends.golden.indexer import dots_of
 from fusion_attention.backends.golden.sparse_indices import added_up, scanned
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import (
     Extents,
     IndexerGrads,

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 
 
 def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 from fusion_attention.api.attention import attention
+from fusion_attention.integrations.flash_attn.argument_conversion import (
+    NO_WINDOW,
+    Window,
+    band_of,
+    capped,
+    lengths_of,
+    returned,
+)
 from fusion_attention.integrations.flash_attn.paged import attend_pages
-from fusion_attention.integrations.flash_attn.words import NO_WINDOW, Window, band_of, capped, lengths_of, returned
 
 Tensor = torch.Tensor
 Result = Tensor | tuple[Tensor, Tensor, None]

@@ -10,8 +10,8 @@ import torch
 
 from fusion_attention.api.attention import attention
 from fusion_attention.api.decode import decode_attention
+from fusion_attention.integrations.flash_attn.argument_conversion import NO_WINDOW, Window, band_of, capped, numbers
 from fusion_attention.integrations.flash_attn.rotary import rotated
-from fusion_attention.integrations.flash_attn.words import NO_WINDOW, Window, band_of, capped, numbers
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.integrations.flash_attn.words import lengths_of, numbers
+from fusion_attention.integrations.flash_attn.argument_conversion import lengths_of, numbers
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.judging.editable_call import Setting
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, finite, layouts
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import LEFT

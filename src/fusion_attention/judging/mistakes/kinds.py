@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Problem
 from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.expected_error import Grade

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.judging.editable_call import Lists, Setting
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, changing
 

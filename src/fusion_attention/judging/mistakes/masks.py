@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import PagedView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.memory_views import PagedView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging.editable_call import Block, Setting
 from fusion_attention.judging.mistakes.kinds import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.expected_error import Grade

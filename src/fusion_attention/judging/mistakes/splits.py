@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ir.kv import PagedView
+from fusion_attention.ir.memory_views import PagedView
 from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try
 from fusion_attention.judging.mistakes.online_softmax import Loop, Sums, Way, explaining, exponentials, summed
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Op
-from fusion_attention.npu.auxiliary.atb_call import MASK_ALONE, attend, causal, ends_of, one_each, read
+from fusion_attention.npu.auxiliary.atb_attention_helpers import MASK_ALONE, attend, causal, ends_of, one_each, read
 from fusion_attention.npu.auxiliary.call import checked
 from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.ops.auxiliary_definitions import atb

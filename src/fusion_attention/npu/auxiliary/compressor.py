@@ -6,11 +6,11 @@ import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary_definitions.compressor import COMPRESSOR
-from fusion_attention.ops.compressed.compressed_rows import Sequences, compressed
+from fusion_attention.ops.compressed.compressor_computation import Sequences, compressed
 from fusion_attention.ops.compressed.pooling import RECORD
-from fusion_attention.ops.shared.pooling import Windows
+from fusion_attention.ops.shared.softmax_pooling import Windows
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.aliases import crossing
+from fusion_attention.torch_ops.device_aliases import crossing
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | None

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.auxiliary.experts import taken
 from fusion_attention.npu.auxiliary.quantised import rounded, row_scales
+from fusion_attention.npu.auxiliary.token_permute import taken
 from fusion_attention.npu.functions_from_definitions import Args
 from fusion_attention.ops.auxiliary_definitions import routing
 

@@ -17,7 +17,7 @@ import torch
 from fusion_attention.npu.device import compiled, sharing
 from fusion_attention.npu.device.build import library
 from fusion_attention.patches import Changes
-from fusion_attention.torch_ops.aliases import Ways, connect
+from fusion_attention.torch_ops.device_aliases import Ways, connect
 
 NAME = "npu"
 MODULE = "torch.npu"

@@ -1,7 +1,7 @@
 """Support of torch.compile's inductor for tensors on "npu": graphs are compiled for the computing device (CPU or CUDA).
 
-The compiled function runs on aliases of the tensors (torch_ops/aliases.py); its results are tensors on "npu", with
-gradients.
+The compiled function runs on aliases of the tensors (torch_ops/device_aliases.py); its results are tensors on "npu",
+with gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fusion_attention.patches import Changes, Layer
-from fusion_attention.torch_ops.aliases import COUNTS
+from fusion_attention.torch_ops.device_aliases import COUNTS
 
 Tensor = torch.Tensor
 

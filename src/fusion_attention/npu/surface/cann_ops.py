@@ -18,14 +18,14 @@ from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.npu.auxiliary.block_scores import msa_index_score
 from fusion_attention.npu.auxiliary.compressor import compressor
-from fusion_attention.npu.auxiliary.experts import npu_moe_token_permute
 from fusion_attention.npu.auxiliary.rotary import npu_rotary_mul
-from fusion_attention.npu.surface import cann_functions
+from fusion_attention.npu.auxiliary.token_permute import npu_moe_token_permute
+from fusion_attention.npu.surface import cann_ops_from_definitions
 from fusion_attention.npu.surface.metadata import METADATA
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
-_FUNCTIONS = vars(cann_functions)
+_FUNCTIONS = vars(cann_ops_from_definitions)
 # Functions by the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one

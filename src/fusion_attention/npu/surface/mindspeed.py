@@ -11,7 +11,7 @@ import torch
 
 from fusion_attention.contract import Op, Param
 from fusion_attention.npu import merging
-from fusion_attention.npu.auxiliary import experts, products, rotary
+from fusion_attention.npu.auxiliary import grouped_matmul, rotary, token_permute
 from fusion_attention.npu.functions_from_definitions import Args, from_record
 from fusion_attention.npu.training import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
 from fusion_attention.ops.shared.params import spelled
@@ -90,7 +90,7 @@ def _multiplied(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_typ
     """Returns the grouped matrix product of a tensor x by a tensor of all groups' weights; kind: 0 if group_list has
     the cumulative ends of the groups, 1 if their sizes."""
     how = {"group_list": group_list, "split_item": 3, "group_type": group_type, "group_list_type": kind}
-    (result,) = products.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
+    (result,) = grouped_matmul.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
     return result
 
 
@@ -130,9 +130,9 @@ _MODULES: dict[str, tuple[tuple[Callable[..., Any], ...], str]] = {
     "fusion_attention_v2": ((npu_fusion_attention, npu_fusion_attention_grad), ""),
     "npu_rotary_position_embedding": ((npu_rotary_position_embedding,), "rope_op_builder"),
     "gmm": ((npu_gmm, npu_gmm_v2), ""),
-    "grouped_matmul": ((products.npu_grouped_matmul,), ""),
-    "npu_moe_token_permute": ((experts.npu_moe_token_permute,), "moe_token_permute_op_builder"),
-    "npu_moe_token_unpermute": ((experts.npu_moe_token_unpermute,), "moe_token_unpermute_op_builder"),
+    "grouped_matmul": ((grouped_matmul.npu_grouped_matmul,), ""),
+    "npu_moe_token_permute": ((token_permute.npu_moe_token_permute,), "moe_token_permute_op_builder"),
+    "npu_moe_token_unpermute": ((token_permute.npu_moe_token_unpermute,), "moe_token_unpermute_op_builder"),
     "npu_matmul_add": ((npu_matmul_add_fp32,), "matmul_add_op_builder"),
     "npu_groupmatmul_add": ((npu_groupmatmul_add_fp32,), "groupmatmul_add_op_builder"),
 }

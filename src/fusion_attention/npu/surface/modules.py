@@ -12,20 +12,20 @@ import torch
 
 from fusion_attention.npu import dropout, fused_inference, merging, sparse, training
 from fusion_attention.npu.auxiliary import (
+    activations,
     atb,
-    atb_rows,
+    atb_cache_and_rotary,
     caches,
-    experts,
-    gates,
+    grouped_matmul,
     losses,
     norms,
-    products,
     prolog,
     quantised,
     quantised_sparse,
     rotary,
     routing,
     softmax,
+    token_permute,
     transposes,
 )
 from fusion_attention.npu.device import process_groups
@@ -37,8 +37,8 @@ from fusion_attention.torch_ops.misspelled_arguments import suggested
 NAME = "torch_npu"
 INTERFACES = (
     *(training, dropout, fused_inference, sparse, merging),
-    *(norms, gates, rotary, caches, transposes, softmax, experts, routing),
-    *(quantised, products, losses, atb, atb_rows, quantised_sparse, prolog),
+    *(norms, activations, rotary, caches, transposes, softmax, token_permute, routing),
+    *(quantised, grouped_matmul, losses, atb, atb_cache_and_rotary, quantised_sparse, prolog),
 )
 
 # Submodules of torch_npu.npu that repeat names of torch_npu.npu.
@@ -73,7 +73,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
     amp = device_module.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), "Format": runtime.Format, **interfaces},
-        f"{NAME}.atb": {name: interfaces[name] for module in (atb, atb_rows) for name in module.__all__},
+        f"{NAME}.atb": {name: interfaces[name] for module in (atb, atb_cache_and_rotary) for name in module.__all__},
         f"{NAME}.npu": npu,
         **{
             f"{NAME}.npu.{submodule}": {name: npu[name] for name in names.split()}

@@ -6,8 +6,17 @@ from fusion_attention.contract import Op
 from fusion_attention.ops import RECORDS
 
 FAMILIES = (
-    *("norms", "gates", "rotary", "caches", "latent_caches", "transposes", "softmax", "experts", "routing"),
-    *("quantised", "products", "losses", "atb", "atb_rows", "block_scores", "compressor", "quantised_sparse"),
+    *("norms", "activations", "rotary", "caches", "latent_caches", "transposes", "softmax", "token_permute", "routing"),
+    *(
+        "quantised",
+        "grouped_matmul",
+        "losses",
+        "atb",
+        "atb_cache_and_rotary",
+        "block_scores",
+        "compressor",
+        "quantised_sparse",
+    ),
     *("merging", "prolog"),
 )
 _LOADED = (importlib.import_module(f"fusion_attention.ops.auxiliary_definitions.{name}") for name in FAMILIES)

@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Attr, Tensor
 from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, result, same_shape
-from fusion_attention.ops.auxiliary_definitions.experts import counting
+from fusion_attention.ops.auxiliary_definitions.token_permute import counting
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning
 

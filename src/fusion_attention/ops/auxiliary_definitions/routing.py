@@ -7,7 +7,7 @@ import torch
 
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Tensor
 from fusion_attention.ops.auxiliary_definitions.common import FLOATS, floats, result
-from fusion_attention.ops.auxiliary_definitions.experts import counting, moe, within
+from fusion_attention.ops.auxiliary_definitions.token_permute import counting, moe, within
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 

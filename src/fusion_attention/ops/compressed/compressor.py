@@ -11,9 +11,9 @@ from fusion_attention.contract import Attr, Bound, Declared, Param, Rule, Tensor
 from fusion_attention.memory import empty
 from fusion_attention.ops.auxiliary_definitions.common import floats, result
 from fusion_attention.ops.auxiliary_definitions.compressor import COMPRESSOR
-from fusion_attention.ops.compressed.compressed_rows import Saved, Sequences, compressed, gradients
-from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TorchCall
+from fusion_attention.ops.compressed.compressor_computation import Saved, Sequences, compressed, gradients
 from fusion_attention.ops.shared.checks import float32
+from fusion_attention.ops.shared.lowered_call import NO_SEQUENCE, Results, TorchCall
 from fusion_attention.ops.shared.prototypes import ON_DEVICE
 from fusion_attention.ops.shared.rules import invalid, no_float32, refused
 

@@ -17,8 +17,8 @@ from fusion_attention.ops.compressed.lowered_call import LSE, Placed
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of, own_entries
 from fusion_attention.ops.shared import cu_seqlens
-from fusion_attention.ops.shared.call import NO_SEQUENCE, Results, TensorCall, TorchCall
 from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.shared.lowered_call import NO_SEQUENCE, Results, TensorCall, TorchCall
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann

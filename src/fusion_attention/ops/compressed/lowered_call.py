@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.call import Filled
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
-from fusion_attention.ops.shared.call import Results
+from fusion_attention.ops.shared.lowered_call import Results
 from fusion_attention.ops.sparse.lowered_call import RESULTS, Sparse, SparseBackward, statistics
 
 Tensor = torch.Tensor

@@ -11,13 +11,13 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Bound, Op, Tensor
 from fusion_attention.ir.call import Filled, buffer
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.checks import Outcome, lengths_fit
 from fusion_attention.ops.shared.layouts import row_view, to_float32
+from fusion_attention.ops.shared.lowered_call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.params import OWN_FLOATS, output
 from fusion_attention.ops.shared.rules import invalid, meaning, needed, of_lengths
 from fusion_attention.ops.sparse.definitions import LAYOUT

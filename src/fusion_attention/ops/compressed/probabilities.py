@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.call import buffer
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.shared.lowered_call import TensorCall
 from fusion_attention.ops.sparse.lowered_call import grouped
 
 Tensor = torch.Tensor

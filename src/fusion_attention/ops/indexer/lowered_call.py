@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.call import Filled, Further, buffer
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem, Stats
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.shared.lowered_call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.sparse.lowered_call import key_view, narrow, unpaged
 
 Tensor = torch.Tensor

@@ -6,9 +6,9 @@ from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer.definitions import RATIO, RESIDUAL, RESIDUALS
 from fusion_attention.ops.indexer_loss import api_definition
 from fusion_attention.ops.indexer_loss.definitions import LSE_SCORES, NEUTRAL, V1, of_index
+from fusion_attention.ops.indexer_loss.given_target_definitions import FUNCTIONS, LISTS
 from fusion_attention.ops.indexer_loss.lower import lower_target
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, fresh
-from fusion_attention.ops.indexer_loss.target_definitions import FUNCTIONS, LISTS
 from fusion_attention.ops.shared.params import OWN_FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import invalid
 from fusion_attention.ops.sparse import api_definition as sparse

@@ -11,7 +11,7 @@ from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.ir.problem import IndexerLossOperands, IndexerLossProblem, IndexerOperands, IndexerProblem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer.lowered_call import IndexCall, fresh_gradients
-from fusion_attention.ops.shared.call import Results, Run
+from fusion_attention.ops.shared.lowered_call import Results, Run
 from fusion_attention.ops.sparse.lowered_call import grouped, narrow, statistics
 
 Tensor = torch.Tensor

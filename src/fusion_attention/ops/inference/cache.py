@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.memory_views import Dequant, PagedView, RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.shared.layouts import LAYOUTS, keep
 

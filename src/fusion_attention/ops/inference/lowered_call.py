@@ -14,7 +14,7 @@ import torch
 
 from fusion_attention.contract import CallCache
 from fusion_attention.ir.call import Filled, Further, buffer
-from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, CacheViews, Scales, as_float, narrowed

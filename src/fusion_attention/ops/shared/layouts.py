@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.shared.params import WORDS
 

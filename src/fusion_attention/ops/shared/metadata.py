@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.contract import Attr, Bound, Declared, Op, Param
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import NO_SEQUENCE, TorchCall
+from fusion_attention.ops.shared.lowered_call import NO_SEQUENCE, TorchCall
 from fusion_attention.ops.shared.params import output
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 

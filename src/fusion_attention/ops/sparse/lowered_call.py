@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from fusion_attention.ir.call import Filled, Further, buffer
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import covered, row_view
+from fusion_attention.ops.shared.lowered_call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.sparse.checks import PAGED
 
 Tensor = torch.Tensor

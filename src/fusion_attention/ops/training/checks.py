@@ -11,7 +11,7 @@ from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
 from fusion_attention.ops.shared.cumulative_ends import last_end, lengths_of, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
-from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
+from fusion_attention.ops.training.statistics_order_check import own_matrix, statistics_in_order
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 

@@ -11,8 +11,8 @@ import torch
 from fusion_attention.ir.call import Filled, Lowered, buffer
 from fusion_attention.ir.problem import Operands
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import OfCall
 from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
+from fusion_attention.ops.shared.lowered_call import OfCall
 from fusion_attention.ops.training.lowered_call import (
     BIAS,
     EXTRAS,

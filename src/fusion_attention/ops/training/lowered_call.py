@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.memory_views import MatrixView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared import layouts

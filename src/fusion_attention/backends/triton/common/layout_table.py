@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import BackendError
-from fusion_attention.ir.kv import MatrixView, PagedView, RowView
+from fusion_attention.ir.memory_views import MatrixView, PagedView, RowView
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents
 from fusion_attention.ir.tiles import divided
 

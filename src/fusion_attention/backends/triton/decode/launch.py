@@ -15,7 +15,7 @@ from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.backends.triton.dense.not_finite import recompute_out
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.contract import BackendError
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 from fusion_attention.ir.tiles import divided
 

@@ -23,7 +23,7 @@ from fusion_attention.backends.triton.dense.backward import backward_key, backwa
 from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.backends.triton.dense.not_finite import recompute_key, recompute_out, recompute_query
 from fusion_attention.ir import dropout, tiles
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}

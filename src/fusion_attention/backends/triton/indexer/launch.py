@@ -30,7 +30,7 @@ from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes import Sizes
 from fusion_attention.backends.triton.selected.shapes_backward import ENTRIES, LISTS
 from fusion_attention.contract import BackendError
-from fusion_attention.ir.kv import PagedView
+from fusion_attention.ir.memory_views import PagedView
 from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 Constants = launching.Constants

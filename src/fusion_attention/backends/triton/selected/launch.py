@@ -22,7 +22,7 @@ from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.backends.triton.selected.forward import PAGES, sparse_forward
 from fusion_attention.backends.triton.selected.not_finite import recompute_lists
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 from fusion_attention.ir.tiles import divided
 

@@ -30,7 +30,7 @@ from fusion_attention.backends.triton.selected.launch_key_sum import Gradient, W
 from fusion_attention.backends.triton.selected.not_finite_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more

@@ -19,7 +19,7 @@ import torch
 from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
 from fusion_attention.backends.triton.common.launching import Launch, Ready, launch_some
 from fusion_attention.backends.triton.selected.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 

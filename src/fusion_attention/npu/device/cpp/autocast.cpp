@@ -4,7 +4,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
-#include "memory.h"
+#include "storage_aliases.h"
 
 namespace fusion_npu {
 namespace {

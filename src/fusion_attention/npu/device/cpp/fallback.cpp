@@ -1,7 +1,7 @@
 // The kernel of all operators on device npu: replaces tensors by aliases on the computing device, runs that device's
 // kernel, and returns its results as tensors on npu. It does not read the operator's schema: a result that is an alias
 // is returned as the alias's tensor, and a result over the memory of a given tensor is returned as a view of it.
-#include "memory.h"
+#include "storage_aliases.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Generator.h>
 
-#include "memory.h"
+#include "storage_aliases.h"
 
 namespace fusion_npu {
 

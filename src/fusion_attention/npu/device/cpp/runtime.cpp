@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "generator.h"
-#include "memory.h"
+#include "storage_aliases.h"
 #include "runtime.h"
 
 namespace fusion_npu {

@@ -1,0 +1,81 @@
+"""Lists of selected keys, sequences, and what a row sees: two pages share these."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from clauses.checks import Args
+from clauses.dtype_abbreviations import I32
+from clauses.values import GENERATOR
+
+
+class Item(NamedTuple):
+    """A sequence's rows and keys: where they begin in T1 and T2, and how many they are."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+
+
+def packed(q_ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[Item]:
+    """The sequences of inclusive ends."""
+    row = key = 0
+    for q, k in zip(q_ends, kv_ends, strict=True):
+        yield Item(row, q - row, key, k - key)
+        row, key = q, k
+
+
+def sequences_of(
+    layout: str, q: Sequence[int], kv: Sequence[int], tokens: tuple[Sequence[int], Sequence[int]] | None
+) -> tuple[list[Item], int, int, tuple[list[int], list[int]]]:
+    """(sequences, rows of all, keys of all, lengths as a call gives them); BSND: of len(q) items, perhaps not full."""
+    if layout == "TND":
+        return list(packed(q, kv)), q[-1], kv[-1], (list(q), list(kv))
+    rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
+    items = [Item(b * q[0], rows[b], b * kv[0], keys[b]) for b in range(len(q))]
+    return items, len(q) * q[0], len(q) * kv[0], (list(rows), list(keys))
+
+
+def visible(item: Item, row: int, mode: int) -> int:
+    """How many keys a row may see: all of them, or up to the diagonal through the lower right corner."""
+    return item.keys if mode == 0 else min(max(item.keys - item.rows + row + 1, 0), item.keys)
+
+
+def lists(items: Sequence[Item], rows: int, mode: int, block: int, count: int) -> torch.Tensor:
+    """[rows, 1, 2048]: for every row up to count blocks of those it sees, in no order, then -1."""
+    result = torch.full((rows, 1, 2048), -1, dtype=I32)
+    for item in items:
+        for row in range(item.rows):
+            blocks = -(-visible(item, row, mode) // block)
+            chosen = torch.randperm(blocks, generator=GENERATOR)[: min(count, 2048)]
+            result[item.row + row, 0, : len(chosen)] = chosen.to(I32)
+    return result
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """Rows [T, N, D] of either layout."""
+    return t if t.dim() == 3 else t.flatten(0, 1)
+
+
+def items_of(args: Args, query: str, key: str) -> list[Item]:
+    """The sequences of a call, from its shapes and its lengths."""
+    given = [args[name].tolist() if isinstance(args[name], torch.Tensor) else args[name] for name in (query, key)]
+    if args["query"].dim() == 3:
+        return list(packed(*given))
+    (batch, s1), s2 = args["query"].shape[:2], args["key"].shape[1]
+    rows, keys = given[0] or [s1] * batch, given[1] or [s2] * batch
+    return [Item(b * s1, rows[b], b * s2, keys[b]) for b in range(batch)]
+
+
+def selected(args: Args, item: Item, mode: int, block: int) -> torch.Tensor:
+    """[rows, keys]: whether a row's list names the block that a key lies in, and the row sees that key."""
+    visible_pairs = torch.zeros(item.rows, item.keys, dtype=torch.bool)
+    indices = flat(args["sparseIndices"])
+    for row in range(item.rows):
+        ids = indices[item.row + row, 0]
+        ids = ids[: int((ids < 0).nonzero()[0]) if bool((ids < 0).any()) else None].long()
+        positions = (ids[:, None] * block + torch.arange(block)).reshape(-1)
+        visible_pairs[row, positions[positions < visible(item, row, mode)]] = True
+    return visible_pairs

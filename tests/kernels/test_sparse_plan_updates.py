@@ -1,0 +1,186 @@
+"""Plans over lists whose key lengths change, and graphs captured of them: the bits are those of fresh plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton.common import launching
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, shapes_loss
+from fusion_attention.ir.memory_views import RowView
+from fusion_attention.ir.problem import Extents
+from fusion_attention.ops.indexer.lowered_call import IndexerBackward
+from fusion_attention.ops.sparse.lowered_call import SparseBackward
+from fusion_attention.plan import plan
+from fusion_attention.testing import indexer_loss, sparse
+from fusion_attention.testing.indexer_loss import LossCase
+from fusion_attention.testing.sparse import IndexerCase, SparseCase
+from fusion_attention.torch_ops.eager import run
+
+
+class Captured(TorchDispatchMode):
+    """Replaces a CUDA graph: records the launches and torch operations that run in its context, and repeats them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self._launch = launching.launch
+        self._open = False
+        monkeypatch.setattr(launching, "launch", self._record)
+
+    def __enter__(self) -> Captured:
+        self._open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self._open = False
+        super().__exit__(*given)
+
+    def _record(self, *given: Any) -> None:
+        with _disable_current_modes():  # the interpreter's torch operations are not part of a graph
+            self._launch(*given)
+        if self._open:
+            self.steps.append(lambda: self._launch(*given))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if "empty" not in str(op):  # a replay reuses the memory
+            self.steps.append(lambda: _again(op, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        """Repeats all recorded operations."""
+        assert self.steps
+        for step in self.steps:
+            step()
+
+
+def _again(op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Repeats an operation and copies its results to the old results."""
+    for old, new in zip(_tensors(out), _tensors(op(*args, **kwargs)), strict=True):
+        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            old.copy_(new)
+
+
+def _tensors(results: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor))
+
+
+CPU = torch.device("cpu")
+OP_KINDS = (
+    "attention_forward",
+    "attention_backward",
+    "indexer_topk",
+    "indexer_backward",
+    "indexer_lse",
+    "indexer_loss",
+)
+LENGTHS: dict[str, Any] = {"layout": "TND", "q_len": (2, 3), "kv_len": (9, 20), "dtype": "float16"}
+
+
+def of_lists() -> None:
+    args = sparse.arguments(SparseCase(**LENGTHS, heads_q=3, count=9, lists="all", sink=True))
+    call = sparse.lowered(args)
+    run(SparseBackward(call, args["dy"], *run(call, "triton").values()), "triton")
+
+
+def of_indexer() -> None:
+    args = sparse.indexer_arguments(IndexerCase(**LENGTHS, heads=3, top_k=6))
+    call = sparse.lowered_indexer(args)
+    indices, _ = run(call, "triton").values()
+    run(IndexerBackward(call, args["dy"], indices.clone()), "triton")  # what the choice writes anew stays apart
+
+
+def of_loss(count: int, window: int = 0) -> Callable[[], None]:
+    def call() -> None:
+        case = LossCase(**LENGTHS, heads_q=3, count=count, lists="all", window=window)
+        run(indexer_loss.lowered(case, indexer_loss.arguments(case)), "triton")
+
+    return call
+
+
+def written(given: Any) -> list[torch.Tensor]:
+    """Every tensor of operands and gradients, as copies."""
+    if isinstance(given, torch.Tensor):
+        return [given.clone()]
+    if isinstance(given, RowView):
+        return [t.clone() for t in given.keep]
+    if is_dataclass(given):
+        return [t for f in fields(given) for t in written(getattr(given, f.name))]
+    return []
+
+
+def same(results: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(results, want, strict=True))
+
+
+CALLS = {"lists": of_lists, "indexer": of_indexer, "warm-up": of_loss(0), "window": of_loss(0, 5), "loss": of_loss(8)}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
+    tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
+    monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
+    monkeypatch.setattr(launch_dense_kl_loss, "KEYS_PER_SPLIT", 16)
+
+
+def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """The operation kinds that a call runs: problem, lengths and operands of each."""
+    captured_calls: dict[str, tuple[Any, ...]] = {}
+    for op_kind in OP_KINDS:
+        real = getattr(backend, op_kind)
+
+        def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, op_kind: str = op_kind) -> None:
+            captured_calls[op_kind] = (p, e, given)
+            real(p, e, s, *given)
+
+        monkeypatch.setattr(backend, op_kind, noting)
+    call()
+    assert captured_calls
+    return captured_calls
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
+    for op_kind, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
+        result, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
+        result.run(*given)
+        with graph:
+            result.run(*given)
+        long = [t for each in given for t in written(each)]
+        result.update([3, 14])
+        graph.replay()
+        short = [t for each in given for t in written(each)]
+        assert not same(short, long), op_kind
+        plan(problem, result.extents, CPU, "triton", op_kind).run(*given)
+        assert same(short, [t for each in given for t in written(each)]), op_kind
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33])
+def test_no_length_takes_more_turns_than_were_planned(window: int) -> None:
+    q, tile, most = np.array([1, 40]), Tile(16, 16, 4, 1), 90
+    capacity = of_window(q, np.array([most, most]), window)
+    buffer, turns = launch_dense_kl_loss.most_turns(capacity, tile), []
+    for kv_len in range(most + 1):
+        turns.append(launch_dense_kl_loss.turns_of(of_window(q, np.array([kv_len, most - kv_len]), window), tile)[2])
+        assert (turns[-1] <= buffer).all()
+    assert (np.max(turns, 0) == buffer).all()
+
+
+def of_window(q_len: np.ndarray, kv_len: np.ndarray, window: int) -> Extents:
+    """Rows of which each sees `window` keys up to its own, counted from the last."""
+    hi = kv_len - q_len + 1
+    return Extents(q_len, kv_len, hi - window, hi, 0 * hi, hi)
