@@ -89,7 +89,7 @@ def strides(**given: Any) -> dict[str, Any]:
     ("changes", "what"),
     [
         ({"operator": "npu_fusion_attention_v9"}, "operator 'npu_fusion_attention_v9' has no definition here"),
-        ({"operator": "../../etc/passwd"}, "has no record here"),
+        ({"operator": "../../etc/passwd"}, "has no definition here"),
         ({"operator": "npu_fusion_attention_grad"}, "not one of npu_fusion_attention_grad: .*dy: expected a value"),
         ({"operator": "attention"}, "tensors: expected names of parameters, got 'key'"),
         ({"version": "3"}, "format version '3', and this library reads 1 and 2"),

@@ -163,7 +163,7 @@ def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
     inputs, outputs = call()
     save_npz(bad, inputs | outputs)
     refused(bad, "--op", "npu_fusion", what="did you mean")
-    refused(bad, "--op", "fft", what="has no record here")
+    refused(bad, "--op", "fft", what="has no definition here")
     refused(bad, *OPTIONS, "--set", "colour=3", what="no parameter colour")
     refused(bad, *OPTIONS, "--set", "colour", what="expected PARAMETER=VALUE")
     refused(bad, *OPTIONS, "--standard", "mine", what="--standard")

@@ -181,7 +181,7 @@ def operator_of(name: str) -> Op:
         raise JudgeError(f"operator: expected a name, got {type(name).__name__}")
     if name not in RECORDS:
         near = ", ".join(n for n in RECORDS if name.lower() in n.lower() or n.lower() in name.lower())
-        raise JudgeError(f"operator {name!r} has no record here" + (f" (did you mean {near}?)" if near else ""))
+        raise JudgeError(f"operator {name!r} has no definition here" + (f" (did you mean {near}?)" if near else ""))
     return RECORDS[name]
 
 
