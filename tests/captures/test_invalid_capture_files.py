@@ -123,7 +123,7 @@ def strides(**given: Any) -> dict[str, Any]:
         ({"strides": strides(key=[320, 64, 16, -1])}, "strides: key: expected an integer >= 0 for each axis"),
         ({"strides": strides(key=[320, 64, 16, 2**64])}, "strides: key: expected an integer >= 0"),
         ({"strides": strides(key=[64, 16, 1])}, "strides: key: expected an integer >= 0 for each axis"),
-        ({"strides": strides(value=None)}, "strides: value: expected an integer from 0 on"),
+        ({"strides": strides(value=None)}, "strides: value: expected an integer >= 0"),
         ({"query": torch.ones(2, 5, 4, 8)}, "not one of npu_fusion_attention: "),
         ({"extra": torch.ones(1)}, r"strides: expected the names of all input tensors .*, got \['extra'\]"),
         ({"extra": torch.ones(1), "strides": strides(extra=[1])}, "tensors: expected names of parameters, got 'extra'"),
