@@ -338,3 +338,25 @@ def test_padding_without_a_number_is_refused(name: str) -> None:
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(ContractError, match=f"{name}: expected one number"):
         npu.npu_fused_infer_attention_score(q, q, q, num_heads=2, input_layout="BNSD", **{name: []})
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["npu_fused_infer_attention_score", "npu_prompt_flash_attention"])
+@pytest.mark.parametrize(("layout", "shape"), [("BNSD", (2, 2, 6, 16)), ("BSND", (2, 6, 2, 16)), ("TND", (6, 2, 16))])
+def test_values_without_elements_are_refused(layout: str, shape: tuple[int, ...], name: str) -> None:
+    rows = torch.randn(shape).half()
+    lengths = {"actual_seq_lengths": [1, 3, 6], "actual_seq_lengths_kv": [1, 3, 6]} if layout == "TND" else {}
+    with pytest.raises(ContractError, match=r"value: expected 1 <= Dv <= 768|input_layout"):
+        getattr(npu, name)(rows, rows, rows[..., :0], num_heads=2, input_layout=layout, **lengths)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("elements", [0, 8, 32])
+def test_values_of_a_list_have_as_many_elements(elements: int) -> None:
+    q, row, other = (
+        torch.randn(2, 2, 1, 16).half(),
+        torch.randn(1, 2, 6, 16).half(),
+        torch.randn(1, 2, 6, elements).half(),
+    )
+    with pytest.raises(ContractError, match="value: expected the shape of key except for the last axis"):
+        npu.npu_fused_infer_attention_score(q, [row, row], [row, other], num_heads=2, input_layout="BNSD", scale=1.0)

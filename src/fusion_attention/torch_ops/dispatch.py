@@ -50,6 +50,8 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 def drops(keep_prob: Any) -> bool:
     """True if keep_prob is a number below 1; other checks report values that are not numbers."""
+    if isinstance(keep_prob, torch.Tensor) and keep_prob.numel() != 1:
+        return False
     return isinstance(keep_prob, _NUMBERS) and bool(keep_prob < 1)
 
 

@@ -58,7 +58,7 @@ def _listed(given: Tensor | Tensors | None) -> Tensors | None:
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
     """Returns weights, int4 packed in int32 as int8, unpacked along the axis that then fits the rows of x."""
     ours, rows = _listed(weight), _listed(x)
-    if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
+    if not (isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple)) and ours and rows):
         return weight
     if not all(isinstance(t, Tensor) and t.dim() > 1 for t in (*ours, *rows)) or {w.dtype for w in ours} != {
         torch.int32

@@ -47,8 +47,8 @@ def is_separate(v: torch.Tensor | None) -> bool:
 def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     """Returns the number of elements of a row of kv that are rotated, not normalised by gamma; <= 0: wrong shapes."""
     if is_separate(v):
-        return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
-    return kv.shape[-1] - gamma.shape[0]
+        return kv.shape[-1] - APART if gamma.numel() == kv.shape[-1] else 0
+    return kv.shape[-1] - gamma.numel()
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
@@ -58,7 +58,7 @@ def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> 
 
 def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     """Returns the number of elements in a row of ckv_cache: as many as gamma has, or those of separate values v."""
-    return APART if is_separate(v) else gamma.shape[0]
+    return APART if is_separate(v) else gamma.numel()
 
 
 def quantised(name: str, text: str, width: str) -> tuple[Tensor, Rule]:

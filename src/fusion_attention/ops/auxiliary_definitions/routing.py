@@ -14,7 +14,9 @@ from fusion_attention.ops.shared.rules import invalid, meaning, presence
 X = floats("x", "A score of every expert for every token.", shape="T E")
 K = Attr("k", "Number of experts per token.", default=1, domain="k >= 1")
 CHOICES = invalid(
-    "k <= x.shape[-1]", "k: at most the number of experts (a token's experts are different)", invalid={"k": 4}
+    "x.dim() == 0 or k <= x.shape[-1]",
+    "k: at most the number of experts (a token's experts are different)",
+    invalid={"k": 4},
 )
 IDS = result("expert_idx", "int32: numbers of the selected experts by descending score.", "int32")
 

@@ -64,14 +64,16 @@ def fragments_fit(key: Several) -> Outcome:
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """True (else text) if tensors match those of keys in batch or pages, heads, tokens and elements (dim or any)."""
+    """True (else text) if tensors match those of keys in batch or pages, heads and tokens, and have `dim` elements
+    (None: as many as the first tensor)."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
         if table is not None and one.dim() != other.dim():
             return f"{show(one)} beside {show(other)}"
         form, beside = (geometry.form_of(t, _layout(t, layout, table), heads) for t in (one, other))
-        if form is None or (beside is not None and form[:3] != beside[:3]) or (dim is not None and form[3] != dim):
+        dim = form[3] if dim is None and form is not None else dim
+        if form is None or form[3] != dim or (beside is not None and form[:3] != beside[:3]):
             return f"{show(one)} beside {show(other)}"
     return True
 

@@ -220,7 +220,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     results = [form_of(t, key_layout(n, t), heads) or (0, 0, 0, 0) for t in key]
     of_value = form_of(value[0], key_layout(n, value[0]), heads)
     tokens = np.array([form[2] for form in results], np.int64)
-    dim_v = of_value[3] if of_value and of_value[3] else n["D"]
+    dim_v = of_value[3] if of_value else n["D"]
     given = n["actual_seq_lengths"]
     batch = n["B"] if not packed(layout) else 1 if given is None else len(given)
     batch = 1 if layout == "NSD" else batch
