@@ -346,7 +346,7 @@ def test_padding_without_a_number_is_refused(name: str) -> None:
 def test_values_without_elements_are_refused(layout: str, shape: tuple[int, ...], name: str) -> None:
     rows = torch.randn(shape).half()
     lengths = {"actual_seq_lengths": [1, 3, 6], "actual_seq_lengths_kv": [1, 3, 6]} if layout == "TND" else {}
-    with pytest.raises(ContractError, match=r"value: expected 1 <= Dv <= 768|input_layout"):
+    with pytest.raises(ContractError, match="value: expected 1 <= Dv <= 768"):
         getattr(npu, name)(rows, rows, rows[..., :0], num_heads=2, input_layout=layout, **lengths)
 
 
