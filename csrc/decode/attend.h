@@ -66,15 +66,25 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, float *scores
     return largest_of(top);
 }
 
+// The largest of `count` scores, a multiple of `lanes`, from four maxima, of which none waits for another.
+FUSION_INLINE float largest_score(const float *scores, std::int64_t count) {
+    Floats largest[4] = {all(-infinity), all(-infinity), all(-infinity), all(-infinity)};
+    std::int64_t c = 0;
+    for (; c + 4 * lanes <= count; c += 4 * lanes) {
+        FUSION_UNROLL for (int i = 0; i < 4; ++i) largest[i] = larger(largest[i], load<Floats>(scores + c + i * lanes));
+    }
+    for (; c < count; c += lanes) largest[0] = larger(largest[0], load<Floats>(scores + c));
+    return largest_of(larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
+}
+
 // Converts scores to weights relative to the largest score so far; `fade` is the factor of earlier sums. Weights of
-// quantised values are rounded to integers in units of `factor`.
+// quantised values are rounded to integers in units of `factor`. Memory would be idle meanwhile, so a quarter of the next
+// keys is prefetched, so many lines at each step.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                          float *scores, LinePrefetch &keys, std::int64_t lines) {
     float *state = w.state(row), peak = state[0];
-    Floats largest = all(-infinity);
-    for (std::int64_t c = 0; c < t.count; c += lanes) largest = larger(largest, load<Floats>(scores + c));
-    const float found = largest_of(largest);
+    const float found = largest_score(scores, t.count);
     peak = most(peak, found);
     const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor),
                 from = peak == -infinity ? 0.0f : peak;
@@ -89,7 +99,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
-        if (feeds<F>) keys.fetch(lines);
+        keys.fetch(lines);
         Floats low = load<Floats>(scores + c), high = load<Floats>(scores + c + lanes);
         if (!scaled) low = weights_of(low, from, w.factor), high = weights_of(high, from, w.factor);
         sum += low;
@@ -120,9 +130,10 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
     typename F::Sum sum[M][N] = {};
     const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     add_columns<F>(w, row, t, weights, F::bytes(d), ahead, sum);
-    FUSION_UNROLL for (int m = 0; m < M; ++m) {
-        if (row + m >= w.rows()) break;
-        float *out = w.out(row + m) + d;
+    const std::int64_t rows = w.rows() - row, stride = w.stride;
+    float *out = w.out(row) + d;
+    FUSION_UNROLL for (int m = 0; m < M; ++m, out += stride) {
+        if (m >= rows) break;
         const Floats fade = all(w.s.fade[i + m]), factor = all(w.s.factor[i + m]);
         FUSION_UNROLL for (int n = 0; n < N; ++n) {
             Floats added;

@@ -2,7 +2,8 @@
 // its scales is rounded to 16-bit numbers, and so are the weights of a tile; sums are exact and have the bits of
 // integers_avx512.h.
 //
-// Elements of a key are widened to 16 bits by shifts, which more ports can do than permutations of bytes.
+// Elements of a key are widened to 16 bits by shifts and by products with 1 and 0, which more ports can do than
+// permutations of bytes.
 
 #pragma once
 
@@ -12,19 +13,21 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, and the conversion from bytes.
+// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, and conversions from all bytes or even ones.
 #if defined(__AVX512F__)
 typedef __m256i HalfVector;
 FUSION_INLINE Words shift_left(Words x, int bits) { return (Words)_mm512_slli_epi16((__m512i)x, bits); }
 FUSION_INLINE Words shift_right(Words x, int bits) { return (Words)_mm512_srai_epi16((__m512i)x, bits); }
 FUSION_INLINE Ints multiply_pairs(Words a, Words b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 FUSION_INLINE Words widen_bytes(HalfVector x) { return (Words)_mm512_cvtepi8_epi16(x); }
+FUSION_INLINE Words even_bytes(Words x) { return (Words)_mm512_maddubs_epi16(_mm512_set1_epi16(1), (__m512i)x); }
 #else
 typedef __m128i HalfVector;
 FUSION_INLINE Words shift_left(Words x, int bits) { return (Words)_mm256_slli_epi16((__m256i)x, bits); }
 FUSION_INLINE Words shift_right(Words x, int bits) { return (Words)_mm256_srai_epi16((__m256i)x, bits); }
 FUSION_INLINE Ints multiply_pairs(Words a, Words b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 FUSION_INLINE Words widen_bytes(HalfVector x) { return (Words)_mm256_cvtepi8_epi16(x); }
+FUSION_INLINE Words even_bytes(Words x) { return (Words)_mm256_maddubs_epi16(_mm256_set1_epi16(1), (__m256i)x); }
 #endif
 
 struct Integer {
@@ -69,7 +72,7 @@ struct Byte : Integer {
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
     static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
-        part[0] = shift_right(shift_left(x, 8), 8);
+        part[0] = even_bytes(x);
         part[1] = shift_right(x, 8);
     }
     static FUSION_INLINE void read(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }

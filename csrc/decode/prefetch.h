@@ -24,10 +24,6 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #endif
 }
 
-// True if a quarter of the next keys is prefetched while weights are computed, when memory would be idle. Integers take
-// longer to multiply than to read.
-template <class F> constexpr bool feeds = !F::integer;
-
 // Prefetches of the rows half a tile ahead, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
 // of pages are given by addresses, and this runs in the loop over words of a key.
 class LinePrefetch {

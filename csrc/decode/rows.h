@@ -42,7 +42,7 @@ inline std::int64_t find_rows(const Cache &c, const KeySpan &s, const char **to)
         const char *row = cache_row(c, s.seq, s.head, token);
         const std::int64_t count = least(stop - i, left);
         even = even && count == s.count;
-        for (std::int64_t j = 0; j < count; ++j) to[i + j] = row + j * step;
+        for (std::int64_t j = 0; j < count; ++j, row += step) to[i + j] = row;
         i += count;
     }
     for (; i < s.count; ++i) to[i] = to[stop - 1];

@@ -34,7 +34,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t row, const D
                 FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(upcoming[k], at + byte);
             }
         }
-        if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
+        if (key / F::depth % 4) next.fetch<lines>();
         FUSION_UNROLL for (int m = 0; m < M; ++m) {
             const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
             FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);

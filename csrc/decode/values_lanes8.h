@@ -18,7 +18,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
     const char *const *rows = w.s.value_rows;
     LinePrefetch next = ahead;
     for (std::int64_t key = 0; key < t.real; key += keys, weights += keys / F::depth) {  // weights behind `real` are 0
-        if (next.any() && (!feeds<F> || key / keys % 4)) {  // weigh_row() has prefetched a quarter
+        if (next.any() && key / keys % 4) {  // weigh_row() has prefetched a quarter
             const char *const line = next.take(lines);
             FUSION_UNROLL for (std::int64_t i = 0; i < lines; ++i) fetch_line(line + 64 * i);
         }
