@@ -78,8 +78,8 @@ FUSION_INLINE float largest_score(const float *scores, std::int64_t count) {
 }
 
 // Converts scores to weights relative to the largest score so far; `fade` is the factor of earlier sums. Weights of
-// quantised values are rounded to integers in units of `factor`. Memory would be idle meanwhile, so a quarter of the next
-// keys is prefetched, so many lines at each step.
+// quantised values are rounded to integers in units of `factor`. Memory would be idle meanwhile, so a quarter of the
+// next keys is prefetched, so many lines at each step.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                          float *scores, LinePrefetch &keys, std::int64_t lines) {

@@ -13,7 +13,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, and conversions from all bytes or even ones.
+// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, conversions from all bytes or the even ones.
 #if defined(__AVX512F__)
 typedef __m256i HalfVector;
 FUSION_INLINE Words shift_left(Words x, int bits) { return (Words)_mm512_slli_epi16((__m512i)x, bits); }
