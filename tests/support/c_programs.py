@@ -27,9 +27,11 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
 
 
 def plain_shell(**settings: str) -> dict[str, str]:
-    """Returns an environment with only the variables of a plain shell, and `settings`."""
+    """Returns an environment with the variables of a plain shell, the cap of instruction sets, and `settings`."""
     settings_kept = {
-        name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ
+        name: os.environ[name]
+        for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "FUSION_ATTENTION_CPU")
+        if name in os.environ
     }
     return settings_kept | settings
 
