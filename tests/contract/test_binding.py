@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.bits import same_bits
 from support.contract_failures import ATTENTION, PACKED, Args, call, one, outcome
 
+from fusion_attention import npu
 from fusion_attention.contract import Bound, ContractError, bind, to_array
 from fusion_attention.contract.binding import SIGNATURES_KEPT
 from fusion_attention.contract.sampling import sample
@@ -104,6 +106,19 @@ def test_lengths_are_copied() -> None:
 def test_types_of_numbers(name: str, value: Any, legal: bool) -> None:
     args = sample(training.TORCH_V1, input_layout="BSND") | {name: value}
     assert (outcome(training.TORCH_V1, args)[0] == ()) is legal
+
+
+def test_an_int_is_a_float_where_float64_holds_it() -> None:
+    """torch computes with no int above 64 bits."""
+    args = sample(training.TORCH_V1, input_layout="BSND")
+    scale = bind(training.TORCH_V1, args | {"scale": 2**64})["scale"]
+    assert (scale, type(scale)) == (2.0**64, float)
+    x = torch.randn(2, 4)
+    same_bits(npu.npu_rms_norm(x, torch.ones(4), 2**64)[0], npu.npu_rms_norm(x, torch.ones(4), 2.0**64)[0])
+    for value in (10**400, -(1 << 1024)):
+        with pytest.raises(ContractError, match=r"routed_scaling_factor: expected a number below 2\*\*1024, got -?1"):
+            npu.npu_moe_gating_top_k(x, 2, routed_scaling_factor=value)
+    assert npu.npu_moe_gating_top_k(x, 2, routed_scaling_factor=10**300)[0].isinf().all()
 
 
 def test_blank_optional_tensors_were_not_given() -> None:

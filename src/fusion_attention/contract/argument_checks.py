@@ -14,7 +14,7 @@ NESTED = (
     'pass its packed rows, x.values(), with layout "TND" and the lengths x.offsets().diff() (cumulative lengths: '
     "x.offsets()[1:])"
 )
-TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "True or False"}
+TYPES = {int: "an int below 2**63", float: "a number below 2**1024", str: "a string", bool: "True or False"}
 
 
 def members(value: Any) -> Any:
@@ -60,12 +60,10 @@ def array_of(op: Op, position: int, value: Any) -> Any:
 
 
 def is_type(value: Any, p: Attr) -> bool:
-    """True if `value` has the type that parameter p declares: an int is a float too, but a bool is no number."""
+    """True if `value` has the type that parameter p declares; a bool is no int."""
     wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
-    if wanted is float:
-        return isinstance(value, (int, float))
     if wanted is int:
         return isinstance(value, int) and -(1 << 63) <= value < 1 << (64 if p.unsigned else 63)
     return isinstance(value, wanted)

@@ -1,5 +1,6 @@
 """The stages in which bind() checks a call: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,11 +50,15 @@ def ask(op: record.Op, rules: list[record.Rule], names: dict[str, Any]) -> list[
 
 
 def _value(op: record.Op, p: record.Param, value: Any) -> Any:
-    """Returns an argument's value as rules read it: the default for None, None for an empty optional tensor."""
+    """Returns an argument's value as rules read it: the default for None, None for an empty optional tensor, a float
+    for an int where a float is declared."""
     if isinstance(p, record.Attr):
         if value is None:
             return None if p.default is record.REQUIRED else p.default
-        return value.item() if isinstance(value, np.generic) else value
+        value = value.item() if isinstance(value, np.generic) else value
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        # Other ints are no numbers of float64: is_type() refuses them.
+        return float(value) if p.type is float and is_int and abs(value) <= sys.float_info.max else value
     if isinstance(p, record.Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
         # A tensor without rows (rank > 1) is present: the call itself may have no rows.
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
