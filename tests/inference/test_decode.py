@@ -312,6 +312,15 @@ def test_a_number_is_no_cache() -> None:
             fa.decode_attention(rows(2, 1, 4), wrong)
 
 
+@pytest.mark.parametrize("name", ["v_scale", "v_offset"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3,)])
+def test_values_that_lie_in_keys_have_their_scale(name: str, shape: tuple[int, ...]) -> None:
+    stored = torch.ones(2, 6, 2, 16, dtype=torch.int8)
+    given = {"k_scale": torch.ones(1), name: torch.ones(shape)}
+    with pytest.raises(fa.ContractError, match=rf"{name}: expected None without v, .* \[{shape[0]}\] "):
+        fa.decode_attention(rows(2, 1, 4), stored, dim_v=8, **given)
+
+
 def test_lists_of_tensors_are_counted() -> None:
     """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
     q, one = rows(1, 1, 4), rows(1, 6)

@@ -105,6 +105,15 @@ RULES: tuple[Rule, ...] = (
         stage="presence",
         invalid={"dim_v": 4},
     ),
+    *(
+        rules.presence(
+            f"v is not None or {name} is None",
+            f"{name}: None without v (values are elements of keys, which have k_scale and k_offset)",
+            given={"v": None, "dim_v": 4},
+            invalid={name: "1"},
+        )
+        for name in ("v_scale", "v_offset")
+    ),
     rules.typed(
         "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
         "k: int8, uint8 or the dtype of q (uint8 holds two integers of four bits, the even element in the low half)",
