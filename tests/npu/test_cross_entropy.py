@@ -45,6 +45,16 @@ def test_a_loss_and_its_gradient_are_torchs(
     compare_with("[loss, log_prob, gradient, backward]", [loss, log_prob, dx, again], program)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_of_one_element_has_any_rank(reduction: str) -> None:
+    def gradient(*shape: int) -> torch.Tensor:
+        dloss, log_prob = torch.ones(shape), X.log_softmax(1)
+        return npu.npu_cross_entropy_loss_backward(dloss, log_prob, Y, WEIGHT, reduction=reduction)
+
+    for shape in ((), (1, 1), (1, 1, 1)):
+        same_bits(gradient(*shape), gradient(1))
+
+
 def test_half_precision_is_rounded_once() -> None:
     x = X.bfloat16()
     loss, log_prob, *_ = npu.npu_cross_entropy_loss(x, Y)

@@ -72,7 +72,7 @@ def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, h
     target: class of each row. weight: factor of each class, or None. how: the call's attributes.
     """
     counted, of_label, norm = _rows(target, weight, p, how)
-    g, smoothing = (dloss.float() / norm).expand_as(target), how.smoothing
+    g, smoothing = (dloss.float().flatten() / norm).expand_as(target), how.smoothing
     right = total = (1 - smoothing) * g * of_label
     if smoothing:
         weights = p.new_ones(p.shape[1]) if weight is None else weight
