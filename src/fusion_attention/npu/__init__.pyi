@@ -292,7 +292,7 @@ def npu_moe_gating_top_k_softmax(x: Tensor, finished: _Some = None, k: int = 1) 
 def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, *, scale: _Some = None, offset: _Some = None,
     active_num: int = -1, expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0,
     expert_tokens_num_type: int = 0, expert_tokens_num_flag: bool = False, quant_mode: int = -1,
-    active_expert_range: Sequence[int] | int = (), row_idx_type: int = 0,
+    active_expert_range: Sequence[int] = (), row_idx_type: int = 0,
     x_dtype: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def npu_moe_token_permute(tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None,
     padded_mode: bool = False) -> tuple[Tensor, Tensor]: ...

@@ -57,11 +57,10 @@ def npu_moe_gating_top_k(
 
 
 def _normalised(args: Args) -> Args:
-    """Returns npu_moe_init_routing_v2's arguments with None for empty tensors and active_expert_range as a pair."""
+    """Returns npu_moe_init_routing_v2's arguments with None for empty tensors."""
     tensors = {name: args[name] for name in ("scale", "offset")}
     present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
-    some = args["active_expert_range"]
-    return {**args, **present, "active_expert_range": (some, some) if isinstance(some, int) else some}
+    return {**args, **present}
 
 
 @computed(routing.INIT, before=_normalised)

@@ -120,7 +120,7 @@ INIT = moe(
                "of experts with rows.", (0, 1, 2)),
         Attr("expert_tokens_num_flag", "Return counts; False: they are empty.", type=bool, default=False),
         one_of("quant_mode", "-1: none; 0: static; 1: dynamic, by the largest element of each row.", (-1, 0, 1)),
-        Array("active_expert_range", "[start, end) of the active experts; empty: all. One number is both.",
+        Array("active_expert_range", "[start, end) of the active experts; empty: all.",
               optional=True, default=()),
         one_of("row_idx_type", "0: per token and expert its row, -1 if it has none; 1: per row its token and expert, "
                "t * K + k; rows of active experts, then of higher ones, then of lower ones.", (0, 1)),
@@ -159,7 +159,7 @@ INIT = moe(
     "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
     sample={"expert_num": 3},
     keywords="scale",
-    declared={"active_expert_range": Annotated[Sequence[int], 2] | int},
+    declared={"active_expert_range": Annotated[Sequence[int], 2]},
     returns="(expanded_x, expanded_row_idx, expert_token_cumsum_or_count, expanded_scale); rows and scales behind "
     "those of active experts are 0 (on the chip undefined).",
     example="""\
