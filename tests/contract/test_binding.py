@@ -1,6 +1,7 @@
 """What bind() makes of values: numbers, lengths and blank tensors in any form; and what it remembers of a call."""
 
 import gc
+import re
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -129,6 +130,17 @@ def test_blank_optional_tensors_were_not_given() -> None:
     assert names["sink"] is None
     assert "sink: expected 1 dimensions [N1]" in one(ATTENTION, sample(ATTENTION) | {"sink": torch.tensor(1.0)})
     assert "blocked: expected" in one(ATTENTION, sample(ATTENTION) | {"blocked": torch.tensor(True)})
+
+
+def test_a_seed_without_axes_was_given() -> None:
+    op = training.TORCH_GRAD_V3
+    args = sample(op, keep_prob=0.5, seed=torch.tensor([3]), offset=torch.tensor([0]))
+    same_bits(call(op, args | {"seed": torch.tensor(3)})[0], call(op, args)[0])
+    assert bind(op, args | {"seed": torch.tensor(3)})["seed"].item() == 3
+    text = one(op, args | {"seed": torch.tensor(3.0)})
+    assert text == "npu_fusion_attention_grad_v3: seed: expected int64, got float32 (convert it with .to())"
+    with pytest.raises(ContractError, match=re.escape(text)):
+        call(op, args | {"seed": torch.tensor(3.0)})
 
 
 EMPTY = [

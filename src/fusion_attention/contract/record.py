@@ -129,7 +129,8 @@ class Tensor(Param):
         dtypes: names of the allowed dtypes, "=other" for the dtype of another tensor, or "" if a rule checks the dtype.
         shape: axis words such as "B S1 N1*D", one string or one per layout string; "" if a rule checks the shape.
         output: True if the operator writes the tensor; interfaces may allocate it.
-        on_host: True if it may be in host memory when the other tensors are on a device.
+        on_host: True for a number, which may be in host memory when the other tensors are on a device, and may have no
+            axes.
         cast: advice in the error about a wrong dtype.
         form: a function from a call's values by name to this tensor's layout string; None: the layout of the call.
         make: a function from a shape to the content in generated test calls; None: random numbers.

@@ -60,9 +60,11 @@ def _value(op: record.Op, p: record.Param, value: Any) -> Any:
         # Other ints are no numbers of float64: is_type() refuses them.
         return float(value) if p.type is float and is_int and abs(value) <= sys.float_info.max else value
     if isinstance(p, record.Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
+        if value.dim() == 0:
+            return value if p.on_host else None
         # A tensor without rows (rank > 1) is present: the call itself may have no rows.
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
-        return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
+        return None if value.numel() == 0 and not rows else value
     if isinstance(p, record.Tensors) and p.optional and isinstance(value, tuple) and not value:
         return None  # an empty list
     return value
@@ -132,7 +134,9 @@ def _ranks(op: record.Op, names: dict[str, Any]) -> Iterator[record.Failure]:
         layout = op.layout_of(p, names)
         where = f" in layout {layout}" if op.layouts else ""
         value, words = names.get(p.name), p.words(layout)
-        if value is not None and words and not isinstance(p, record.Tensors) and value.dim() != len(words):
+        if value is None or isinstance(p, record.Tensors) or (p.on_host and value.dim() == 0):
+            continue
+        if words and value.dim() != len(words):
             expected = f"{len(words)} dimensions {shape_text(' '.join(words))}{where}"
             yield op.failure(p.shown, expected, f"{value.dim()} dimensions {list(value.shape)}")
 

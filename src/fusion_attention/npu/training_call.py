@@ -58,9 +58,6 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call of `op`, empty tensors for absent inputs;
     args: the arguments by the definition's names."""
-    for name in ("seed", "offset"):
-        if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
-            args[name] = args[name].reshape(1)  # bind() treats tensors without axes as absent
     seed = args["seed"]
     returned = isinstance(op.by_name["seed"], Attr) and isinstance(seed, Tensor)  # by a traced forward
     if dispatch.is_traced(args.values()):
