@@ -449,7 +449,8 @@ print(torch.ones(1, device="npu").device)
 def test_another_librarys_device_is_left_alone() -> None:
     run = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=120, check=False)
     message, device = run.stdout.splitlines()
-    assert (
-        'to be free, got a device "other" of another library (use a process without it, or install(device=' in message
+    assert message == (
+        'npu.install: expected no other library to use torch\'s PrivateUse1, got its device "other" (use a process '
+        'without that library, or install(device="host"))'
     )
     assert device == "cpu"
