@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
+from fusion_attention.contract import ContractError, bind
+from fusion_attention.ops.auxiliary_definitions import routing
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 T, K, E, H = 7, 2, 5, 4
@@ -147,7 +150,13 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
     others = [i for i in sorted_choices(ids) if ids.flatten()[i] >= end]
     below = [i for i, expert in enumerate(ids.flatten().tolist()) if expert < start]
     assert by_place.tolist() == order + others + below
-    same_bits(npu.npu_moe_init_routing_v2(x, ids, scale=torch.empty(0), **arguments)[0], rows)
+    for blank in (torch.empty(0), torch.empty(0, dtype=torch.int8), torch.tensor(0.5)):
+        args = {"x": x, "expert_idx": ids, "scale": blank, "offset": blank, **arguments}
+        assert bind(routing.INIT, args)["scale"] is None
+        same_bits(npu.npu_moe_init_routing_v2(**args)[0], rows)
+    for form in (torch.tensor, np.array):
+        other = npu.npu_moe_init_routing_v2(x, ids, **arguments | {"active_expert_range": form(bounds or (0, E))})
+        same_bits(other[0], rows)
     scales, bias, skip = torch.rand(T, K), torch.randn(E, H), torch.randn(T, H)
     given = {2: positions, 0: positions.view(T, K).T.flatten()}
     for mode, result in given.items():
@@ -159,6 +168,15 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
             return skip.double() + (scales.double().unsqueeze(2) * given).sum(1)
 
         compare_with("out", out, golden)
+
+
+def test_a_range_of_experts_beyond_64_bits_is_refused() -> None:
+    x, ids = torch.randn(T, H), routes().int()
+    for bounds in ([-(2**63), 2**63 - 1], [2**63 - 1, -(2**63)]):
+        with pytest.raises(ContractError, match=r"active_expert_range: expected \[start, end\)"):
+            npu.npu_moe_init_routing_v2(
+                x, ids, scale=torch.ones(E, H), quant_mode=1, expert_num=E, active_expert_range=bounds
+            )
 
 
 def test_init_routing_quantises_rows() -> None:

@@ -7,7 +7,6 @@ import torch
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.auxiliary.quantised import rounded, row_scales
 from fusion_attention.npu.auxiliary.token_permute import taken
-from fusion_attention.npu.functions_from_definitions import Args
 from fusion_attention.ops.auxiliary_definitions import routing
 
 Tensor = torch.Tensor
@@ -56,14 +55,7 @@ def npu_moe_gating_top_k(
     return (y * routed_scaling_factor).to(x.dtype), expert.to(torch.int32), out
 
 
-def _normalised(args: Args) -> Args:
-    """Returns npu_moe_init_routing_v2's arguments with None for empty tensors."""
-    tensors = {name: args[name] for name in ("scale", "offset")}
-    present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
-    return {**args, **present}
-
-
-@computed(routing.INIT, before=_normalised)
+@computed(routing.INIT)
 def npu_moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,
@@ -74,10 +66,12 @@ def npu_moe_init_routing_v2(
     expert_tokens_num_type: int,
     expert_tokens_num_flag: bool,
     quant_mode: int,
-    active_expert_range: Sequence[int],
+    active_expert_range: Sequence[int] | None,
     row_idx_type: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    start, end = tuple(active_expert_range or ()) or (0, expert_num)
+    # Without axes or elements they count as absent, as bind() reads them.
+    scale, offset = (t if t is not None and t.dim() and t.numel() else None for t in (scale, offset))
+    start, end = (() if active_expert_range is None else tuple(active_expert_range)) or (0, expert_num)
     expert = expert_idx.flatten().long()
     active = (expert >= start) & (expert < end)
     order = torch.where(expert < start, torch.iinfo(torch.int32).max, expert).argsort(stable=True)

@@ -11,6 +11,12 @@ from fusion_attention.ops.auxiliary_definitions.token_permute import counting, m
 from fusion_attention.ops.shared.params import one_of
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
+
+def _active(bounds: Sequence[int] | None, count: int) -> int:
+    """Returns the number of experts in bounds, [start, end) or nothing: all; count: the number of all experts."""
+    return count if bounds is None or len(bounds) != 2 else int(bounds[1]) - int(bounds[0])
+
+
 X = floats("x", "A score of every expert for every token.", shape="T E")
 K = Attr("k", "Number of experts per token.", default=1, domain="k >= 1")
 CHOICES = invalid(
@@ -154,7 +160,8 @@ INIT = moe(
         invalid("quant_mode != 0 or offset.numel() == 1", "offset: one element (static quantisation)",
                 given={"quant_mode": 0, "scale": "1", "offset": "1"}, invalid={"offset": "2"}),
     ),
-    functions={"active": lambda bounds, count: count if bounds is None or len(bounds) != 2 else bounds[1] - bounds[0]},
+    functions={"active": _active},
+    blank_is_absent=True,
     formula="order = stable sort of expert_idx [T*K], experts below the active ones last\n"
     "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
     sample={"expert_num": 3},
