@@ -9,7 +9,8 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.contract import ContractError
+from fusion_attention.contract import ContractError, bind
+from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 N1, N2, D, DV, SLOTS = 4, 2, 16, 8, 16
@@ -250,12 +251,22 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ("_npu_paged_attention", {"context_lens": torch.tensor([20, 33])}, "at most the tokens of the pages"),
         ("_npu_paged_attention", {"block_table": torch.tensor([[4, 1], [3, 8]])}, "block_table"),
         ("_npu_paged_attention", {"context_lens": torch.tensor([20])}, "one length per row of block_table"),
+        ("_npu_flash_attention_unpad", {"query": Q[:5, :, :0], "key": K[:5, :, :0]}, "query: expected 1 <= D <= 768"),
+        ("_npu_flash_attention_unpad", {"value": V[:5, :, :0], "out": buffer(5)[..., :0]}, "value: expected 1 <= Dv"),
+        (
+            "_npu_paged_attention",
+            {"key_cache": PAGES[:0], "value_cache": VALUES[:0]},
+            r"block_table: .*outside \[0, 0\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[str, Any], text: str) -> None:
     args = call(name, **changes)
-    with pytest.raises(ContractError, match=f"{name}: .*{text}" if "query" not in text else text):
+    with pytest.raises(ContractError, match=f"{name}: .*{text}" if "query" not in text else text) as refused:
         getattr(npu, name)(**args)
+    with pytest.raises(ContractError) as by_definition:
+        bind(CONTRACTS[name], args)
+    assert str(by_definition.value) == str(refused.value)
     assert args["out"].isnan().all()
 
 

@@ -14,8 +14,9 @@ import torch
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary_definitions.caches import IDS, apart, in_place
 from fusion_attention.ops.auxiliary_definitions.common import auxiliary, floats, writes
+from fusion_attention.ops.shared.checks import pages_exist
 from fusion_attention.ops.shared.params import one_of
-from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
+from fusion_attention.ops.shared.rules import elements, finite_scale, groups_of_heads, invalid, meaning, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
 HIDDEN = -1000.0  # A score with this addend has a weight that underflows to 0 in float32.
@@ -63,6 +64,7 @@ FUNCTIONS = {
     "decided": decided,
     "triangle": triangle,
     "apart": apart,
+    "pages_exist": pages_exist,
     "least": lambda lengths: min(lengths.tolist(), default=0),
     "total": lambda lengths: sum(lengths.tolist()),
     "most": lambda lengths: max(lengths.tolist(), default=0),
@@ -138,6 +140,10 @@ IN_PAGES = (
     none_below_zero("context_lens", [-1, 31, 16]),
     lengths("context_lens", "at most the tokens of the pages in a row of block_table", "keys are in these pages",
             "most(context_lens) <= M * Ps", [20, 33, 17]),
+    meaning("pages_exist(block_table, context_lens, Ps, P)",
+            "block_table: numbers of pages that exist (entries behind a sequence's last token are not read)",
+            when="len(context_lens) == R", code=INVALID, reads=True,
+            invalid={"block_table": torch.tensor([[0, 1], [-1, 3], [0, 1]], dtype=torch.int32)}),
 )  # fmt: skip
 CHUNKS = (
     *ENDS,
@@ -185,6 +191,8 @@ def attends(
         inputs,
         (),
         rules=(
+            elements("D", "query"),
+            *(elements("Dv", p.name) for p in inputs if p.name in ("value", "value_cache")),
             *rules,
             groups_of_heads("num_heads"),
             finite_scale("scale_value", optional=False),
