@@ -13,6 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse import definitions as sparse
+from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.ops.sparse.lowered_call import DIFFERENTIABLE, SparseBackward
 from fusion_attention.testing import call_interface, check
 from fusion_attention.testing.sparse import (
@@ -336,3 +337,18 @@ def test_lists_of_nothing_select_nothing(layout: str, backend: str) -> None:
     assert lse.isneginf().all()
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert not grad.any()
+
+
+@pytest.mark.parametrize(
+    ("entries", "keys", "fault"),
+    [
+        ([-1, -1], -(2**63), "-1 at batch 0, row 0, slot 0"),
+        ([-1, -1], -(2**40), "-1 at batch 0, row 0, slot 0"),
+        ([5, -2], 2**63 - 1, "-2 at batch 0, row 0, slot 1"),
+        ([5, -2], 2**31 + 1, "-2 at batch 0, row 0, slot 1"),
+    ],
+)
+def test_entries_of_lists_beside_lengths_of_64_bits(entries: list[int], keys: int, fault: str) -> None:
+    lists = torch.tensor([[entries]], dtype=torch.int32)
+    text = f"{fault}, outside [-1, {keys})"
+    assert entries_fit(lists, "TND", np.array([1]), np.array([keys])) == text

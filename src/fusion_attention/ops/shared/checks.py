@@ -81,7 +81,7 @@ def within(numbers: torch.Tensor, low: int, high: int) -> bool:
         return False
     if not (numbers.is_cpu and numbers.is_contiguous()):
         return False
-    return _native.within(numbers.data_ptr(), numbers.numel(), numbers.itemsize, low, high)
+    return _native.within(numbers.data_ptr(), numbers.numel(), numbers.itemsize, low, max(high, low - 1))
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
