@@ -131,6 +131,8 @@ def try_call(op: Op, args: Args) -> None:
             answer, error = refusal(lambda: call(op, args))
             if "acl_format" in args and isinstance(args["acl_format"], torch.Tensor):
                 return  # the functions read the tensor's format, the record a number
+            if op.name == "npu_grouped_matmul" and answer and "weight: expected float16" in refused:
+                return  # the function unpacks int4 of int32 before bind(), and refuses the int8 that they are
             if isinstance(error, BackendError):
                 assert not refused
                 assert "float64" in answer or "meta" in answer

@@ -16,6 +16,12 @@ from fusion_attention.testing.estimated_rounding_errors import compare_with
 M, K, N, E = 9, 16, 6, 3
 
 
+def test_rows_without_elements_have_no_scale() -> None:
+    groups = {"smooth_scales": torch.ones(2, 8), "group_index": torch.tensor([1, 4])}
+    with pytest.raises(ContractError, match="input: expected at least two axes, and at least one element"):
+        npu.npu_dynamic_quant(torch.ones(4, 0), **groups)
+
+
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
 def test_dynamic_quant(mode: str) -> None:
     x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
@@ -295,6 +301,11 @@ def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
         with pytest.raises(ContractError, match="group_list: expected"):
             npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor(pairs), **call)
+    for kind in (torch.ones(2), torch.empty(0)):
+        with pytest.raises(ContractError, match="group_list_type: expected an int below"):
+            npu.npu_grouped_matmul(
+                [x], [weight], group_list=torch.tensor([3, 8, 9]), **call | {"group_list_type": kind}
+            )
     for name, words in (("x", weight), ("weight", weight), ("x", nibbles(weight.int().repeat(1, 1, 4)))):
         with pytest.raises(ContractError, match=f"{name}: expected a tensor or a list"):
             npu.npu_grouped_matmul(**{"x": [x], "weight": [words], name: [], "group_type": -1})

@@ -3,6 +3,7 @@
 from fusion_attention.contract.argument_checks import NESTED as NESTED
 from fusion_attention.contract.argument_checks import array_of as array_of
 from fusion_attention.contract.argument_checks import intact as intact
+from fusion_attention.contract.argument_checks import is_number as is_number
 from fusion_attention.contract.argument_checks import lost as lost
 from fusion_attention.contract.argument_checks import members as members
 from fusion_attention.contract.argument_checks import reach as reach

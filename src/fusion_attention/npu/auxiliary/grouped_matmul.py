@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusion_attention.contract import to_array
+from fusion_attention.contract import is_number, to_array
 from fusion_attention.npu.auxiliary.activations import fast_gelu
 from fusion_attention.npu.auxiliary.call import as_given, checked
 from fusion_attention.npu.auxiliary.quantised import block_sums, exact, read_scale, rounded, unpacked
@@ -32,7 +32,9 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
     dense_weight = _dense_weight(weight, x)
     given = {**args, "weight": dense_weight, "output_dtype": number_of(args["output_dtype"])}
     given["lowered"] = 0 if dense_weight is weight else 8
-    if args["group_list_type"] == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
+    kind = args["group_list_type"]
+    in_pairs = (not isinstance(kind, Tensor) or is_number(kind)) and kind == 2
+    if in_pairs and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
         given["group_list"] = group_list.flatten()
     if args["group_type"] is None and isinstance(group_list, (list, tuple)):
         given["group_type"] = 0 if len(x) == 1 else -1

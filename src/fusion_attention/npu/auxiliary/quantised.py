@@ -32,7 +32,7 @@ def npu_dynamic_quant(
 ) -> tuple[Tensor, Tensor]:
     x, bits = input.float(), 4 if dst_type == quantised.NUMBERS[torch.quint4x2] else 8
     if smooth_scales is not None and group_index is not None:
-        rows = torch.arange(input[..., 0].numel(), device=input.device)
+        rows = torch.arange(quantised.rows_of(input), device=input.device)
         group = torch.searchsorted(group_index.long().contiguous(), rows, right=True).clamp(max=len(smooth_scales) - 1)
         x = x * smooth_scales.float()[group].reshape(input.shape)
     elif smooth_scales is not None:

@@ -38,7 +38,7 @@ def ends(group_index: torch.Tensor, rows: int) -> bool:
 
 def rows_of(x: torch.Tensor) -> int:
     """Returns the number of rows of a tensor x: the product of all axes but the last."""
-    return x[..., 0].numel()
+    return math.prod(x.shape[:-1])
 
 
 def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
