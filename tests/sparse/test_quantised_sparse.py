@@ -7,7 +7,9 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.contract import ContractError
+from fusion_attention.contract import ContractError, bind
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops.auxiliary_definitions.quantised_sparse import ATTENTION
 from fusion_attention.settings import strict
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
@@ -145,6 +147,12 @@ def test_what_is_wrong_is_said_under_the_name_that_was_called(change: dict[str, 
     with pytest.raises(ContractError, match=text) as caught:
         npu.npu_quant_lightning_indexer(**{**args, **change})
     assert caught.value.op == "npu_quant_lightning_indexer"
+
+
+def test_the_definition_asks_for_a_finite_scale() -> None:
+    args = sample(ATTENTION, scale_value=float("inf"))
+    with pytest.raises(ContractError, match=f"^{ATTENTION.name}: scale_value: expected a finite scale, got inf"):
+        bind(ATTENTION, args)
 
 
 @pytest.mark.usefixtures("fresh")

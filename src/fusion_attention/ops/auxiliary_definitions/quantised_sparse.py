@@ -126,7 +126,7 @@ ATTENTION = of_integers(
     "Softmax attention over the blocks of keys that every row selects; latents are int8 with a scale per tile.",
     ATTENTION_PARAMS,
     rules=(
-        *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
+        *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is not None", "D == 512"),
         invalid("W == packed_width(D, rope_head_dim, tile_size) > 0",
                 "key: D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes (integers, rope part and scales of the "
                 "tiles)", when="1 <= D <= 768", invalid={"W": 640}),

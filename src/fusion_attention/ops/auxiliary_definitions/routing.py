@@ -146,6 +146,8 @@ INIT = moe(
                 invalid={"active_expert_range": [2, 4]}),
         invalid("quant_mode == -1 or x.dtype.is_floating_point", "x: a floating-point tensor (it is quantised)",
                 given={"quant_mode": 1}, invalid={"x": ("T H", "int8")}),
+        invalid("quant_mode != 1 or H > 0", "x: rows with elements (the largest is the scale of its row)",
+                given={"quant_mode": 1}, invalid={"H": 0}),
         invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale: [T] (one per token)",
                 given={"scale": "T"}, invalid={"scale": "5"}),
         invalid("quant_mode != 1 or scale is None or fits(scale, '1 H') or "

@@ -248,7 +248,7 @@ UNPERMUTE_MAP = moe(
             invalid={"restore_shape": [6, 5]},
         ),
         invalid(
-            "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
+            "R == int(restore_shape[0]) * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
             "sorted_indices: the same number of rows for every token (at most one per expert)",
             when="not drop_and_pad and len(restore_shape) == 2",
             invalid={"R": 11},
