@@ -145,6 +145,15 @@ def args_of(**changes: Any) -> dict[str, Any]:
     return {"token_x": X, **dict(zip(names, WEIGHTS, strict=True)), **angles, **cache_arguments, **changes}
 
 
+def test_without_heads_the_caches_are_written() -> None:
+    args, full = args_of(weight_uq_qr=UQ[:, :0], weight_uk=UK[:0]), args_of()
+    query, query_rope, *_ = npu.npu_mla_prolog(**args)
+    npu.npu_mla_prolog(**full)
+    assert (query.shape, query_rope.shape) == ((T, 0, CKV), (T, 0, DR))
+    for name in ("kv_cache", "kr_cache"):
+        same_bits(args[name], full[name])
+
+
 def test_weights_that_wait_for_a_gradient_are_a_doubt() -> None:
     with pytest.warns(ContractWarning, match=r"weight_dq: .*no_grad"):
         query, *_ = npu.npu_mla_prolog_v3(**args_of(weight_dq=DQ.clone().requires_grad_()))

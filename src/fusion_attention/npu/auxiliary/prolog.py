@@ -61,7 +61,7 @@ def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
 
     with torch.no_grad(), as_given(given["token_x"]):
         cq = norm(x @ given["weight_dq"], "cq", "qc_qr_scale")
-        u = (cq @ given["weight_uq_qr"]).view(len(x), heads, given["weight_uq_qr"].shape[1] // heads)
+        u = (cq @ given["weight_uq_qr"]).view(len(x), heads, dim + given["weight_dkv_kr"].shape[1] - latent)
         query = torch.bmm(u[..., :dim].transpose(0, 1), uk).transpose(0, 1)
         kv = x @ given["weight_dkv_kr"]
         ckv, kr = norm(kv[:, :latent], "ckv", "kc_scale"), turned(kv[:, None, latent:])[:, 0]
