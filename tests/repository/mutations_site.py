@@ -4,16 +4,17 @@ from mutant import package, tree
 
 PAGES = "repository/test_pages.py"
 SITE = (
-    package("what this machine lacks counts as a back end's refusal", "cli/op_support.py",
+    package("docs: missing GPU on the build machine listed as a refusal of the back end", "cli/op_support.py",
             'absent[- = triton.against_device(device) if name == "triton" else-]{+: list[str] =+} []',
             f"{PAGES}::test_what_a_back_end_refuses_is_on_the_page"),
-    package("an argument behind a named one goes by its place", "cli/op_examples.py",
+    package("docs: example passes an argument by position after a named argument", "cli/op_examples.py",
             "by_place = by_place [-and-]{+or+} needed", "repository/test_examples.py::test_examples_of_operators_run"),
-    package("a star of a docstring begins an emphasis", "cli/docstring_markdown.py", 'r"([[-*-]_<>\\[\\]|])"',
-            f"{PAGES}::test_docstrings_become_markdown"),
-    tree("a picture of a mask shows what is not seen", "website/masks.py",
+    package("docs: asterisk of a docstring not escaped in Markdown",
+            "cli/docstring_markdown.py", 'r"([[-*-]_<>\\[\\]|])"', f"{PAGES}::test_docstrings_become_markdown"),
+    tree("docs: picture of a mask shows hidden keys as visible", "website/masks.py",
          "return out.reshape(rows, width)[:, :keys] [->-]{+>=+} 0\n\n\ndef of_band",
          f"tests/{PAGES}::test_a_picture_shows_what_the_page_says"),
-    tree("a bar is longer than its ratio", "website/charts.py", "max(1.5, [-(value - 1)-]{+value+} * scale), 22",
+    tree("docs: bar of a chart longer than the ratio",
+            "website/charts.py", "max(1.5, [-(value - 1)-]{+value+} * scale), 22",
          f"tests/{PAGES}::test_bars_are_as_long_as_their_ratios"),
 )  # fmt: skip
