@@ -16,7 +16,7 @@ from fusion_attention.contract import INVALID
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
-def test_devices_contexts_and_streams() -> None:
+def test_device_context_and_stream_functions_return_values_and_codes() -> None:
     for wrong in (8, -1, "0", None, 1.5, True):
         failed(acl.rt.set_device(wrong), 107001, "device_id")
     assert acl.rt.set_device(7) == 0
@@ -41,7 +41,7 @@ def test_devices_contexts_and_streams() -> None:
     failed(acl.rt.malloc(8)[1], 107002, "set_device")
 
 
-def test_memory_is_accounted() -> None:
+def test_malloc_and_free_update_memory_info_and_refuse_invalid_sizes() -> None:
     free, total, ret = acl.rt.get_mem_info(1)
     assert (ret, free) == (0, total)
     address, ret = acl.rt.malloc(1000, acl.ACL_MEM_MALLOC_HUGE_FIRST)
@@ -61,7 +61,7 @@ def test_memory_is_accounted() -> None:
     assert acl.rt.free_host(host) == 0
 
 
-def test_memcpy() -> None:
+def test_memcpy_copies_bytes_and_refuses_invalid_arguments() -> None:
     device, host = acl.rt.malloc(64)[0], acl.rt.malloc_host(64)[0]
     values, back = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
     kinds = acl.ACL_MEMCPY_HOST_TO_DEVICE, acl.ACL_MEMCPY_DEVICE_TO_HOST, acl.ACL_MEMCPY_DEVICE_TO_DEVICE
@@ -95,7 +95,7 @@ def test_memcpy() -> None:
     assert acl.util.bytes_to_ptr("text") is None  # type: ignore[arg-type]
 
 
-def test_tensors_and_lists() -> None:
+def test_create_tensor_makes_views_and_refuses_invalid_descriptions() -> None:
     address, _ = acl.rt.malloc(96)
     make = acl.create_tensor
     tensor = make((2, 3), acl.ACL_FLOAT, (1, 2), 3, acl.ACL_FORMAT_ND, (24,), address)
@@ -141,7 +141,7 @@ def test_tensors_and_lists() -> None:
 
 
 @pytest.mark.parametrize("module", ["acl", "acl.rt", "acl.tensors", "acl.util"])
-def test_docstrings_say_what_happens(module: str) -> None:
+def test_acl_docstring_examples_pass_doctest(module: str) -> None:
     acl.finalize()
     acl.get_recent_err_msg()
     result = doctest.testmod(importlib.import_module(f"fusion_attention.{module}"))
@@ -178,7 +178,7 @@ HUGE: list[tuple[Any, Any, Any, Any]] = [  # view_shape, strides, offset, storag
 
 
 @pytest.mark.parametrize("at", range(len(HUGE)))
-def test_sizes_that_no_memory_has(at: int) -> None:
+def test_create_tensor_refuses_sizes_beyond_memory(at: int) -> None:
     shape, strides, offset, storage = HUGE[at]
     address, _ = acl.rt.malloc(64)
     assert acl.create_tensor(shape, acl.ACL_FLOAT, strides, offset, acl.ACL_FORMAT_ND, storage, address) is None
@@ -187,7 +187,7 @@ def test_sizes_that_no_memory_has(at: int) -> None:
     assert acl.create_tensor((2, 8), acl.ACL_FLOAT, (8, 1), 0, acl.ACL_FORMAT_ND, (16,), address) is not None
 
 
-def test_descriptions_at_random_are_handles_or_refused() -> None:
+def test_random_acl_arguments_return_handles_or_error_codes() -> None:
     """Nothing that a caller writes into a description is a Python error."""
     draw = random.Random(5)
     odd = [0, 1, 2, 3, 7, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 2**130, 10**5000, -(10**5000), np.int64(5)]

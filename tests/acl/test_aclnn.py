@@ -80,7 +80,7 @@ def torch_npu(args: Args, **changes: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("op", FORWARD, ids=by_name)
-def test_forward_gives_the_bytes_of_npu(op: Op) -> None:
+def test_aclnn_forward_bitwise_equals_npu_fusion_attention(op: Op) -> None:
     for name, args in variants(op):
         got = done(op, args, strict=everywhere(args))
         expected = dict(zip(("attention_out", "softmax_max", "softmax_sum"), torch_npu(args), strict=False))
@@ -90,7 +90,7 @@ def test_forward_gives_the_bytes_of_npu(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", BACKWARD, ids=by_name)
-def test_gradients_give_the_bytes_of_autograd(op: Op) -> None:
+def test_aclnn_gradients_bitwise_equal_autograd(op: Op) -> None:
     for name, args in variants(op):
         inputs = {"dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
         inputs |= {"dpse": "pse", "dsink": "sink"}
@@ -112,7 +112,7 @@ STATISTICS = {"softmax_lse", "softmax_max", "softmax_sum", "sparse_values_out"} 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
-def test_calls_give_the_bytes_of_plain_runs(op: Op) -> None:
+def test_aclnn_calls_bitwise_equal_direct_computation(op: Op) -> None:
     """In every layout, with the outputs that a flag asks for and without, which may then stay as they were."""
     flags = [op.by_name[n] for n in ("return_softmax_lse", "softmax_lse_flag", "return_values") if n in op.by_name]
     for layout, flag in itertools.product(layouts(op), (0, 1) if flags else (1,)):
@@ -126,7 +126,7 @@ def test_calls_give_the_bytes_of_plain_runs(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
-def test_signatures_are_the_records(op: Op) -> None:
+def test_aclnn_function_signatures_match_operator_definitions(op: Op) -> None:
     first = inspect.signature(getattr(aclnn, op.name + "GetWorkspaceSize")).parameters
     assert list(first) == [*(p.shown for p in op.params), "strict", "check_content"]
     assert all(first[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("strict", "check_content"))
@@ -147,7 +147,7 @@ LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*spars
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
-def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
+def test_each_broken_rule_returns_error_code_and_leaves_outputs_unwritten(op: Op, tensors: bool) -> None:
     for broken in invalid_samples(op):
         outputs = outputs_of(op, broken.args)
         before = {name: tensor.clone() for name, tensor in outputs.items() if tensor is not None}
@@ -179,7 +179,7 @@ def run(size: int, executor: Any, workspace: Any = ..., stream: Any = None) -> i
     return aclnn.aclnnFlashAttentionScoreV2(memory, size, executor, stream)
 
 
-def test_an_error_has_cann_s_name_beside_ours() -> None:
+def test_error_message_has_python_and_cann_names_of_the_parameter() -> None:
     ret, *_ = planned(pse=torch.zeros(7, dtype=torch.float16))
     failed(ret, TILING, "aclnnFlashAttentionScoreV2: pse (realShiftOptional): expected [B or 1, N1, S1 or 1, S2]")
 
@@ -191,7 +191,7 @@ def test_a_null_output_is_refused(output: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dq", "dq_rope", "dk", "dk_rope", "dv", "dpse", "dsink"])
-def test_a_null_gradient_is_refused(name: str) -> None:
+def test_null_gradient_output_is_refused(name: str) -> None:
     op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
     args = sample(op, **VARIANTS["rope"], **VARIANTS["sink"]) if name != "dpse" else sample(op, pse="1 N1 1024 S2")
     assert call(op, args, outputs_of(op, args), strict=False) == (0, 0), acl.get_recent_err_msg()
@@ -210,7 +210,7 @@ def test_a_null_gradient_is_refused(name: str) -> None:
         ("attention_out", torch.zeros(99, dtype=torch.float16).as_strided((2, 4, 4, 8), (32, 8, 2, 1)), "separate"),
     ],
 )
-def test_wrong_outputs_are_refused(output: str, tensor: torch.Tensor, word: str) -> None:
+def test_outputs_of_wrong_shape_dtype_or_strides_are_refused(output: str, tensor: torch.Tensor, word: str) -> None:
     ret, *_ = planned(**{output: tensor})
     failed(ret, INVALID, output, word)
 
@@ -223,7 +223,7 @@ def test_reserved_outputs_are_null_or_empty() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2), np.zeros(2), "text", 7, object()], ids=lambda v: type(v).__name__)
-def test_wrong_types_are_refused(wrong: Any) -> None:
+def test_arguments_of_wrong_python_type_are_refused(wrong: Any) -> None:
     *_, handles = planned()
     for name in ("query", "atten_mask", "attention_out"):
         ret, _, executor = FIRST(**(handles | {name: wrong}))
@@ -237,14 +237,14 @@ def test_wrong_types_are_refused(wrong: Any) -> None:
         FIRST(handles["query"])
 
 
-def test_a_chip_format_is_refused() -> None:
+def test_tensor_in_nz_format_is_refused() -> None:
     *_, handles = planned()
     handles["query"] = acl.Tensor.of(handles["query"].view, acl.ACL_FORMAT_FRACTAL_NZ)
     ret, *_ = FIRST(**handles)
     failed(ret, INVALID, "query: expected a plain format, got ACL_FORMAT_FRACTAL_NZ")
 
 
-def test_shared_memory_is_refused_and_interleaved_memory_is_not() -> None:
+def test_output_sharing_input_memory_is_refused_unless_interleaved() -> None:
     args = sample(V2)
     ret, *_ = planned(args, attention_out=args["query"])
     failed(ret, INVALID, "attention_out (attentionOutOut): expected memory of its own, got some that query holds too")
@@ -259,7 +259,7 @@ def test_shared_memory_is_refused_and_interleaved_memory_is_not() -> None:
     assert same(fused[..., :8], args["query"])
 
 
-def test_an_executor_runs_once() -> None:
+def test_executor_refuses_a_second_run() -> None:
     ret, size, executor, _ = planned()
     assert ret == 0
     assert run(size, executor) == 0
@@ -287,7 +287,7 @@ def test_a_wrong_workspace_is_refused(workspace: Any) -> None:
     assert not same(before, handles["attention_out"].view)
 
 
-def test_what_ended_since_phase_1_is_noticed() -> None:
+def test_phase_2_refuses_handles_destroyed_since_phase_1() -> None:
     stream, _ = acl.rt.create_stream()
     _, size, executor, handles = planned()
     acl.rt.destroy_stream(stream)
@@ -306,7 +306,7 @@ def test_what_ended_since_phase_1_is_noticed() -> None:
     failed(acl.destroy_int_array(prefix), INVALID, "destroyed before")
 
 
-def test_memory_freed_under_a_tensor_is_noticed() -> None:
+def test_phase_2_refuses_tensor_with_freed_memory() -> None:
     args = sample(V2)
     address, _ = acl.rt.malloc(args["query"].nbytes)
     shape = args["query"].shape
@@ -317,7 +317,7 @@ def test_memory_freed_under_a_tensor_is_noticed() -> None:
     failed(run(size, executor), RUNTIME, "query: expected a live tensor, got destroyed, or its memory freed")
 
 
-def test_a_repeatable_executor_and_its_addresses() -> None:
+def test_repeatable_executor_runs_again_and_uses_replaced_addresses() -> None:
     args = sample(V2, **VARIANTS["full_mask"]) | {"prefix": [0]}
     _, size, executor, handles = planned(args)
     expected, other = done(V2, args), sample(V2)["query"].flip(0).contiguous()
@@ -376,7 +376,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
-def test_inputs_and_outputs_of_any_strides(op: Op) -> None:
+def test_results_of_strided_tensors_bitwise_equal_contiguous_tensors(op: Op) -> None:
     """Calls in which every parameter occurs: the same bits, and nothing is written beside outputs."""
     for number, (settings, layout) in enumerate(itertools.product(starts(op), layouts(op))):
         args, kind = sample(op, **{**layout, **settings}), KINDS[number % 4]
@@ -394,7 +394,7 @@ def test_inputs_and_outputs_of_any_strides(op: Op) -> None:
                 assert same(memory_of(targets[name]), memory_of(strided(expected, kind))), (name, settings, layout)
 
 
-def test_the_workspace_grows_with_what_is_converted() -> None:
+def test_workspace_grows_by_the_size_of_converted_tensors() -> None:
     args = sample(V2)
     _, size, *_ = planned(args)
     outputs = outputs_of(V2, args)
@@ -404,7 +404,7 @@ def test_the_workspace_grows_with_what_is_converted() -> None:
 
 @pytest.mark.parametrize("layout", ["BSND", "SBH"])
 @pytest.mark.parametrize("axis", ["B", "S1", "S2"])
-def test_empty_calls(layout: str, axis: str) -> None:
+def test_calls_with_an_empty_axis_return_zeros(layout: str, axis: str) -> None:
     args = sample(V2, input_layout=layout, **{axis: 0})
     outputs = outputs_of(V2, args)
     ret, size, executor, _ = planned(args, **outputs)
@@ -418,7 +418,7 @@ def test_empty_calls(layout: str, axis: str) -> None:
     assert all(not tensor.any() for tensor in done(op, args).values())
 
 
-def test_golden_behind_the_same_calls() -> None:
+def test_golden_back_end_of_acl_init_bitwise_equals_golden() -> None:
     args = sample(V2, **VARIANTS["pse"])
     acl.finalize()
     assert acl.init(backend="golden") == acl.rt.set_device(7) == 0
@@ -428,7 +428,7 @@ def test_golden_behind_the_same_calls() -> None:
     assert all(map(same, slow.values(), (*statistics, out)))
 
 
-def test_nothing_works_before_init_or_after_finalize() -> None:
+def test_calls_before_acl_init_or_after_finalize_return_error_codes() -> None:
     *_, handles = planned()
     _, size, executor, _ = planned()
     failed(acl.init(), 100002, "called before")

@@ -88,7 +88,7 @@ def by_loops(args: Args) -> Tensor:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("coff", "lengths", "packed"), CASES, ids=str)
-def test_the_forward_is_the_function_and_the_gradient_is_autograd(coff: int, lengths: Args, packed: bool) -> None:
+def test_compressor_and_its_gradient_match_naive_loops_and_autograd(coff: int, lengths: Args, packed: bool) -> None:
     args = arguments(coff, lengths, packed)
     want, cache = called(args)
     cached = args["state_cache"].clone()
@@ -112,7 +112,7 @@ def test_the_forward_is_the_function_and_the_gradient_is_autograd(coff: int, len
     compare_with("autograd", autograd, program, draws=8)
 
 
-def test_saved_rows_alternate() -> None:
+def test_compressor_saves_rows_of_previous_and_current_window_alternately() -> None:
     """Rows of the window before and of the window: prev 0, current 0, prev 1, current 1 and so on."""
     args = arguments(2, {}, False)
     got = done(FORWARD, args, outputs(args))
@@ -127,7 +127,7 @@ def test_saved_rows_alternate() -> None:
     assert torch.equal(pooled.bfloat16()[:, 2], got["cmp_kv"][:, 2])
 
 
-def test_without_gradients_nothing_is_saved() -> None:
+def test_compressor_without_grad_enabled_needs_no_saved_outputs() -> None:
     args = arguments(1, {"grad_enabled": False}, False)
     want = done(FORWARD, arguments(1, {}, False), outputs(args))
     got = done(FORWARD, args, {"cmp_kv": outputs(args)["cmp_kv"]})

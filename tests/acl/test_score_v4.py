@@ -55,11 +55,11 @@ def check_bits_of_torch_npu(args: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", SCORE_V4.layouts)
 @pytest.mark.parametrize(("seed", "offset"), [(7, 3), (1, 0), (2**63 - 1, 2**32 - 1)])
-def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) -> None:
+def test_score_v4_dropout_from_seed_bitwise_equals_torch_npu(layout: str, seed: int, offset: int) -> None:
     check_bits_of_torch_npu(drawn(layout, seed, offset, sink=True))
 
 
-def test_seed_0_draws() -> None:
+def test_seed_0_draws_dropout_and_keep_prob_1_disables_dropout() -> None:
     """Dropout is off with keep_prob 1 alone."""
     args = drawn("BSND", 0, 0)
     first, again = done(SCORE_V4, args)["attention_out"], done(SCORE_V4, args)["attention_out"]
@@ -75,7 +75,7 @@ def test_seed_0_draws() -> None:
     assert not torch.equal(gradients["dv"], wrong["dv"])
 
 
-def test_a_mask_decides_beside_a_seed() -> None:
+def test_drop_mask_overrides_seed_and_offset() -> None:
     args = drawn("TND", 5, 1, drop_mask="1024")
     args["drop_mask"] = torch.randint(0, 256, (1024,), dtype=torch.uint8)
     want = done(SCORE_V4, {**args, "seed": 0, "offset": 0})
@@ -85,19 +85,19 @@ def test_a_mask_decides_beside_a_seed() -> None:
 
 @pytest.mark.parametrize("layout", SCORE_V4.layouts)
 @pytest.mark.parametrize("more", [{}, {"sink": True, "out_dtype": 27}], ids=["alone", "sink"])
-def test_rope_parts_in_every_layout(layout: str, more: dict[str, Any]) -> None:
+def test_score_v4_rope_in_every_layout_bitwise_equals_torch_npu(layout: str, more: dict[str, Any]) -> None:
     """Without a mask, and beside drawn dropout and a sink."""
     check_bits_of_torch_npu(drawn(layout, 11, 2, **ROPE, **more))
 
 
-def test_switched_off_tails() -> None:
+def test_trailing_zero_lengths_do_not_change_packed_results() -> None:
     """Trailing zeros of the ends are sequences without rows."""
     args = sample(SCORE_V4, input_layout="TND")
     longer = {name: [*args[name], 0, 0] for name in ("actual_seq_qlen", "actual_seq_kvlen")}
     same_bits(done(SCORE_V4, {**args, **longer}), done(SCORE_V4, args))
 
 
-def test_limits() -> None:
+def test_rope_dims_and_float32_sink_beyond_chip_limits_need_strict_false() -> None:
     """Other dims beside rope, and float32 beside a sink: computed where calls are not strict."""
     narrow = sample(SCORE_V4, query_rope=True, key_rope=True)
     failed(call(SCORE_V4, narrow, outputs_of(SCORE_V4, narrow))[0], 161002, "query_rope", "128")

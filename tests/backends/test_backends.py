@@ -13,7 +13,7 @@ from fusion_attention.ir.problem import Problem
 PROBLEM = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
 
 
-def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
+def test_cpu_tensors_choose_cpu_back_end_without_importing_triton() -> None:
     program = (
         "import sys, torch; from fusion_attention.backends import choose\n"
         "from fusion_attention.ir.problem import Problem\n"
@@ -25,7 +25,7 @@ def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_a_device_that_nobody_computes_is_refused_with_every_reason() -> None:
+def test_unsupported_device_error_lists_reasons_of_every_back_end() -> None:
     with pytest.raises(BackendError, match=r"triton: the triton back end .*cpu: the cpu back end computes device cpu"):
         choose(PROBLEM, torch.device("cuda"), "auto")
     with pytest.raises(BackendError, match=r"triton: the triton back end computes device cuda, not cpu"):
@@ -56,7 +56,7 @@ except fusion_attention.BackendError as error:
 """
 
 
-def test_the_package_loads_with_torch_alone() -> None:
+def test_package_imports_and_computes_with_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     computed, refused = done.stdout.splitlines()
     assert computed == "8.0"

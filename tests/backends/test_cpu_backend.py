@@ -51,7 +51,7 @@ def run(call: Call, packed: bool = True, threads: int = 1) -> Results:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
+def test_packed_padded_and_repeated_runs_are_bitwise_equal(name: str) -> None:
     call = call_of(CASES[name])
     packed = run(call)
     assert not any(value.isnan().any() for values in packed.values() for value in values)
@@ -59,7 +59,7 @@ def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
     same_bits(packed, run(call))
 
 
-def test_neighbours_do_not_matter() -> None:
+def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch() -> None:
     # Without drawn dropout, whose streams count sequences by definition.
     call = call_of(dataclasses.replace(RICH, dropout="none", keep_prob=1.0))
     together = run(call)
@@ -70,7 +70,7 @@ def test_neighbours_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 6, 7])
-def test_threads_share_short_sequences(heads: int) -> None:
+def test_many_short_sequences_are_bitwise_equal_on_1_2_and_3_threads(heads: int) -> None:
     # So many that a thread takes several heads of a sequence at a time, or every single one of a prime number.
     lengths = [40 + n % 5 for n in range(70)]
     q, k, v = (torch.randn(sum(lengths), heads, 16) for _ in range(3))
@@ -88,7 +88,7 @@ def test_threads_share_short_sequences(heads: int) -> None:
     compare("out", results[0], Expected(by_torch, expected_of(DenseForward(call))["out"].size))
 
 
-def test_threads_do_not_matter() -> None:
+def test_cpu_attention_is_bitwise_equal_on_1_and_2_threads() -> None:
     call = call_of(RICH)
     same_bits(run(call), run(call, threads=2))
 
@@ -106,7 +106,7 @@ def test_an_empty_batch_runs() -> None:
 
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean"])
-def test_a_call_that_asks_for_no_statistics_gives_the_same_rows(empty_rows: str) -> None:
+def test_attention_with_and_without_lse_returns_same_output(empty_rows: str) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 3, size, 40) for size in (150, 110, 110))
     options = dict(layout="BNSD", band=fa.Band.causal("end"), empty_rows=empty_rows, backend="cpu")  # 40 rows are empty
@@ -119,7 +119,7 @@ def test_a_call_that_asks_for_no_statistics_gives_the_same_rows(empty_rows: str)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_blocked_keys_reach_no_row_and_seen_ones_do(value: float) -> None:
+def test_nan_or_infinite_value_reaches_only_rows_that_see_the_key(value: float) -> None:
     call = converted(make(Problem(1, 1, 4, 4, has_blocked=True), (6,), (6,)), torch.float32)
     call.q[0].zero_()
     call.v[0].fill_(1.0)[0, 2] = value
@@ -157,7 +157,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, clai
 """
 
 
-def test_no_matrix_of_all_pairs_is_built() -> None:
+def test_attention_does_not_allocate_the_full_score_matrix() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     grown, claimed = map(int, done.stdout.split())
     operands = 4 * 8192 * (4 * 16 + 2)
@@ -169,14 +169,14 @@ def test_no_matrix_of_all_pairs_is_built() -> None:
 @pytest.mark.parametrize(
     ("dtype", "device", "count"), [("float16", "cpu", 0), ("float64", "cpu", 1), ("int8", "cuda", 2)]
 )
-def test_reasons_against_name_what_does_not_fit(dtype: str, device: str, count: int) -> None:
+def test_reasons_against_name_unsupported_dtype_and_device(dtype: str, device: str, count: int) -> None:
     reasons = cpu.reasons_against(dataclasses.replace(PROBLEM, dtype=dtype), torch.device(device))
     assert len(reasons) == count
     assert all(reason.endswith(".") and (dtype in reason or device in reason) for reason in reasons)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
+def test_mean_of_values_of_empty_row_does_not_depend_on_key_order(size: float) -> None:
     """So no number of threads, which add in another order, changes a bit."""
     torch.manual_seed(3)
     keep, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size

@@ -63,13 +63,13 @@ def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 @granted
-def test_large_memory_asks_for_its_whole_pages() -> None:
+def test_large_tensor_requests_huge_pages_inside_the_tensor_only() -> None:
     tensor = memory.empty(torch.empty(0), (4, 5 << 20), torch.bfloat16)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((4, 5 << 20), torch.bfloat16, True)
     assert asked_for(tensor) == [whole_pages(tensor)]
 
 
-def test_only_large_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tensors_of_minimum_size_request_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int, int]] = []
     monkeypatch.setattr(memory, "_advise", lambda *given: advised.append(given))
     memory.empty(torch.empty(0), (memory.LARGE - 1,), torch.uint8)
@@ -80,19 +80,19 @@ def test_only_large_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (), (7, 5)])
-def test_small_memory_is_torchs_own(shape: tuple[int, ...]) -> None:
+def test_small_tensor_has_requested_shape_and_dtype(shape: tuple[int, ...]) -> None:
     tensor = memory.empty(torch.empty(0, dtype=torch.float16), shape)
     assert (tensor.shape, tensor.dtype) == (shape, torch.float16)
 
 
-def test_tensors_without_memory_ask_for_nothing() -> None:
+def test_fake_and_meta_tensors_are_created_without_memory() -> None:
     with FakeTensorMode():
         assert memory.empty(torch.empty(2), (64 << 20,)).shape == (64 << 20,)
     assert memory.empty(torch.empty(2, device="meta"), (64 << 20,)).is_meta
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 3, 5), (1, 1, 1), (3, 1, 40 << 20)])
-def test_memory_from_a_template(shape: tuple[int, ...]) -> None:
+def test_memory_template_creates_contiguous_tensors_of_template_shape(shape: tuple[int, ...]) -> None:
     template = memory.template(torch.empty(0), shape, torch.uint8)
     assert template.untyped_storage().nbytes() == 1
     for tensor in (memory.another(template), memory.another(template)):
@@ -101,7 +101,7 @@ def test_memory_from_a_template(shape: tuple[int, ...]) -> None:
 
 
 @granted
-def test_results_and_gradients_ask() -> None:
+def test_large_attention_results_and_gradients_request_huge_pages() -> None:
     size, heads = 49152, 3  # results of 36 MiB
     q, k, v = (torch.randn(1, heads, size, 64, requires_grad=True) for _ in range(3))
     out = fa.attention(q, k, v, layout="BNSD", band=fa.Band.window(0, 0))
@@ -113,14 +113,14 @@ def test_results_and_gradients_ask() -> None:
 
 
 @granted
-def test_pools_of_a_cache_ask() -> None:
+def test_paged_kv_cache_pools_request_huge_pages() -> None:
     cache = fa.PagedKVCache(8, 64, 40, page_size=128)  # pools of 10 MiB
     for pool in (cache._pools[0], cache._pools[1]):
         assert asked_for(pool) == [whole_pages(pool)]
         assert not pool.any()
 
 
-def test_memory_of_a_dead_result_serves_the_next_of_its_size() -> None:
+def test_memory_of_freed_result_is_reused_for_result_of_same_size() -> None:
     first = large()
     place = first.data_ptr()
     del first
@@ -150,7 +150,7 @@ def saved_for_a_derivative(tensor: torch.Tensor) -> torch.Tensor:
         saved_for_a_derivative,
     ],
 )
-def test_memory_that_somebody_holds_is_nobody_elses(hold: Callable[[torch.Tensor], Any]) -> None:
+def test_memory_is_not_reused_while_a_view_or_storage_is_alive(hold: Callable[[torch.Tensor], Any]) -> None:
     tensor = large()
     place = tensor.data_ptr()
     holder = hold(tensor)
@@ -160,7 +160,7 @@ def test_memory_that_somebody_holds_is_nobody_elses(hold: Callable[[torch.Tensor
     assert place in (large().data_ptr(), large().data_ptr())  # one of the two that are left
 
 
-def test_memory_given_to_another_process_is_not_used_again() -> None:
+def test_memory_shared_with_another_process_is_not_reused() -> None:
     shared = large().share_memory_()
     place = shared.data_ptr()
     first, second = large(), large()
@@ -170,7 +170,7 @@ def test_memory_given_to_another_process_is_not_used_again() -> None:
     assert first.eq(1).all()
 
 
-def test_a_lent_storage_refuses_another_size() -> None:
+def test_storage_of_large_tensor_refuses_resize() -> None:
     tensor = large()
     with pytest.raises(RuntimeError, match="not resizable"):
         tensor.untyped_storage().resize_(0)
@@ -181,7 +181,7 @@ def idle() -> int:
     return sum(block.nbytes for block in memory._idle.values())
 
 
-def test_what_waits_is_bounded() -> None:
+def test_idle_memory_kept_for_reuse_is_bounded() -> None:
     half = memory.IDLE // 2
     first, second, third = large(half), large(half), large(half)
     assert idle() == 0
@@ -196,7 +196,7 @@ def test_what_waits_is_bounded() -> None:
 
 
 @pytest.mark.skipif(memory._advise is None, reason="a system that cannot take back what waits")
-def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_idle_memory_is_marked_reclaimable_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "IDLE", 8 << 20)
     monkeypatch.setattr(memory, "LENDABLE", 32 << 20)
     advice: list[tuple[int, int, int]] = []
@@ -220,7 +220,7 @@ def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest
     assert [given for *_, given in advice] == [memory._MADV_HUGEPAGE]
 
 
-def test_where_the_system_takes_nothing_back_the_largest_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_idle_memory_is_released_if_madvise_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_advise", None)
     monkeypatch.setattr(memory, "IDLE", 8 << 20)
     large(8 << 20)
@@ -240,7 +240,7 @@ def test_threads_never_get_the_same_memory() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork()")
-def test_a_forked_process_writes_into_memory_of_its_own() -> None:
+def test_forked_process_does_not_write_into_memory_of_the_parent() -> None:
     living, dead = large().fill_(1), large().fill_(2)
     place = dead.data_ptr()
     del dead
@@ -252,7 +252,7 @@ def test_a_forked_process_writes_into_memory_of_its_own() -> None:
     assert memory._idle[place].eq(2).all()
 
 
-def test_results_and_gradients_take_over_memory() -> None:
+def test_attention_results_and_gradients_reuse_memory_of_deleted_results() -> None:
     def step() -> tuple[torch.Tensor, ...]:
         q, k, v = (torch.randn(1, 8, 2048, 64, generator=random, requires_grad=True) for _ in range(3))
         out = fa.attention(q, k, v, layout="BNSD", band=fa.Band.window(16, 0))
@@ -273,7 +273,7 @@ def test_results_and_gradients_take_over_memory() -> None:
         same_bits(results, expected)
 
 
-def test_memory_of_the_machine_on_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_memory_is_read_on_linux_macos_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     free, total = memory.of_machine()
     assert 0 < free <= total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

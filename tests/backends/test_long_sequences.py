@@ -25,7 +25,9 @@ def judge(long: Long) -> None:
     ],
     ids=str,
 )
-def test_training_attention_and_its_gradients(length: int, causal: bool, fields: dict[str, Any], dtype: str) -> None:
+def test_training_attention_of_long_sequences_matches_reference(
+    length: int, causal: bool, fields: dict[str, Any], dtype: str
+) -> None:
     judge(dense(dtype, length, length, causal=causal, **fields))
     judge(gradient(dtype, length, length, causal=causal, **fields))
 
@@ -33,17 +35,17 @@ def test_training_attention_and_its_gradients(length: int, causal: bool, fields:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(40, 16384), (16384, 40)])
-def test_few_rows_of_many_keys_and_many_of_few(q_len: int, kv_len: int, dtype: str) -> None:
+def test_gradients_of_40_rows_by_16384_keys_and_reverse_match_reference(q_len: int, kv_len: int, dtype: str) -> None:
     judge(gradient(dtype, q_len, kv_len, causal=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sparse_attention_and_its_gradients(dtype: str) -> None:
+def test_sparse_attention_over_16384_keys_matches_reference(dtype: str) -> None:
     judge(sparse(dtype, 4096, 16384))
     judge(sparse_gradient(dtype, 300, 16384))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_decode_over_pages(dtype: str) -> None:
+def test_decode_over_long_paged_sequences_matches_reference(dtype: str) -> None:
     judge(decode(dtype, (16384, 4097, 8000)))

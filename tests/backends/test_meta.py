@@ -30,7 +30,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in (*npu.__all__, *fa.__all__) if name in RECORDS])
-def test_functions_give_the_shapes_of_their_results(name: str) -> None:
+def test_meta_results_have_shapes_dtypes_and_strides_of_cpu_results(name: str) -> None:
     op, interface = RECORDS[name], getattr(fa, name, None) or getattr(npu, name)
     for layout in op.layouts:
         args = sample(op, **{op.layout_attr: layout, "B": 1, "D": 4, "Dv": 4, "K": 4})
@@ -61,7 +61,7 @@ def ascend(q: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("call", [dense, selected, ascend])
-def test_gradients_have_the_shapes_of_their_inputs(call: Callable[..., torch.Tensor]) -> None:
+def test_meta_gradients_have_shapes_of_inputs(call: Callable[..., torch.Tensor]) -> None:
     for backend in ("auto", "golden"):
         q = torch.empty(2, 5, 4, 16, device=META, requires_grad=True)
         with fa.use_backend(backend):
@@ -70,7 +70,7 @@ def test_gradients_have_the_shapes_of_their_inputs(call: Callable[..., torch.Ten
         assert prepared(q.grad) == prepared(q)
 
 
-def test_what_is_wrong_is_said_there_too() -> None:
+def test_meta_calls_refuse_invalid_arguments_and_mixed_devices() -> None:
     q = torch.empty(2, 5, 4, 16, device=META)
     with pytest.raises(fa.ContractError, match="all KV heads serve the same number"):
         fa.attention(q, q[:, :, :3], q[:, :, :3])
@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_there_too() -> None:
         fa.attention(q, torch.empty(2, 5, 4, 16), q)
 
 
-def test_content_is_not_asked_of_tensors_without_any() -> None:
+def test_content_checks_are_skipped_for_meta_tensors() -> None:
     q, mask = torch.empty(1, 4, 2, 32, device=META), torch.empty(2048, 2048, dtype=torch.bool, device=META)
     with npu.strict(check_content=True):
         out = npu.npu_fusion_attention(q, q, q, 2, "BSND", atten_mask=mask, sparse_mode=3, scale=0.25)[0]
@@ -86,7 +86,7 @@ def test_content_is_not_asked_of_tensors_without_any() -> None:
     assert bind(RECORDS["attention"], {"q": q, "k": q, "v": q}, check_content=True).names["q"] is q
 
 
-def test_a_module_of_a_model_runs_where_it_was_made() -> None:
+def test_attention_runs_on_outputs_of_module_built_on_meta_device() -> None:
     with META:
         layer = torch.nn.Linear(64, 64)
         q = layer(torch.randn(2, 7, 64)).unflatten(-1, (4, 16))

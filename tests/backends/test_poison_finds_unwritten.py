@@ -18,7 +18,7 @@ BACKENDS = ("cpu", "golden")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("family", "op_kind"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_forgotten_element_is_missed(
+def test_unwritten_result_element_fails_the_comparison(
     family: Callable[[str], Results], op_kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert forgets(monkeypatch, backend, op_kind, lambda: family(backend)) == FAMILIES[family, op_kind]
@@ -26,7 +26,7 @@ def test_a_forgotten_element_is_missed(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RECORDS)
-def test_fresh_results_of_every_record_are_poison(name: str) -> None:
+def test_fresh_results_of_every_operator_are_poisoned(name: str) -> None:
     """Those too that no operation kind writes, but what comes after it."""
     op = RECORDS[name]
     args = sample(op)
@@ -37,7 +37,7 @@ def test_fresh_results_of_every_record_are_poison(name: str) -> None:
     assert [n for n, tensor in result.items() if not is_poison(tensor)] == []
 
 
-def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_calls_with_prepared_plan_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third call of one signature the core writes without an operation kind."""
     monkeypatch.setattr(cpu, "prepare", lambda *_: lambda *given: True)
     q, k, v = torch.randn(3, 1, 5, 2, 24).unbind()
@@ -49,7 +49,7 @@ def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int8])
-def test_memory_is_poison(dtype: torch.dtype) -> None:
+def test_allocated_result_memory_is_poisoned(dtype: torch.dtype) -> None:
     template = memory.template(torch.empty(0), (3, 5), dtype)
     assert is_poison(memory.another(template))
     for shape in ((3, 5), (memory.LARGE,), (memory.LARGE,)):

@@ -27,7 +27,7 @@ def of_elf(option: str, file: Path = MODULE) -> str:
 
 @linux
 @every_file
-def test_a_file_asks_for_no_version_later_than_glibc_2_28(file: Path) -> None:
+def test_shared_library_requires_at_most_glibc_2_28(file: Path) -> None:
     """As manylinux_2_28 allows; what is too new gets an old version in csrc/old_glibc.cpp."""
     result = re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info", file))
     versions = {tuple(map(int, version)) for version in result}
@@ -37,7 +37,7 @@ def test_a_file_asks_for_no_version_later_than_glibc_2_28(file: Path) -> None:
 
 @linux
 @every_file
-def test_a_file_needs_nothing_that_a_system_or_torch_may_lack(file: Path) -> None:
+def test_shared_library_depends_only_on_base_system_libraries(file: Path) -> None:
     """No libstdc++ (another one may be loaded), no libgomp (torch's has any name), nothing of torch's or Python's."""
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", of_elf("--dynamic", file)))
     system = {"libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6"}
@@ -73,7 +73,7 @@ def test_one_openmp_runtime_serves_torch_and_the_core(order: tuple[str, str]) ->
 
 
 @linux
-def test_importing_the_core_loads_no_threads() -> None:
+def test_importing_native_core_does_not_load_openmp() -> None:
     program = "from fusion_attention import _native; print('gomp' in open('/proc/self/maps').read())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

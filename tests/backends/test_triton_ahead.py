@@ -76,7 +76,7 @@ RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 @pytest.mark.sampled(8)
 @recorded
 @pytest.mark.parametrize("run", RUNS)
-def test_resources(run: str) -> None:
+def test_compiled_kernel_resources_do_not_exceed_recorded_figures(run: str) -> None:
     assert ahead.worse(ahead.figures(run), RECORDED[run], ahead.SHARED[ahead.RUNS[run][2]]) == {}
 
 
@@ -85,7 +85,7 @@ def test_resources(run: str) -> None:
 @pytest.mark.parametrize(
     "name", ["forward 128 read", "forward 192", "query 128 plain", "key 128 drawn", *ahead_dense.OLDER]
 )
-def test_other_chips_take_the_tiles_of_one_that_they_are_like(name: str, chip: int) -> None:
+def test_kernel_tiles_fit_shared_memory_of_similar_chips_without_spills(name: str, chip: int) -> None:
     like = ahead.OTHERS[chip]
     result = ahead.figures_of(ahead.CONFIGS[name].launched(like), chip)
     assert result["shared"] <= ahead.SHARED[like]
@@ -93,12 +93,12 @@ def test_other_chips_take_the_tiles_of_one_that_they_are_like(name: str, chip: i
 
 
 @recorded
-def test_loops_issue_no_more_than_they_are_meant_to() -> None:
+def test_kernel_loops_issue_at_most_the_target_number_of_instructions() -> None:
     assert {run: RECORDED[run]["whole"] for run, most in GOALS.items() if RECORDED[run]["whole"] > most} == {}
 
 
 @recorded
-def test_what_spills_is_known() -> None:
+def test_kernels_with_register_spills_or_stack_use_are_all_listed() -> None:
     """Bytes on the stack are recorded, and rise no more; each run that keeps some says why."""
     listed = {*SPILLED, *LATER, *ahead_sparse.SPILLED, *ahead_indexer.SPILLED}
     assert {run: row["spilled"] for run, row in RECORDED.items() if row["spilled"] and run not in listed} == {}
@@ -110,7 +110,7 @@ def test_what_spills_is_known() -> None:
 
 
 @recorded
-def test_every_run_is_recorded() -> None:
+def test_every_compiled_kernel_run_has_recorded_figures() -> None:
     """Of each area of which this Triton has figures; of older and newer ones, the everyday runs."""
     runs = [run for run, (area, _, _) in ahead.RUNS.items() if OF_AREA[area] and (area != "dense" or is_everyday(run))]
     assert [run for run in runs if run not in RECORDED] == []
@@ -129,7 +129,7 @@ NONE = ("sparse slots 16 ", "indexer gradient odd strides ")
 @pytest.mark.parametrize(
     "chip", [pytest.param(80, marks=pytest.mark.slow), pytest.param(86, marks=pytest.mark.slow), 90]
 )
-def test_tall_tiles_multiply_by_wgmma_and_loads_are_in_flight(chip: int) -> None:
+def test_tall_tiles_use_wgmma_and_prefetch_loads(chip: int) -> None:
     for run, (area, name, of) in ahead.RUNS.items():
         if of != chip or area == "dense" or run not in RECORDED:
             continue
@@ -144,7 +144,7 @@ def test_tall_tiles_multiply_by_wgmma_and_loads_are_in_flight(chip: int) -> None
 
 
 @recorded
-def test_the_tables_say_how_much_memory_their_kernels_take() -> None:
+def test_recorded_shared_memory_fits_the_size_in_the_tile_tables() -> None:
     for run, (area, name, chip) in ahead.RUNS.items():
         table = table_of(name, chip)
         if area == "dense" and table in shapes.TABLES and run in RECORDED:
@@ -163,7 +163,7 @@ def table_of(name: str, chip: int) -> str:
     return config.kernel.removeprefix("backward_")
 
 
-def test_a_forward_that_reads_two_things_for_every_score_takes_half_the_rows() -> None:
+def test_forward_with_bias_and_mask_matrix_uses_tiles_of_half_the_rows() -> None:
     one, two = ({"has_blocked": True}, {"has_blocked": True, "bias": "matrix"})
     rows = [
         shapes.tile_of("forward", ahead_dense.problem(128, **more), 90, 8) for more in ({"bias": "matrix"}, one, two)
@@ -171,7 +171,7 @@ def test_a_forward_that_reads_two_things_for_every_score_takes_half_the_rows() -
     assert [tile and tile.BM for tile in rows] == [128, 128, 64]
 
 
-def test_the_list_covers_the_tables() -> None:
+def test_compiled_kernels_cover_every_tile_of_the_tile_tables() -> None:
     """Every tile that a launch can choose is compiled by some entry, and the list stays short."""
     assert len(ahead_dense.CONFIGS) <= 120
     chosen = {
@@ -186,7 +186,7 @@ def test_the_list_covers_the_tables() -> None:
                 assert (kernel, chip, heavy) in chosen, f"{kernel} sm_{chip} {heavy}"
 
 
-def test_the_everyday_list_covers_the_features() -> None:
+def test_everyday_compiled_kernels_cover_every_feature() -> None:
     assert len([run for run, (area, _, _) in ahead.RUNS.items() if area == "dense" and is_everyday(run)]) <= 40
     configs = [ahead.CONFIGS[name] for name in ahead_dense.EVERYDAY]
     problems = [config.problem for config in configs]

@@ -40,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"dtype": "float16"}, {"has_sink": True}, {"empty_rows": "mean_in_band"}], ids=str
 )
-def test_a_band_alone_is_served(more: dict[str, Any], hopper: None) -> None:
+def test_gluon_forward_serves_plain_band_attention_on_hopper(more: dict[str, Any], hopper: None) -> None:
     assert select_gluon.serves(problem(**more), HOPPER, BY_TMA)
 
 
@@ -54,23 +54,25 @@ def test_a_band_alone_is_served(more: dict[str, Any], hopper: None) -> None:
     ],
     ids=str,
 )
-def test_anything_else_is_plain_tritons(more: dict[str, Any], hopper: None) -> None:
+def test_gluon_forward_does_not_serve_other_features_or_head_dims(more: dict[str, Any], hopper: None) -> None:
     assert not select_gluon.serves(problem(**more), HOPPER, BY_TMA)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
-def test_other_chips_have_no_wgmma(capability: tuple[int, int], hopper: None, monkeypatch: Any) -> None:
+def test_gluon_forward_does_not_serve_chips_without_wgmma(
+    capability: tuple[int, int], hopper: None, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert not select_gluon.serves(problem(), HOPPER, BY_TMA)
 
 
-def test_rows_that_no_descriptor_describes_are_plain_tritons(hopper: None) -> None:
+def test_gluon_forward_does_not_serve_rows_without_tensor_descriptors(hopper: None) -> None:
     assert not select_gluon.serves(problem(), HOPPER, BY_TMA._replace(TMA=False))
     assert not select_gluon.serves(problem(), torch.device("cpu"), BY_TMA)
 
 
 @gluon
-def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_launch_passes_every_kernel_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, dict[str, Any]]] = []
     watch(monkeypatch, lambda *launch: launched.append(launch), computes=False)
     monkeypatch.setattr(select_gluon, "serves", lambda *_: True)
@@ -100,7 +102,9 @@ def compiled(p: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
     [problem(has_sink=True, empty_rows="mean_in_band"), pytest.param(problem(dtype="float16"), marks=pytest.mark.slow)],
     ids=["bfloat16", "float16"],
 )
-def test_ahead(p: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_kernel_compiles_without_spills_and_overlaps_products(
+    p: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No register spills, products of a tile overlap the weighing of another, and loads are one warp's."""
     binary, file = compiled(p, monkeypatch), tmp_path / "cubin"
     file.write_bytes(binary.asm["cubin"])

@@ -58,7 +58,7 @@ def run(problem: Problem, e: Extents, operands: Operands, grads: Grads) -> None:
 
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean", "mean_in_band"])
-def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches: list[Launch]) -> None:
+def test_batch_with_empty_row_launches_the_same_kernels(empty_rows: Any, launches: list[Launch]) -> None:
     """Compiling takes seconds; a batch in the middle of a training run must not ask for it."""
     problem = dataclasses.replace(PROBLEM, empty_rows=empty_rows)
     operands, grads = memory_of(2, 40)
@@ -71,21 +71,21 @@ def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches:
 
 
 @pytest.mark.parametrize(("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str)
-def test_rows_are_read_in_the_widest_pieces_on_which_they_start(width: int, align: int, launches: list[Launch]) -> None:
+def test_load_width_follows_alignment_of_row_strides(width: int, align: int, launches: list[Launch]) -> None:
     run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40, width))
     assert {constexprs["ALIGN"] for _, constexprs in launches} == {align}
     for name, constexprs in launches:
         assert not constexprs.get("TMA") or align == 8, (name, constexprs)
 
 
-def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[Launch]) -> None:
+def test_misaligned_key_tensor_is_read_element_by_element(launches: list[Launch]) -> None:
     operands, grads = memory_of(1, 40)
     moved = torch.zeros(1 + operands.k.keep[0].numel(), dtype=torch.float16)[1:].view(1, 40, 1, 16)
     run(PROBLEM, extents((20,), (40,)), dataclasses.replace(operands, k=rows(moved)), grads)
     assert {constexprs["ALIGN"] for _, constexprs in launches} == {1}
 
 
-def test_integers_of_a_cache_count_their_own_elements() -> None:
+def test_int8_cache_alignment_is_counted_in_int8_elements() -> None:
     problem = dataclasses.replace(PROBLEM, page_size=64, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
     tile = shapes.Tile(16, 16, 4, 1)
     results = {align: launch_dense.constants(problem, tile, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
@@ -107,7 +107,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return inside
 
 
-def test_tables_are_written_and_kernels_start_on_the_tensors_device(
+def test_layout_tables_and_kernels_use_the_device_of_the_tensors(
     entered: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a graph is being captured is asked of the current device: it has to be theirs."""
@@ -151,7 +151,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
-def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
+def test_repeated_run_reuses_layout_table_and_launches_on_new_tensors(
     op_kind: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[dict[str, Any]] = []
@@ -189,7 +189,9 @@ def other_layouts() -> dict[str, Operands]:
 
 
 @pytest.mark.parametrize("what", other_layouts())
-def test_another_layout_has_another_table(what: str, tables: list[np.ndarray], launches: list[Launch]) -> None:
+def test_changed_tensor_layout_creates_another_layout_table(
+    what: str, tables: list[np.ndarray], launches: list[Launch]
+) -> None:
     e = extents((20, 30), (40, 40))
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
     for operands in (memory_of(2, 40)[0], other_layouts()[what]):
@@ -200,7 +202,7 @@ def test_another_layout_has_another_table(what: str, tables: list[np.ndarray], l
     assert (tables[0] == tables[1]).all() == (what == "another start")
 
 
-def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_page_pool_lowers_the_last_page_passed_to_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same shape and strides: what is behind a pool's memory is never read."""
     last: list[int] = []
 
@@ -219,7 +221,7 @@ def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -
     assert last == [len(pool) - 1, len(pool) - 2]
 
 
-def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: list[Launch]) -> None:
+def test_separate_value_page_table_is_refused_after_run_with_shared_table(launches: list[Launch]) -> None:
     cache = Cache(kv_len=(40, 33))
     operands, e = operands_on(cache, "cpu"), cache.extents()
     schedule = backend.schedule(cache.problem, e, "attention_forward")
@@ -230,7 +232,7 @@ def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: 
         backend.attention_forward(cache.problem, e, schedule, operands)
 
 
-def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None:
+def test_schedule_keeps_only_the_most_recent_layouts(launches: list[Launch]) -> None:
     e = extents((20, 30), (40, 40))
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
     for width in range(16, 16 + 2 * launching.LAYOUTS):

@@ -36,7 +36,7 @@ def launch(kernel: Asking) -> None:
     launching.Ready([one], ()).run({"q": torch.zeros(4)})
 
 
-def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:
+def test_launch_provides_scratch_in_thread_without_triton_allocator() -> None:
     kernel = Asking()
     thread = threading.Thread(target=launch, args=(kernel,))
     thread.start()
@@ -45,7 +45,7 @@ def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_allocator_stays(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_restores_the_triton_allocator_of_the_caller(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def callers(size: int, alignment: int, stream: int | None) -> None:
         raise AssertionError("the caller's allocator served our launch")
 
@@ -66,7 +66,7 @@ def test_the_callers_allocator_stays(fails: bool, monkeypatch: pytest.MonkeyPatc
         triton.set_allocator(before)
 
 
-def test_compiled_kernels_have_the_order_of_views_in_their_key() -> None:
+def test_triton_kernel_cache_key_includes_order_of_views() -> None:
     for function in (kernels.heads_at, kernels.matrix_at):
         assert function.cache_key  # collects the names on which the key depends
         assert "ORDER" in {name for name, _ in function.used_global_vals}

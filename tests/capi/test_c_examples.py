@@ -93,17 +93,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_names_every_program() -> None:
+def test_readme_names_every_c_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert [name for name in PROGRAMS if f"| `{name}.c` |" not in text] == []
 
 
-def test_a_program_is_right(built: Path) -> None:
+def test_decode_c_example_passes(built: Path) -> None:
     assert "from the formula" in run(built / "decode")
 
 
 @pytest.mark.slow
-def test_every_program_is_right(built: Path) -> None:
+def test_every_c_example_passes(built: Path) -> None:
     text = run("bash", "-ec", documented()[1].replace("build/capi", f"'{built}'"), cwd=ROOT)
     assert f"100% tests passed, 0 tests failed out of {len(PROGRAMS)}" in text
 
@@ -115,14 +115,14 @@ def flags() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "poisoned"), [("decode", "-Dexp=exp2"), ("kl_loss", "-Dfmax=fmin")])
-def test_another_formula_ends_with_1(program: str, poisoned: str, tmp_path: Path) -> None:
+def test_c_example_with_wrong_formula_exits_with_1(program: str, poisoned: str, tmp_path: Path) -> None:
     run("cc", "-std=c11", poisoned, EXAMPLES / f"{program}.c", *flags(), "-lm", "-o", tmp_path / program)
     done = subprocess.run([tmp_path / program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "WRONG" in done.stdout
 
 
-def test_a_build_of_cann_s_own_kind(tmp_path: Path) -> None:
+def test_program_builds_and_runs_with_cann_style_cmake(tmp_path: Path) -> None:
     """Nothing changes but the path."""
     (tmp_path / "CMakeLists.txt").write_text(CANN_STYLE, encoding="utf-8")
     (tmp_path / "program.cpp").write_text(PROGRAM, encoding="utf-8")
@@ -132,7 +132,7 @@ def test_a_build_of_cann_s_own_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
-def test_a_build_through_pkg_config(tmp_path: Path) -> None:
+def test_program_builds_and_runs_with_pkg_config(tmp_path: Path) -> None:
     (tmp_path / "program.c").write_text(PROGRAM, encoding="utf-8")
     words = ("--cflags", "--libs", "fusion_attention")
     result = run("pkg-config", *words, PKG_CONFIG_PATH=str(environment.PKG_CONFIG)).split()
@@ -140,7 +140,7 @@ def test_a_build_through_pkg_config(tmp_path: Path) -> None:
     assert run(tmp_path / "program") == "ran\n"
 
 
-def test_libraries_have_what_headers_declare_and_no_more() -> None:
+def test_libraries_export_exactly_the_declared_functions() -> None:
     texts = [path.read_text(encoding="utf-8") for path in environment.INCLUDE.rglob("*.h")]
     declared = set(re.findall(r"(?:ACL_FUNC_VISIBILITY|ACLNN_FUNCTION) [\w ]+?[ *](\w+)\(", "".join(texts)))
     assert {"aclInit", "aclCreateTensor", "aclnnFlashAttentionScore", "aclGetRecentErrMsg"} <= declared

@@ -162,7 +162,7 @@ def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
 
 @pytest.mark.sampled(12)
 @EACH
-def test_it_gives_the_bytes_of_the_same_calls_in_python_and_of_golden(
+def test_cann_c_program_bitwise_equals_python_calls_and_golden(
     operator: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = corrected(operator)
@@ -175,7 +175,7 @@ def test_it_gives_the_bytes_of_the_same_calls_in_python_and_of_golden(
     same(ran, TWINS[operator]({}) | {name: twin[name] for name in ("loss",) if name in twin})
 
 
-def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
+def test_kl_loss_c_program_as_printed_is_refused(bench: Bench) -> None:
     ran = bench.run(printed()[LOSS], {}, FUSION_ATTENTION_CHECKED="1")
     assert (ran.code, ran.copies) == (161002 % 256, [])
     (refused,) = [line for line in ran.errors.splitlines() if f"{LOSS}GetWorkspaceSize: " in line]
@@ -185,7 +185,7 @@ def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
 
 @pytest.mark.slow
 @EACH
-def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, bench: Bench) -> None:
+def test_cann_c_program_on_random_data_bitwise_equals_python_calls(operator: str, bench: Bench) -> None:
     text = corrected(operator)
     file_bytes, twin = drawn(operator)
     assert file_bytes
@@ -195,14 +195,14 @@ def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, b
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["-O1", "-O2", "-O3"])
 @EACH
-def test_optimised(operator: str, level: str, bench: Bench) -> None:
+def test_optimised_cann_c_program_bitwise_equals_python_calls(operator: str, level: str, bench: Bench) -> None:
     text = corrected(operator)
     same(bench.run(text, poisoned(text, {}), level), TWINS[operator]({}))
 
 
 @pytest.mark.slow
 @EACH
-def test_the_checked_mode_changes_nothing_and_says_what_is_wrong(operator: str, bench: Bench) -> None:
+def test_checked_mode_keeps_results_and_reports_program_defects(operator: str, bench: Bench) -> None:
     text = corrected(operator)
     ran = bench.run(text, poisoned(text, {}), FUSION_ATTENTION_CHECKED="1")
     same(ran, TWINS[operator]({}))

@@ -25,7 +25,7 @@ def reported(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return err.splitlines()
 
 
-def test_off_nothing_is_reported(acl: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_off_reports_no_defect(acl: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     address = acl.malloc(100)
     assert acl.aclrtMemset(address, 200, 0, 200) == 0
     assert acl.aclrtFree(address) == 0
@@ -33,7 +33,7 @@ def test_off_nothing_is_reported(acl: Runtime, capfd: pytest.CaptureFixture[str]
     assert reported(capfd) == []
 
 
-def test_copies_beyond_what_was_asked_for(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_reports_copy_beyond_allocation_size(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     address, data = checked.malloc(100), np.zeros(3 * MIB, np.uint8)
     assert checked.aclrtMemcpy(address, 128, data.ctypes.data, 128, TO_DEVICE) == 0  # as on the chip
     assert "128 bytes asked of an allocation of 100 bytes" in (checked.message() or "")
@@ -47,7 +47,7 @@ def test_copies_beyond_what_was_asked_for(checked: Runtime, capfd: pytest.Captur
     checked.message()
 
 
-def test_uses_after_free(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_reports_use_after_free(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     address, data = checked.malloc(64), np.zeros(64, np.uint8)
     assert checked.aclrtFree(address) == 0
     others = [checked.malloc(64) for _ in range(8)]
@@ -65,7 +65,7 @@ def test_uses_after_free(checked: Runtime, capfd: pytest.CaptureFixture[str]) ->
         assert checked.aclrtFree(other) == 0
 
 
-def test_ends_that_overlap(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_reports_overlapping_copy(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     address = checked.malloc(4096)
     assert checked.aclrtMemcpy(address + 10, 100, address, 100, ON_DEVICE) == 0
     assert checked.aclrtMemcpy(address + 200, 100, address, 100, ON_DEVICE) == 0
@@ -74,7 +74,9 @@ def test_ends_that_overlap(checked: Runtime, capfd: pytest.CaptureFixture[str]) 
     assert checked.aclrtFree(address) == 0
 
 
-def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_reports_host_dtype_that_differs_from_tensor(
+    checked: Runtime, capfd: pytest.CaptureFixture[str]
+) -> None:
     """16-bit values copied to where a tensor of 32 bits is prepared; 32-bit values read where one of 16 bits lies."""
     address = copied(checked, np.zeros(16, np.float16), 64)
     float_tensor = checked.tensor((16,), FLOAT, address)
@@ -104,7 +106,9 @@ def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.Cap
     assert reported(capfd) == []
 
 
-def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_lists_leaks_at_acl_finalize(
+    library: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "acl.json"
     config.write_text('{"fusion_attention": {"checked": true}}')
     assert library.aclInit(str(config).encode()) == 0
@@ -131,7 +135,7 @@ def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: py
             assert getattr(library, f"aclDestroy{kind}")(handle) == 0
 
 
-def test_an_abort_ends_the_process_at_the_first_defect() -> None:
+def test_checked_mode_abort_ends_the_process_at_the_first_defect() -> None:
     text = """if True:
         import sys; sys.path[:0] = ['tests']
         from support.c_runtime import Runtime
@@ -147,7 +151,9 @@ def test_an_abort_ends_the_process_at_the_first_defect() -> None:
     assert "went on" not in done.stdout
 
 
-def test_what_operators_are_given(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checked_mode_reports_invalid_workspace_executor_and_memory(
+    checked: Runtime, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A workspace that is too small, an executor that has run, memory that was freed between the phases."""
     c, op = Operators(checked), RECORDS["aclnnFlashAttentionScore"]
     args = sample(op)

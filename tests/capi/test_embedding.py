@@ -78,7 +78,7 @@ def answer(program: Path, libraries: Path, **settings: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["environment", "no environment", "source tree", "user's packages", "variable"])
-def test_which_interpreter(kind: str, program: Path, tmp_path: Path) -> None:
+def test_c_library_finds_the_expected_python_interpreter(kind: str, program: Path, tmp_path: Path) -> None:
     settings: dict[str, str] = {}
     if kind in ("environment", "no environment"):
         libraries, result = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "bin/python3.99"
@@ -103,7 +103,7 @@ def test_which_interpreter(kind: str, program: Path, tmp_path: Path) -> None:
     assert f"got {result} without libpython9.9.so.1.0 (install libpython9.9, " in text, text
 
 
-def test_no_interpreter(program: Path, tmp_path: Path) -> None:
+def test_missing_python_interpreter_returns_error_message(program: Path, tmp_path: Path) -> None:
     text = answer(program, environment.LIBRARY, FUSION_ATTENTION_PYTHON=str(tmp_path / "nowhere"))
     assert text == (
         "361001 aclnnLightningIndexerGetWorkspaceSize: Python: expected an interpreter that runs, got "
@@ -111,7 +111,7 @@ def test_no_interpreter(program: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_interpreter_without_the_package(program: Path, tmp_path: Path) -> None:
+def test_interpreter_without_fusion_attention_returns_error_message(program: Path, tmp_path: Path) -> None:
     """It starts, and nothing of it stays in the way of who says so."""
     bare = tmp_path / "bare"
     (bare / "bin").mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_an_interpreter_without_the_package(program: Path, tmp_path: Path) -> No
     assert "(install it there, or set FUSION_ATTENTION_PYTHON to the interpreter that has it)" in text
 
 
-def test_a_program_that_starts_python(tmp_path: Path) -> None:
+def test_embedded_python_keeps_threads_signals_and_locale(tmp_path: Path) -> None:
     """From a shell without this environment, with variables that are meant for another Python."""
     program = compiled(ROOT / "tests/native/capi/embedded.cpp", tmp_path / "embedded", "-std=c++17")
     ours = {"FUSION_ATTENTION_PYTHON": sys.executable}  # a copy of the sources lies beside no environment
@@ -134,6 +134,6 @@ def test_a_program_that_starts_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_holds_pythons_lock_waits_for_nobody() -> None:
+def test_acl_finalize_does_not_deadlock_with_a_thread_holding_the_gil() -> None:
     run = ended([sys.executable, "-c", LOCKED], FUSION_ATTENTION_MEMORY="torch")
     assert (run.returncode, run.stdout, run.stderr) == (0, "ended\n", "")

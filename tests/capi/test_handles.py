@@ -27,7 +27,7 @@ CODES = {0, 100000, 100001, 100002, 100003, 100005, 100006, 100008, 100037, 1070
          107017, 161001, 161002, 207001, 207002, 207004, 361001, 561103}  # fmt: skip
 
 
-def test_tensors_say_what_they_are(acl: Runtime) -> None:
+def test_acl_tensor_queries_return_its_description(acl: Runtime) -> None:
     data = acl.malloc(4096)
     tensor = acl.tensor((2, 3, 4), BF16, data, strides=(24, 8, 2), offset=5, storage=(60,))
     assert tensor is not None
@@ -56,7 +56,7 @@ def test_tensors_say_what_they_are(acl: Runtime) -> None:
     assert acl.aclDestroyTensor(tensor) == 0
 
 
-def test_tensors_that_cannot_be(acl: Runtime) -> None:
+def test_acl_create_tensor_refuses_invalid_descriptions(acl: Runtime) -> None:
     data, host = acl.malloc(100), np.zeros(100, np.uint8)
     more: dict[str, Any]
     for shape, dtype, address, more, text in (
@@ -93,7 +93,7 @@ def test_tensors_that_cannot_be(acl: Runtime) -> None:
     assert acl.aclDestroyTensor(later) == 0
 
 
-def test_lists_own_their_tensors(acl: Runtime) -> None:
+def test_destroying_a_tensor_list_destroys_its_tensors(acl: Runtime) -> None:
     data = acl.malloc(64)
     tensors = [acl.tensor((4,), FLOAT, data) for _ in range(3)]
     tensor_list = acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3)
@@ -108,7 +108,7 @@ def test_lists_own_their_tensors(acl: Runtime) -> None:
     assert [acl.aclDestroyTensor(tensor) for tensor in tensors] == [161002] * 3
 
 
-def test_arrays_are_copies(acl: Runtime) -> None:
+def test_acl_arrays_and_scalars_are_created_and_destroyed_once(acl: Runtime) -> None:
     values, size = numbers((1, -2, 1 << 62)), ctypes.c_uint64()
     array = acl.aclCreateIntArray(values, 3)
     assert acl.aclGetIntArraySize(array, ctypes.byref(size)) == 0
@@ -150,7 +150,7 @@ NOT_FOR_ALL = {"aclInit", "aclFinalize", "aclGetRecentErrMsg", "aclrtGetSocName"
 
 
 @pytest.mark.parametrize("name", sorted(set(functions()) - NOT_FOR_ALL))
-def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> None:
+def test_c_functions_survive_hostile_arguments_in_every_position(library: Runtime, name: str) -> None:
     """Null, freed and wild addresses, ended handles, handles of every other kind, in every position."""
     function = functions()[name]
     buffer = (ctypes.c_uint64 * 32)()
@@ -187,7 +187,7 @@ def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> Non
     library.message()
 
 
-def test_the_runtime_is_needed(library: Runtime) -> None:
+def test_runtime_functions_before_acl_init_return_error_code(library: Runtime) -> None:
     for name, function in functions().items():
         of_runtime = name.startswith("aclrt") and function.returns == "aclError" and name != "aclrtGetVersion"
         if of_runtime:
@@ -197,7 +197,7 @@ def test_the_runtime_is_needed(library: Runtime) -> None:
             assert bytes(buffer) == bytes(256)
 
 
-def test_what_was_made_ends_with_the_runtime(library: Runtime) -> None:
+def test_streams_and_memory_are_invalid_after_acl_finalize(library: Runtime) -> None:
     assert library.aclInit(None) == 0
     assert library.aclrtSetDevice(0) == 0
     handles, data = one_of_each(library), library.malloc(64)
@@ -210,7 +210,7 @@ def test_what_was_made_ends_with_the_runtime(library: Runtime) -> None:
     assert library.aclFinalize() == 0
 
 
-def test_threads_share_the_runtime(acl: Runtime) -> None:
+def test_concurrent_threads_copy_memory_and_change_a_shared_tensor(acl: Runtime) -> None:
     """Each copies through its own memory and through one that others move and destroy meanwhile."""
     shared, wrong = [acl.tensor((4,), FLOAT, None)], []
 

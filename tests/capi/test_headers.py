@@ -67,7 +67,7 @@ def compiles(compiler: str, language: str, text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_there_is_what_the_records_give() -> None:
+def test_committed_headers_match_generated_headers() -> None:
     expected = headers.files(RECORDS)
     there = {path.relative_to(INCLUDE).as_posix(): path for path in (INCLUDE / "aclnnop").iterdir()}
     assert there.keys() == expected.keys()
@@ -86,7 +86,7 @@ def test_every_operator_is_declared_and_defined_once_in_its_file() -> None:
         assert f"aclnnStatus {name}(" in texts[f"aclnnop/{home}"]
 
 
-def test_outputs_are_the_last_tensors_that_follow_one_another() -> None:
+def test_outputs_are_the_last_consecutive_tensor_parameters() -> None:
     """So csrc/capi/entry.cpp takes them."""
     for op in (op for name, op in RECORDS.items() if name.startswith("aclnn")):
         kinds = "".join("t" if kind == "const aclTensor *" else "." for kind, _ in headers.parameters(op))
@@ -97,7 +97,7 @@ def test_outputs_are_the_last_tensors_that_follow_one_another() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_headers_are_clean(language: str, tmp_path: Path) -> None:
+def test_headers_compile_without_warnings(language: str, tmp_path: Path) -> None:
     """All together, and each one first in a file: none leans on another's includes."""
     names = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
     together = "".join(f'#include "{name}"\n' for name in names)
@@ -109,7 +109,7 @@ def test_headers_are_clean(language: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_declarations_are_what_the_pages_print(tmp_path: Path) -> None:
+def test_header_declarations_match_cann_pages(tmp_path: Path) -> None:
     """A second declaration of another type would not compile."""
     written = headers.files(RECORDS)
     (tmp_path / "aclnnop").mkdir()
@@ -123,14 +123,14 @@ def test_declarations_are_what_the_pages_print(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_programs_in_c_and_in_cpp_call_the_same_functions(tmp_path: Path) -> None:
+def test_header_functions_have_c_linkage_in_cpp(tmp_path: Path) -> None:
     """A second declaration with C's linkage would not compile beside one with C++'s."""
     includes = "".join(f'#include "{name}"\n' for name in ["acl/acl.h", *headers.files(RECORDS)])
     compiles(COMPILERS[0], "c++20", f'{includes}extern "C" {{{PRINTED}}}', tmp_path)
 
 
 @needs_compiler
-def test_names_are_used_as_programs_for_the_chip_use_them(tmp_path: Path) -> None:
+def test_program_for_the_chip_compiles_with_headers(tmp_path: Path) -> None:
     """Codes and results of all calls land in one variable; enumerators are asked of their type; layouts are char[]."""
     program = """
 #include <vector>

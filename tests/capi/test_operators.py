@@ -51,7 +51,7 @@ def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
-def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
+def test_c_operator_results_and_errors_equal_those_of_python(op: Op, c: Operators) -> None:
     codes = []
     for layout in op.layouts or ("",):
         result, expected = both(c, op, sample(op, **({op.layout_attr: layout} if layout else {})))
@@ -60,7 +60,7 @@ def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
     assert 0 in codes, "no sample is within the limits of the chip"
 
 
-def test_windows_of_larger_memory_give_what_python_gives(c: Operators) -> None:
+def test_c_operator_on_strided_views_bitwise_equals_python(c: Operators) -> None:
     args = sample(OPERATORS[SCORE], input_layout="BSND")
     for name in ("query", "key", "value"):
         larger = torch.randn(
@@ -71,7 +71,7 @@ def test_windows_of_larger_memory_give_what_python_gives(c: Operators) -> None:
     assert both(c, OPERATORS[SCORE], args) == (0, 0)
 
 
-def test_every_operator_is_declared() -> None:
+def test_every_operator_has_a_c_prototype() -> None:
     assert prototypes().keys() == OPERATORS.keys()
     assert all(len(prototypes()[name]) == len(op.params) for name, op in OPERATORS.items())
 
@@ -90,13 +90,13 @@ def broken(c: Operators, op: Op) -> int:
 
 
 @pytest.mark.parametrize("name", [SCORE, "aclnnIncreFlashAttentionV4", "aclnnSparseFlashAttentionGrad"])
-def test_broken_calls_are_refused_as_in_python(name: str, c: Operators) -> None:
+def test_invalid_c_calls_have_error_codes_and_messages_of_python(name: str, c: Operators) -> None:
     assert broken(c, OPERATORS[name]) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
-def test_all_broken_calls_are_refused_as_in_python(op: Op, c: Operators) -> None:
+def test_invalid_c_calls_of_all_operators_have_error_codes_of_python(op: Op, c: Operators) -> None:
     assert broken(c, op) > 10
 
 
@@ -138,7 +138,7 @@ def message(c: Operators) -> str:
     return c.runtime.message() or ""
 
 
-def test_an_executor_runs_once(c: Operators) -> None:
+def test_executor_refuses_a_second_run(c: Operators) -> None:
     attention = Attention(c)
     ret, size, executor = attention.plan()
     assert ret == 0, message(c)
@@ -148,7 +148,7 @@ def test_an_executor_runs_once(c: Operators) -> None:
     assert f"{SCORE}: executor: expected one" in message(c)
 
 
-def test_a_repeatable_executor_follows_its_tensors(c: Operators) -> None:
+def test_repeatable_executor_uses_replaced_tensor_addresses(c: Operators) -> None:
     first, second = Attention(c, seed=1), Attention(c, seed=2)
     _, size, executor = first.plan()
     assert c.runtime.aclSetAclOpExecutorRepeatable(executor) == 0
@@ -165,7 +165,7 @@ def test_a_repeatable_executor_follows_its_tensors(c: Operators) -> None:
     assert c.second(SCORE, executor, size) == 361001
 
 
-def test_addresses_may_come_after_phase_1(c: Operators) -> None:
+def test_tensor_address_may_be_set_after_phase_1(c: Operators) -> None:
     attention = Attention(c)
     attention.handles[0] = c.tensor(attention.rows[0], 0)
     ret, size, executor = attention.plan()
@@ -179,7 +179,7 @@ def test_addresses_may_come_after_phase_1(c: Operators) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["no workspace", "small", "of the host", "beyond", "freed", "destroyed", "stream"])
-def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c: Operators) -> None:
+def test_refused_phase_2_leaves_output_unwritten_and_can_be_repeated(wrong: str, c: Operators) -> None:
     attention = Attention(c)
     _, size, executor = attention.plan()
     assert size > 0
@@ -217,7 +217,7 @@ def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c:
 
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("wrong", ["null", "destroyed", "a list", "an address"])
-def test_wrong_handles_are_codes(wrong: str, place: int, c: Operators) -> None:
+def test_invalid_handle_in_phase_1_returns_error_code(wrong: str, place: int, c: Operators) -> None:
     attention = Attention(c)
     handle = attention.handles[place]
     if wrong == "destroyed":
@@ -238,12 +238,12 @@ def nothing(name: str) -> list[Any]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_null_for_everything(name: str, c: Operators) -> None:
+def test_phase_1_with_null_arguments_returns_error_code(name: str, c: Operators) -> None:
     assert c.first(name, nothing(name)) == (161001, 0, None)
     assert message(c).startswith(f"{name}{PHASE_1}: ")
 
 
-def test_null_places_to_write(c: Operators) -> None:
+def test_null_workspace_size_or_executor_returns_error_code(c: Operators) -> None:
     assert c.library[SCORE + PHASE_1](*nothing(SCORE), None, None) == 161001
     assert "workspaceSize: expected where to write it" in message(c)
     assert c.second(SCORE, None) == 161001
@@ -251,13 +251,13 @@ def test_null_places_to_write(c: Operators) -> None:
     assert "executor: expected one of" in message(c)
 
 
-def test_an_executor_of_another_operator(c: Operators) -> None:
+def test_executor_of_another_operator_is_refused(c: Operators) -> None:
     _, size, executor = Attention(c).plan()
     assert c.second("aclnnFlashAttentionScoreV2", executor, size) == 161002
     assert c.second(SCORE, executor, size) == 0, message(c)
 
 
-def test_before_init_and_after_finalize(library: Runtime) -> None:
+def test_operator_before_acl_init_returns_error_code(library: Runtime) -> None:
     c = Operators(library)
     assert c.first(SCORE, nothing(SCORE)) == (361001, 0, None)
     assert "called before aclInit" in message(c)
@@ -267,7 +267,7 @@ def test_before_init_and_after_finalize(library: Runtime) -> None:
 # ------------------------------------------------------------------------------------------------ memory from elsewhere
 
 
-def test_memory_that_torch_allocates(library: Runtime, tmp_path: Path) -> None:
+def test_operators_compute_in_memory_allocated_by_torch(library: Runtime, tmp_path: Path) -> None:
     """The table that a GPU's memory goes through, on the CPU."""
     config = tmp_path / "acl.json"
     config.write_text('{"fusion_attention": {"memory": "torch"}}')
@@ -291,7 +291,7 @@ def test_memory_that_torch_allocates(library: Runtime, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", [ctypes.CDLL, ctypes.PyDLL])
-def test_threads_plan_and_run_at_once(loader: Any, c: Operators) -> None:
+def test_concurrent_threads_run_operators_correctly(loader: Any, c: Operators) -> None:
     """Callers that let go of Python's lock, and callers that hold it."""
     c.library = loader(c.library._name)
     attentions = [Attention(c, tokens=16 << i % 4, seed=i) for i in range(16)]
@@ -308,7 +308,7 @@ def test_threads_plan_and_run_at_once(loader: Any, c: Operators) -> None:
 
 
 @pytest.mark.parametrize("loader", [ctypes.CDLL, ctypes.PyDLL])
-def test_one_repeatable_executor_in_several_threads(loader: Any, c: Operators) -> None:
+def test_repeatable_executor_runs_in_several_threads(loader: Any, c: Operators) -> None:
     c.library = loader(c.library._name)
     attention = Attention(c, tokens=256)
     _, size, executor = attention.plan()

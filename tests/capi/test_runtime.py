@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the C libraries
 # ----------------------------------------------------------------------------------------------- what the libraries are
 
 
-def test_libraries_need_no_python_no_torch_and_no_new_glibc() -> None:
+def test_c_libraries_do_not_link_python_torch_or_new_glibc() -> None:
     for name in LIBRARIES:
         text = subprocess.run(
             ["readelf", "--wide", "-d", "-V", LIBRARY / f"lib{name}.so"], capture_output=True, text=True, check=True
@@ -42,7 +42,7 @@ def test_libraries_need_no_python_no_torch_and_no_new_glibc() -> None:
 # -------------------------------------------------------------------------------------------------------- begin and end
 
 
-def test_a_runtime_begins_once_and_ends_once(library: Runtime) -> None:
+def test_second_acl_init_or_finalize_returns_error_code(library: Runtime) -> None:
     assert library.aclInit(None) == 0
     assert library.aclInit(None) == 100002
     assert "aclInit: called before" in (library.message() or "")
@@ -53,7 +53,7 @@ def test_a_runtime_begins_once_and_ends_once(library: Runtime) -> None:
     assert library.aclFinalize() == 0
 
 
-def test_a_process_that_never_began_cannot_end() -> None:
+def test_acl_finalize_without_init_returns_error_code() -> None:
     text = "import sys; sys.path[:0] = ['tests']; from support.c_runtime import Runtime; print(Runtime().aclFinalize())"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout == "100001\n"
@@ -80,7 +80,9 @@ def test_a_process_that_never_began_cannot_end() -> None:
     ('{"a": "\\ude00\\ud83d"}', 100006, "both halves of a surrogate pair"),
     ('{"a": "\\ud83d\\u0041"}', 100006, "both halves of a surrogate pair"),
 ])  # fmt: skip
-def test_configurations(library: Runtime, tmp_path: Path, text: str, code: int, says: str | None) -> None:
+def test_acl_init_accepts_or_refuses_configuration_file(
+    library: Runtime, tmp_path: Path, text: str, code: int, says: str | None
+) -> None:
     path = tmp_path / "acl.json"
     path.write_bytes(text.encode())
     assert library.aclInit(str(path).encode()) == code
@@ -90,14 +92,14 @@ def test_configurations(library: Runtime, tmp_path: Path, text: str, code: int, 
     library.message()
 
 
-def test_no_file_is_needed(library: Runtime) -> None:
+def test_acl_init_accepts_null_and_empty_configuration_path(library: Runtime) -> None:
     """CANN takes an empty path for none, and many programs give one."""
     for path in (None, b""):
         assert library.aclInit(path) == 0, library.message()
         assert library.aclFinalize() == 0
 
 
-def test_operators_begin_it_too(library: Runtime) -> None:
+def test_aclnn_init_starts_the_same_runtime_as_acl_init(library: Runtime) -> None:
     """As programs do: one of the two, or both in any order; the runtime is the same one."""
     for init, end, *more in (
         ("aclnnInit", "aclnnFinalize"),
@@ -120,7 +122,7 @@ def test_operators_begin_it_too(library: Runtime) -> None:
     assert library.aclFinalize() == 0
 
 
-def test_files_that_are_none(library: Runtime, tmp_path: Path) -> None:
+def test_acl_init_refuses_unreadable_configuration_files(library: Runtime, tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_bytes(b" " * (10 * MIB + 1))
     for path, code in ((tmp_path / "absent", 100003), (tmp_path, 100003), (Path("/dev/zero"), 100003), (large, 100005)):
@@ -128,7 +130,9 @@ def test_files_that_are_none(library: Runtime, tmp_path: Path) -> None:
         assert str(path) in (library.message() or "")
 
 
-def test_the_environment_wins_over_the_file(library: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_overrides_configuration_file(
+    library: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUSION_ATTENTION_DEVICE", "tpu")
     path = tmp_path / "acl.json"
     path.write_text('{"fusion_attention": {"device": "cpu"}}')
@@ -139,7 +143,7 @@ def test_the_environment_wins_over_the_file(library: Runtime, tmp_path: Path, mo
 # ----------------------------------------------------------------------------------------------------- devices, streams
 
 
-def test_devices_and_contexts(acl: Runtime) -> None:
+def test_device_and_context_functions_return_values_and_error_codes(acl: Runtime) -> None:
     device, count = ctypes.c_int32(), ctypes.c_uint32()
     assert acl.aclrtGetDeviceCount(ctypes.byref(count)) == 0
     assert count.value == 8
@@ -162,7 +166,7 @@ def test_devices_and_contexts(acl: Runtime) -> None:
     assert acl.aclrtResetDevice(5) == 107002
 
 
-def test_a_thread_has_no_device_of_another_ones(acl: Runtime) -> None:
+def test_current_device_is_thread_local(acl: Runtime) -> None:
     results = []
 
     def other() -> None:
@@ -178,7 +182,7 @@ def test_a_thread_has_no_device_of_another_ones(acl: Runtime) -> None:
     assert acl.message() is None  # each thread has its own
 
 
-def test_streams_end_with_their_context(acl: Runtime) -> None:
+def test_destroying_a_context_invalidates_its_streams(acl: Runtime) -> None:
     context = acl.create("aclrtCreateContext", 1)
     stream = acl.create("aclrtCreateStream")
     assert stream % 256 == 0
@@ -191,7 +195,7 @@ def test_streams_end_with_their_context(acl: Runtime) -> None:
     assert acl.message() == "aclrtDestroyStream: stream: expected an aclrtStream, got an aclrtStream that was destroyed"
 
 
-def test_events_measure(acl: Runtime) -> None:
+def test_events_measure_elapsed_time(acl: Runtime) -> None:
     first, second, status, time = (
         acl.create("aclrtCreateEvent"),
         acl.create("aclrtCreateEvent"),
@@ -217,7 +221,7 @@ def test_events_measure(acl: Runtime) -> None:
 
 
 @pytest.mark.parametrize(("policy", "grain"), [(0, 2 * MIB), (1, 2 * MIB), (2, 4096), (3, 2 * MIB), (5, 4096)])
-def test_memory_comes_in_the_chips_pages(acl: Runtime, policy: int, grain: int) -> None:
+def test_allocations_are_rounded_up_to_pages_of_the_chip(acl: Runtime, policy: int, grain: int) -> None:
     """Programs copy and lay tensors over more than they asked for; on the chip the page has it."""
     address, data = acl.malloc(100, policy), np.zeros(2 * grain, np.uint8)
     assert address % 512 == 0
@@ -227,7 +231,7 @@ def test_memory_comes_in_the_chips_pages(acl: Runtime, policy: int, grain: int) 
     assert acl.aclrtFree(address) == 0
 
 
-def test_bytes_arrive(acl: Runtime) -> None:
+def test_memcpy_and_memset_write_the_right_bytes(acl: Runtime) -> None:
     data = np.random.default_rng(3).integers(0, 256, 5 * MIB, np.uint8)
     back = np.zeros_like(data)
     first, second = copied(acl, data), acl.malloc(data.nbytes)
@@ -249,7 +253,7 @@ def test_bytes_arrive(acl: Runtime) -> None:
     assert acl.aclrtDestroyStream(stream) == 0
 
 
-def test_planes_arrive(acl: Runtime) -> None:
+def test_memcpy2d_copies_rows_and_refuses_invalid_sizes(acl: Runtime) -> None:
     data, back = np.arange(60, dtype=np.uint8).reshape(6, 10), np.zeros((6, 12), np.uint8)
     device = acl.malloc(6 * 16)
     assert acl.aclrtMemcpy2d(device, 16, data.ctypes.data, 10, 7, 6, TO_DEVICE) == 0
@@ -260,7 +264,7 @@ def test_planes_arrive(acl: Runtime) -> None:
         assert acl.aclrtMemcpy2d(device, 16, data.ctypes.data, pitch, width, height, TO_DEVICE) == 107000
 
 
-def test_what_does_not_fit_copies_nothing(acl: Runtime) -> None:
+def test_invalid_memcpy_returns_error_code_and_copies_no_byte(acl: Runtime) -> None:
     data = np.full(64, 7, np.uint8)
     device, host = copied(acl, data, 4096), data.ctypes.data
     refused: list[tuple[tuple[Any, ...], int, str]] = [
@@ -287,7 +291,7 @@ def test_what_does_not_fit_copies_nothing(acl: Runtime) -> None:
     assert acl.aclrtMemset(device, 1, 0, 2) == 107000
 
 
-def test_memory_ends_once(acl: Runtime) -> None:
+def test_free_twice_or_by_wrong_function_returns_error_code(acl: Runtime) -> None:
     device, host = acl.malloc(64), acl.create("aclrtMallocHost", 64)
     assert acl.aclrtFree(None) == 100000
     assert acl.aclrtFree(host) == 207002
@@ -302,7 +306,7 @@ def test_memory_ends_once(acl: Runtime) -> None:
     assert acl.aclrtFreeHost(host) == 0
 
 
-def test_more_than_there_is(acl: Runtime) -> None:
+def test_malloc_beyond_memory_fails_and_memory_info_counts_pages(acl: Runtime) -> None:
     place = ctypes.c_void_p(0x5A)
     for size, code in ((FAR, 207001), ((1 << 64) - 1, 207001), (1 << 47, 207001), (0, 100000)):
         assert acl.aclrtMalloc(ctypes.byref(place), size, 0) == code
@@ -319,7 +323,7 @@ def test_more_than_there_is(acl: Runtime) -> None:
     assert free.value == before.value <= total.value
 
 
-def test_float16_both_ways(library: Runtime) -> None:
+def test_float16_conversions_match_numpy(library: Runtime) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     values = every.view(np.float16).astype(np.float32)
     for bits in (*range(0, 1 << 16, 97), 0, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0xFC00, 0x8000, 0x83FF):

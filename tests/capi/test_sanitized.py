@@ -32,7 +32,7 @@ def run(*command: str | Path, **more: str) -> str:
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_nothing_is_broken_by_anything(tmp_path: Path, sanitizers: str) -> None:
+def test_c_runtime_under_sanitizers_survives_hostile_calls(tmp_path: Path, sanitizers: str) -> None:
     flags = ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}", f"-I{INCLUDE}"]
     results = [path for name in ("ascendcl", "nnopbase") for path in sources(name)]
     objects = [tmp_path / f"{path.stem}.o" for path in results]

@@ -68,7 +68,9 @@ CALLS = [forward, backward, packed, slopes, attended]
 
 @pytest.mark.parametrize("given", [{}, {"keep_prob": 0.7}], ids=["plain", "drawn"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_a_call_is_recorded_and_replayed(call: Callable[..., Any], given: dict[str, Any], tmp_path: Path) -> None:
+def test_captured_attention_call_replays_without_difference(
+    call: Callable[..., Any], given: dict[str, Any], tmp_path: Path
+) -> None:
     q = hostile(rows(2, 5, 4, 16))
     torch.manual_seed(1)
     want = call(q, **given)
@@ -106,7 +108,7 @@ def selecting(q: torch.Tensor) -> tuple[list[str], Any]:
     return [name for name in npu.__all__ if name in RECORDS and any(word in name for word in family)], last
 
 
-def test_selections_are_recorded_and_replayed(tmp_path: Path) -> None:
+def test_captured_sparse_and_indexer_calls_replay_without_difference(tmp_path: Path) -> None:
     q = hostile(rows(2, 5, 4, 16))
     with fa.capture(tmp_path) as recorded:
         names, (*_, loss) = selecting(q)
@@ -119,7 +121,7 @@ def test_selections_are_recorded_and_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_training_an_indexer_is_recorded_and_replayed(train: bool, tmp_path: Path) -> None:
+def test_captured_indexer_training_replays_without_difference(train: bool, tmp_path: Path) -> None:
     q, k, index_k = rows(2, 5, 4, 16), rows(2, 5, 1, 16, seed=1), rows(2, 5, 1, 8, seed=2)
     index_q, weights = rows(2, 5, 3, 8, seed=4).requires_grad_(train), rows(2, 5, 3, seed=3)
     with fa.capture(tmp_path) as recorded:
@@ -137,7 +139,7 @@ def test_training_an_indexer_is_recorded_and_replayed(train: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_decoding_from_pages_is_recorded_and_replayed(stored: str, tmp_path: Path) -> None:
+def test_captured_paged_decode_replays_without_difference(stored: str, tmp_path: Path) -> None:
     cache = fa.PagedKVCache(2, 16, 6, page_size=4, stored=stored)
     sequences = [cache.allocate(), cache.allocate()]
     cache.append(sequences, rows(2, 7, 2, 16), rows(2, 7, 2, 16, seed=1))
@@ -152,7 +154,7 @@ def test_decoding_from_pages_is_recorded_and_replayed(stored: str, tmp_path: Pat
     golden_replays_golden(lambda: fa.decode_attention(query, cache, band=fa.Band.window(3, 0)), tmp_path / "golden")
 
 
-def test_what_a_file_holds(tmp_path: Path) -> None:
+def test_capture_file_contains_tensors_attributes_strides_and_arrays(tmp_path: Path) -> None:
     q = rows(2, 4, 5, 16).transpose(1, 2).requires_grad_()
     with fa.capture(tmp_path) as recorded:
         forward(q, atten_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
@@ -170,14 +172,14 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     assert arrays == {"actual_seq_qlen": [3, 10], "actual_seq_kvlen": [3, 10]}
 
 
-def test_a_second_capture_writes_behind_the_first(tmp_path: Path) -> None:
+def test_second_capture_continues_file_numbers_of_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         with fa.capture(tmp_path):
             forward(rows(1, 4, 4, 8))
     assert [file.name[:4] for file in sorted(tmp_path.iterdir())] == ["0000", "0001"]
 
 
-def test_a_decorated_function_and_a_failing_call(tmp_path: Path) -> None:
+def test_capture_as_decorator_records_legal_calls_despite_exceptions(tmp_path: Path) -> None:
     recorder = fa.capture(tmp_path)
 
     @recorder
@@ -195,7 +197,7 @@ def test_a_decorated_function_and_a_failing_call(tmp_path: Path) -> None:
     assert len(recorder.files) == 2
 
 
-def test_around_an_installed_torch_npu(tmp_path: Path, torch_npu: Any) -> None:
+def test_capture_records_calls_of_installed_torch_npu(tmp_path: Path, torch_npu: Any) -> None:
     with fa.capture(tmp_path) as recorded:
         q = rows(1, 4, 4, 8).npu()
         torch_npu.npu_fusion_attention(q, q, q, 4, "BSND")
@@ -203,7 +205,7 @@ def test_around_an_installed_torch_npu(tmp_path: Path, torch_npu: Any) -> None:
     assert fa.replay(recorded.files[0]).worst == 0.0
 
 
-def test_around_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_records_results_of_a_real_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = types.ModuleType("torch_npu")
 
     def npu_fusion_attention(*args: Any, **kwargs: Any) -> Any:

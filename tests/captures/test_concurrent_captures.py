@@ -37,7 +37,7 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(file.name.split("-")[0]) for file in folder.glob("*-*"))
 
 
-def test_a_call_without_values_runs_and_is_not_recorded(tmp_path: Path) -> None:
+def test_calls_on_meta_tensors_are_not_captured(tmp_path: Path) -> None:
     q = torch.empty(1, 2, 1, 8, device="meta")
     with fa.capture(tmp_path) as recorded:
         assert fa.attention(q, q, q).shape == q.shape
@@ -56,7 +56,7 @@ def test_a_call_without_values_runs_and_is_not_recorded(tmp_path: Path) -> None:
     ],
     ids=["four digits", "five digits", "other names", "no numbers"],
 )
-def test_numbers_go_on(there: list[str], first: int, tmp_path: Path) -> None:
+def test_file_numbers_continue_after_existing_files(there: list[str], first: int, tmp_path: Path) -> None:
     for name in there:
         (tmp_path / name).touch()
     with fa.capture(tmp_path) as recorded:
@@ -66,7 +66,7 @@ def test_numbers_go_on(there: list[str], first: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(there) + 2
 
 
-def test_no_file_is_written_over(tmp_path: Path) -> None:
+def test_capture_never_overwrites_files_of_another_process(tmp_path: Path) -> None:
     """Another process has taken, or is about to take, the numbers that come next."""
     with fa.capture(tmp_path) as recorded:
         (tmp_path / "0000-attention.safetensors").write_text("theirs")
@@ -78,7 +78,7 @@ def test_no_file_is_written_over(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_forked_process_writes_files_of_its_own(tmp_path: Path) -> None:
+def test_forked_process_captures_into_separate_files(tmp_path: Path) -> None:
     with fa.capture(tmp_path) as recorded:
         small()
         child = os.fork()
@@ -92,7 +92,7 @@ def test_a_forked_process_writes_files_of_its_own(tmp_path: Path) -> None:
     assert all(fa.replay(file).worst == 0.0 for file in tmp_path.iterdir())
 
 
-def test_a_call_does_not_look_at_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_calls_do_not_list_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = []
     for name in ("listdir", "scandir"):
         there = getattr(os, name)
@@ -105,7 +105,7 @@ def test_a_call_does_not_look_at_the_folder(tmp_path: Path, monkeypatch: pytest.
     assert len(recorded.files) == 5
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -132,7 +132,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         list(pool.map(begin, range(count)))
 
 
-def test_threads_lose_no_call(tmp_path: Path) -> None:
+def test_calls_of_concurrent_threads_are_all_captured(tmp_path: Path) -> None:
     def work(_: int) -> None:
         for _ in range(25):
             small()
@@ -143,7 +143,7 @@ def test_threads_lose_no_call(tmp_path: Path) -> None:
     assert sorted(recorded.files) == sorted(tmp_path.iterdir())
 
 
-def test_a_capture_in_every_thread(tmp_path: Path) -> None:
+def test_captures_in_concurrent_threads_record_the_calls_of_their_thread(tmp_path: Path) -> None:
     """Each records at least what its own thread calls, in a folder of its own and in one for all."""
 
     def work(i: int) -> None:
@@ -161,7 +161,7 @@ def test_a_capture_in_every_thread(tmp_path: Path) -> None:
     assert len(numbers(tmp_path / "all")) == len(set(numbers(tmp_path / "all"))) >= 80
 
 
-def test_a_decorated_function_in_threads(tmp_path: Path) -> None:
+def test_recursive_decorated_function_in_threads_captures_each_call_once(tmp_path: Path) -> None:
     recorder = fa.capture(tmp_path)
 
     @recorder
@@ -177,7 +177,7 @@ def test_a_decorated_function_in_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_captures_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+def test_overlapping_captures_may_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
     recorders = [fa.capture(folder) for folder in folders]
     for recorder in recorders:
@@ -192,7 +192,7 @@ def test_captures_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> No
     assert numbers(tmp_path / "b") == list(range(len(recorders[1].files)))
 
 
-def test_captures_in_one_folder_share_its_numbers(tmp_path: Path) -> None:
+def test_nested_captures_in_one_folder_share_file_numbers(tmp_path: Path) -> None:
     q = torch.ones(1, 2, 1, 8)
     with fa.capture(tmp_path), fa.capture(tmp_path):
         small()
@@ -203,7 +203,7 @@ def test_captures_in_one_folder_share_its_numbers(tmp_path: Path) -> None:
     assert numbers(tmp_path) == list(range(10))
 
 
-def test_suspended_generators(tmp_path: Path) -> None:
+def test_captures_in_suspended_generators_record_until_closed(tmp_path: Path) -> None:
     def calls(folder: Path) -> Iterator[int]:
         with fa.capture(folder) as recorded:
             while True:
@@ -221,7 +221,7 @@ def test_suspended_generators(tmp_path: Path) -> None:
     assert len(numbers(tmp_path / "other")) == 3
 
 
-def test_one_object_entered_again(tmp_path: Path) -> None:
+def test_capture_object_can_be_reentered_and_reused(tmp_path: Path) -> None:
     recorder = fa.capture(tmp_path)
     recorder.__exit__(None, None, None)
     with recorder:
@@ -235,14 +235,16 @@ def test_one_object_entered_again(tmp_path: Path) -> None:
     assert [file.name[:4] for file in recorder.files] == ["0000", "0001", "0002"]
 
 
-def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+def test_capture_into_uncreatable_folder_raises_and_patches_no_function(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), fa.capture(tmp_path / "file"):
         pass
     assert attention_forward.forward.__qualname__ == "forward"
 
 
-def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_below_another_wrapper_stops_recording_after_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
     before, calls = attention_forward.forward, []
     with fa.capture(tmp_path) as recorded:
@@ -258,7 +260,7 @@ def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attention_forward, "forward", before)
 
 
-def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_capture_folder_survives_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with fa.capture("calls") as recorded:
         (tmp_path / "elsewhere").mkdir()
@@ -268,7 +270,7 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert recorded.files[0].exists()
 
 
-def test_modes_do_not_see_the_writing(tmp_path: Path) -> None:
+def test_writing_captures_is_invisible_to_torch_modes(tmp_path: Path) -> None:
     with Recorded() as alone:
         small()
     with fa.capture(tmp_path), Recorded() as beside:

@@ -49,12 +49,12 @@ def refused(file: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, 8, 100, 700, -1])
-def test_a_truncated_file(file: Path, size: int) -> None:
+def test_replay_refuses_truncated_file(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
     refused(file, r"0000-.*: not a readable .safetensors file")
 
 
-def test_foreign_files(tmp_path: Path) -> None:
+def test_replay_refuses_files_not_written_by_capture(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors here" * 9)
     safetensors.torch.save_file({"weight": torch.ones(2)}, tmp_path / "model")
     for name, what in (("text", "not a readable"), ("model", "not one that capture")):
@@ -65,7 +65,7 @@ def test_foreign_files(tmp_path: Path) -> None:
         fa.replay(tmp_path)
 
 
-def test_a_folder_that_is_removed_costs_no_result(tmp_path: Path) -> None:
+def test_capture_into_removed_folder_warns_and_returns_the_result(tmp_path: Path) -> None:
     q = torch.randn(1, 4, 2, 16)
     with fa.capture(tmp_path / "gone") as recorded:
         (tmp_path / "gone").rmdir()
@@ -131,7 +131,7 @@ def strides(**given: Any) -> dict[str, Any]:
         ({"output__dq": torch.ones(1), "outputs": [*THREE, "dq"]}, "no output dq"),
     ],
 )
-def test_mislabelled_files(file: Path, changes: dict[str, Any], what: str) -> None:
+def test_replay_refuses_file_with_invalid_metadata_field(file: Path, changes: dict[str, Any], what: str) -> None:
     rewrite(file, **changes)
     refused(file, what)
 
@@ -145,7 +145,7 @@ def test_mislabelled_files(file: Path, changes: dict[str, Any], what: str) -> No
     ],
     ids=str,
 )
-def test_mislabelled_bands(band: Any, tmp_path: Path) -> None:
+def test_replay_refuses_file_with_invalid_band(band: Any, tmp_path: Path) -> None:
     q = rows(2, 5, 4, 16)
     with fa.capture(tmp_path) as recorded:
         fa.attention(q, q, q, band=fa.Band.prefix_causal([1, 2]))
@@ -159,7 +159,7 @@ def test_mislabelled_bands(band: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [["k[1]"], ["k[0]", "k[2]"], ["k[0]", "k[01]"], ["k[0]", "k[]"], ["k[0", "k[1]"], ["k", "k[0]"]]
 )
-def test_mislabelled_lists(names: list[str], tmp_path: Path) -> None:
+def test_replay_refuses_file_with_invalid_names_of_list_elements(names: list[str], tmp_path: Path) -> None:
     q, keys = rows(2, 1, 4, 16), [rows(1, 3, 2, 16), rows(1, 5, 2, 16)]
     with fa.capture(tmp_path) as recorded:
         fa.decode_attention(q, (keys, keys))
@@ -174,7 +174,7 @@ def test_mislabelled_lists(names: list[str], tmp_path: Path) -> None:
     refused(file, r"tensors: expected (names of a list's members|names that have no value yet).*, got 'k")
 
 
-def test_other_values_show_as_differences(file: Path) -> None:
+def test_replay_reports_differences_of_changed_outputs(file: Path) -> None:
     tensors = safetensors.torch.load_file(file)
     out, top = tensors["output.attention_out"], tensors["output.softmax_max"]
     rewrite(file, output__attention_out=out + 0.5, output__softmax_max=top[:1].clone())
@@ -255,7 +255,7 @@ def poisoned(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 @pytest.mark.parametrize("call", [dense, packed, gradient, decoding, selecting], ids=lambda call: call.__name__)
-def test_forged_at_random(call: Callable[[], None], tmp_path: Path) -> None:
+def test_randomly_changed_files_replay_or_raise_capture_error(call: Callable[[], None], tmp_path: Path) -> None:
     """Replayed, or one CaptureError with the file's name; 150 times, half of them in a byte."""
     with fa.capture(tmp_path) as recorded:
         call()
@@ -287,7 +287,7 @@ def test_forged_at_random(call: Callable[[], None], tmp_path: Path) -> None:
     assert min(ends.values()) > 20, ends
 
 
-def test_there_is_nothing_to_compare_without_values(tmp_path: Path) -> None:
+def test_replay_on_meta_device_raises(tmp_path: Path) -> None:
     q = torch.ones(1, 2, 1, 8)
     with fa.capture(tmp_path) as recorded:
         fa.attention(q, q, q)

@@ -29,7 +29,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("group", cases.GROUPS)
-def test_both_sides_of_a_row_compute_the_same(group: str) -> None:
+def test_each_benchmark_and_peer_compute_equal_results(group: str) -> None:
     make, count = cases.GROUPS[group]
     pairs = list(make(CPU, True))
     assert len(pairs) == count
@@ -54,19 +54,19 @@ def unpadded(padded: Any, packed: Any) -> torch.Tensor:
     return torch.cat([padded[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
 
 
-def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_lists_versions_or_reasons_for_absence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cases.peers(CPU)["torch SDPA"] == torch.__version__
     assert cases.peers(CPU)["FlashAttention (flash_attn)"] == "computes only on GPUs"
     monkeypatch.setattr(cases.importlib.util, "find_spec", lambda name: None)
     assert cases.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
 
 
-def test_a_timing_says_between_what_its_ratios_lie() -> None:
+def test_timing_ratio_lies_between_low_and_high() -> None:
     result = measure(Pair("", "", "", lambda: sum(range(100_000)), lambda: sum(range(200_000)), flops=1), 9)
     assert 0 < result.low <= result.ratio <= result.high
 
 
-def test_files_table_and_chart(tmp_path: Path) -> None:
+def test_bench_writes_json_and_chart_and_prints_table(tmp_path: Path) -> None:
     code, out, _ = run("--quick", "--turns", "1", "--only", "packed", "--output", str(tmp_path / "run.v1"))
     assert code == 0
     assert "padded torch SDPA" in out
@@ -79,7 +79,7 @@ def test_files_table_and_chart(tmp_path: Path) -> None:
     assert len(figures(tmp_path / "run.v1.json")) == 2
 
 
-def test_json_alone(tmp_path: Path) -> None:
+def test_bench_json_option_prints_only_json(tmp_path: Path) -> None:
     code, out, _ = run("--quick", "--turns", "1", "--only", "windows", "--json")
     assert code == 0
     assert json.loads(out)["rows"][0]["group"] == "windows"
@@ -93,7 +93,7 @@ def test_without_matplotlib_there_is_no_chart(tmp_path: Path, monkeypatch: pytes
     assert [file.name for file in tmp_path.iterdir()] == ["figures.json"]
 
 
-def test_an_installed_package_holds_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_repository_option_requires_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPOSITORY", tmp_path)
     code, _, err = run("--repository")
     assert code == 2
@@ -101,7 +101,7 @@ def test_an_installed_package_holds_no_repository(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_repository_s_groups_run() -> None:
+def test_bench_repository_option_runs_repository_benchmarks() -> None:
     program = "from fusion_attention.cli import main; main()"
     command = [sys.executable, "-c", program, "bench", "--repository", "--only", "packed", "--quick", "--turns", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.sep)
@@ -133,7 +133,9 @@ def file(path: Path, *timings: dict[str, Any]) -> Path:
         ((1.0, 8.0), (1.02, 8.0), "same"),  # what two runs differ by
     ],
 )
-def test_what_changed(before: tuple[float, float], after: tuple[float, float], says: str, tmp_path: Path) -> None:
+def test_compare_classifies_changes_as_faster_slower_or_same(
+    before: tuple[float, float], after: tuple[float, float], says: str, tmp_path: Path
+) -> None:
     one, other = file(tmp_path / "a.json", row("x", *before)), file(tmp_path / "b.json", row("x", *after))
     (change,), gone, new = compared(one, other)
     assert change.says == says
@@ -142,14 +144,14 @@ def test_what_changed(before: tuple[float, float], after: tuple[float, float], s
     assert change.net == (after[1] / after[0]) / (before[1] / before[0])
 
 
-def test_turns_that_lie_among_each_other_are_no_change(tmp_path: Path) -> None:
+def test_overlapping_timing_ranges_count_as_same(tmp_path: Path) -> None:
     one = file(tmp_path / "a.json", row("x", 1.0, 8.0, 0.4))
     other = file(tmp_path / "b.json", row("x", 1.3, 8.0, 0.4))
     assert [change.says for change in compared(one, other)[0]] == ["same"]
     assert [change.says for change in compared(other, one)[0]] == ["same"]
 
 
-def test_the_comparison_is_shown(tmp_path: Path) -> None:
+def test_bench_compare_prints_changes_and_unmatched_rows(tmp_path: Path) -> None:
     one = file(tmp_path / "a.json", row("x", 2.0, 8.0), row("old", 1.0, 1.0), row("y", 1.0, 2.0))
     other = file(tmp_path / "b.json", row("x", 1.0, 8.0), row("new", 1.0, 1.0), row("y", 1.0, 2.0))
     code, out, _ = run("--compare", str(one), str(other))
@@ -171,7 +173,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
-def test_files_without_figures(text: str, tmp_path: Path) -> None:
+def test_bench_compare_refuses_invalid_result_files(text: str, tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.json", file(tmp_path / "good.json", row("x", 1.0, 2.0))
     bad.write_text(text)
     with pytest.raises(FiguresError) as error:
@@ -180,13 +182,13 @@ def test_files_without_figures(text: str, tmp_path: Path) -> None:
     assert run("--compare", str(bad), str(good))[0] == 2
 
 
-def test_figures_without_a_row_in_common(tmp_path: Path) -> None:
+def test_bench_compare_refuses_files_without_common_rows(tmp_path: Path) -> None:
     one, other = file(tmp_path / "a.json", row("x", 1.0, 2.0)), file(tmp_path / "b.json", row("y", 1.0, 2.0))
     with pytest.raises(FiguresError, match="no row in common"):
         compared(one, other)
 
 
-def test_older_figures_have_no_spread(tmp_path: Path) -> None:
+def test_bench_compare_accepts_older_files_without_ranges(tmp_path: Path) -> None:
     old = {word: value for word, value in row("x", 2.0, 8.0).items() if word not in ("low", "high")}
     one, other = file(tmp_path / "a.json", old), file(tmp_path / "b.json", row("x", 1.0, 8.0))
     assert [change.says for change in compared(one, other)[0]] == ["faster"]

@@ -29,7 +29,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_lines_name_what_is_there(built: Path) -> None:
+def test_capi_prints_existing_include_library_and_cmake_paths(built: Path) -> None:
     assert invoke("--include-dir") == (0, f"{environment.INCLUDE}\n")
     assert (environment.INCLUDE / "acl/acl.h").is_file()
     assert invoke("--lib-dir", "--prefix") == (0, f"{environment.ROOT}\n{built}\n")
@@ -37,7 +37,7 @@ def test_lines_name_what_is_there(built: Path) -> None:
     assert (Path(invoke("--pkg-config-dir")[1].strip()) / "fusion_attention.pc").is_file()
 
 
-def test_flags_are_one_line_that_a_shell_reads(built: Path) -> None:
+def test_libs_and_cflags_print_one_shell_quoted_line(built: Path) -> None:
     code, text = invoke("--libs", "--cflags")
     assert code == 0
     assert text.count("\n") == 1
@@ -54,7 +54,7 @@ def test_missing_libraries_are_named(built: Path) -> None:
     assert invoke("--cflags")[0] == 0
 
 
-def test_everything_as_json(built: Path) -> None:
+def test_capi_json_contains_paths_flags_and_missing_libraries(built: Path) -> None:
     (built / "libopapi.so").unlink()
     code, text = invoke("--json")
     result = json.loads(text)
@@ -64,13 +64,13 @@ def test_everything_as_json(built: Path) -> None:
     assert result["libs"] in text
 
 
-def test_nothing_asked_is_said() -> None:
+def test_capi_without_options_is_an_error() -> None:
     code, text = invoke()
     assert code == 2
     assert "expected an option" in text
 
 
-def test_builds_are_told_without_torch() -> None:
+def test_capi_runs_without_importing_torch_or_numpy() -> None:
     program = (
         "import sys; sys.argv = ['fusion-attention', 'capi', '--cflags']\n"
         "from fusion_attention.cli import main\n"
@@ -83,7 +83,7 @@ def test_builds_are_told_without_torch() -> None:
     assert done.stdout.startswith("-I")
 
 
-def test_files_for_builds_have_the_package_version() -> None:
+def test_cmake_and_pkg_config_files_have_the_package_version() -> None:
     cmake = environment.CMAKE / "fusion_attention-config-version.cmake"
     assert f'set(PACKAGE_VERSION "{fa.__version__}")' in cmake.read_text(encoding="utf-8")
     package = environment.PKG_CONFIG / "fusion_attention.pc"

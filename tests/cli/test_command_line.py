@@ -68,7 +68,7 @@ EXECUTES = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", EXECUTES)
-def test_nothing_of_a_text_is_executed(text: str, tmp_path: Path) -> None:
+def test_explain_never_executes_code_in_the_text(text: str, tmp_path: Path) -> None:
     marker = tmp_path / "made"
     refused("explain", text.replace("{path}", str(marker)).replace("{{", "{").replace("}}", "}"))
     assert not marker.exists()
@@ -107,7 +107,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("text", LARGE, ids=range(len(LARGE)))
-def test_what_is_too_large_or_makes_no_sense(text: str) -> None:
+def test_explain_refuses_oversized_and_invalid_expressions_quickly(text: str) -> None:
     start = time.monotonic()
     refused("explain", text)
     assert time.monotonic() - start < 20
@@ -121,11 +121,11 @@ def test_what_is_too_large_or_makes_no_sense(text: str) -> None:
      "decode_attention(f16[1,1,2,64], PagedKVCache(1, 2))", "npu_fusion_attention(q=f16[1])(3)(", "return", "lambda: 0",
      f"npu_fusion_attention({Q}, actual_seq_qlen=int64[4])"],
 )  # fmt: skip
-def test_what_is_no_call(text: str) -> None:
+def test_explain_refuses_text_that_is_not_a_call(text: str) -> None:
     refused("explain", text)
 
 
-def test_files_that_are_no_calls(tmp_path: Path) -> None:
+def test_explain_refuses_unreadable_files_and_logs(tmp_path: Path) -> None:
     (tmp_path / "call.safetensors").write_bytes(b"\xff" * 1000)
     (tmp_path / "empty.safetensors").write_bytes(b"")
     (tmp_path / "binary.log").write_bytes(os.urandom(5000))
@@ -161,7 +161,7 @@ def test_files_that_are_no_calls(tmp_path: Path) -> None:
         ["bench", "--compare", "{file}", "{file}"],
     ],
 )
-def test_wrong_input_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
+def test_invalid_arguments_print_one_error_line(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("{}")
     refused(*(word.format(folder=tmp_path / "folder", file=tmp_path / "file") for word in arguments))
@@ -169,7 +169,7 @@ def test_wrong_input_is_one_sentence(arguments: list[str], tmp_path: Path) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["replay", "bench"])
-def test_a_gpu_that_is_not_there(command: str, tmp_path: Path) -> None:
+def test_replay_and_bench_report_a_missing_gpu(command: str, tmp_path: Path) -> None:
     more = [str(tmp_path)] if command == "replay" else []
     (tmp_path / "0000-attention.safetensors").write_bytes(b"")
     assert "no GPU is available" in refused(command, *more, "--device", "cuda")
@@ -179,7 +179,7 @@ COMMANDS = ("bench", "capi", "demo", "doctor", "explain", "npu", "ops", "replay"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_json_and_helps(command: str) -> None:
+def test_help_of_every_command_lists_the_json_option(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert "--json" in out
@@ -187,7 +187,7 @@ def test_every_command_has_json_and_helps(command: str) -> None:
     assert not any(len(line.rstrip()) > 200 for line in out.splitlines())
 
 
-def test_the_records_as_json() -> None:
+def test_ops_json_lists_operator_definitions() -> None:
     entries = json.loads(run("ops", "--json")[1])
     assert [entry["name"] for entry in entries] == sorted(entry["name"] for entry in entries)
     for name in ("aclnnFlashAttentionScoreV2", "attention"):
@@ -200,7 +200,7 @@ def test_the_records_as_json() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str) -> None:
+def test_shell_completion_suggests_matching_commands(shell: str) -> None:
     """What the shell asks, and what it is told."""
     asks = {"bash": {"COMP_WORDS": "fusion-attention ex", "COMP_CWORD": "1"}}.get(
         shell, {"_TYPER_COMPLETE_ARGS": "fusion-attention ex", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}

@@ -73,7 +73,9 @@ def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_packed_equals_padded(encoder: Encoder, tokens: list[list[int]], padded: torch.Tensor) -> None:
+def test_packed_embeddings_match_padded_embeddings(
+    encoder: Encoder, tokens: list[list[int]], padded: torch.Tensor
+) -> None:
     packed = encode_packed(encoder, tokens, BUDGET, npu_fusion_attention)
     assert len(tokens[1]) == 2  # The empty sentence is its two special tokens.
     assert len(tokens[4]) == encoder.max_tokens == 256
@@ -84,7 +86,7 @@ def test_packed_equals_padded(encoder: Encoder, tokens: list[list[int]], padded:
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_neither_budget_nor_order_matters(
+def test_embeddings_do_not_depend_on_token_budget_or_order(
     encoder: Encoder, tokens: list[list[int]], padded: torch.Tensor, budget: int
 ) -> None:
     order = [3, 6, 0, 5, 2, 4, 1]
@@ -92,7 +94,7 @@ def test_neither_budget_nor_order_matters(
     assert float((packed - padded[order]).abs().max()) <= demo.TOLERANCE
 
 
-def test_no_sentences(encoder: Encoder) -> None:
+def test_empty_sentence_list_returns_empty_embeddings(encoder: Encoder) -> None:
     assert encoder.tokenize([]) == []
     assert encode_packed(encoder, [], BUDGET, npu_fusion_attention).shape == (0, 384)
     assert encode_padded(encoder, [], []).shape == (0, 384)
@@ -110,7 +112,7 @@ def test_batches_hold_every_sentence_within_the_budget() -> None:
     assert padded_tokens(lengths, [[0, 5, 2, 3], [4]]) == 4 * 7 + 90
 
 
-def test_agreeing_encoders_pass(encoder: Encoder) -> None:
+def test_demo_passes_when_packed_and_padded_embeddings_agree(encoder: Encoder) -> None:
     code, text = verdict(encoder, npu_fusion_attention)
     assert code == 0
     assert "Both encoders agree." in text
@@ -126,7 +128,7 @@ def test_agreeing_encoders_pass(encoder: Encoder) -> None:
         (slightly_wrong_attention, "more than 2e-05"),
     ],
 )
-def test_wrong_attention_fails(encoder: Encoder, attention: Any, message: str) -> None:
+def test_demo_fails_with_wrong_attention(encoder: Encoder, attention: Any, message: str) -> None:
     code, text = verdict(encoder, attention)
     assert code == 1
     assert "FAILED: embeddings differ by" in text
@@ -139,7 +141,7 @@ def test_equally_near_neighbours_may_swap() -> None:
     assert demo.rankings_agree(padded, packed).tolist() == [True, False, True]
 
 
-def test_missing_package_is_one_sentence() -> None:
+def test_missing_model_package_raises_error_with_install_command() -> None:
     with pytest.raises(DemoUnavailable) as caught:
         model_folder("no_such_model")
     assert str(caught.value) == (
@@ -147,7 +149,7 @@ def test_missing_package_is_one_sentence() -> None:
     )
 
 
-def test_texts_and_the_draw(encoder: Encoder, tmp_path: Path) -> None:
+def test_docstrings_are_deduplicated_and_drawn_by_seed(encoder: Encoder, tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text('"""  Second\n  module. """\ndef f():\n    """same TEXT"""\n')
     (tmp_path / "a.py").write_text(
         '"""First module."""\nclass C:\n    """Same text"""\n    def g(self):\n        """***"""\n'
@@ -166,7 +168,7 @@ def test_texts_and_the_draw(encoder: Encoder, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option", ["--sentences=199", "--sentences=many", "--seed=-1", "--runs=0", "--tokens-per-batch=63"]
 )
-def test_bad_options_are_named(option: str) -> None:
+def test_invalid_demo_options_are_named_in_the_error(option: str) -> None:
     outcome = run("demo", option)
     assert outcome.code == 2
     assert option.split("=")[0] in outcome.line

@@ -31,7 +31,7 @@ def facts(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def test_it_names_features_and_instruction_sets() -> None:
+def test_doctor_lists_cpu_features_and_instruction_sets() -> None:
     text = output_of()
     for name in (*FEATURES["features"], *FEATURES["built"]):
         assert f" {name} " in text
@@ -41,7 +41,7 @@ def test_it_names_features_and_instruction_sets() -> None:
 
 @pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION_CPU hides features")
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo to compare with")
-def test_features_are_those_of_the_system() -> None:
+def test_cpu_features_match_proc_cpuinfo() -> None:
     named = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     old = {"sse4_2", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512vl", "asimd", "asimddp"}
     assert old & set(FEATURES["features"]) == old & named
@@ -50,7 +50,7 @@ def test_features_are_those_of_the_system() -> None:
     assert new & named <= set(FEATURES["features"])
 
 
-def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     amx = [*FEATURES["features"], "amx_tile", "amx_bf16"]
     monkeypatch.setattr(_native, "cpu_features", lambda: {**FEATURES, "features": amx})
     assert module.AMX_NOTE in output_of()
@@ -64,7 +64,9 @@ def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("system", "words"), [("darwin", "never run on a Mac"), ("win32", "never run with torch on Windows")]
 )
-def test_a_note_on_systems_where_it_never_ran(system: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_notes_that_macos_and_windows_are_untested(
+    system: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "Experimental" not in output_of()
     monkeypatch.setattr(module, "sys", SimpleNamespace(platform=system))
     (note,) = (note for note in facts()["notes"] if words in note)
@@ -75,14 +77,14 @@ def test_a_note_on_systems_where_it_never_ran(system: str, words: str, monkeypat
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps")
-def test_the_openmp_runtime_is_the_one_that_torch_brought() -> None:
+def test_doctor_lists_loaded_openmp_runtimes() -> None:
     result = facts()["openmp"]
     assert result
     assert all(re.search(r"lib(gomp|iomp5|omp)", Path(path).name) for path in result)
     assert result == machine.openmp_runtimes()
 
 
-def test_two_runtimes_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_notes_several_openmp_runtimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maps = tmp_path / "maps"
     line = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
     files = ("/a/libgomp.so.1", "/b/libiomp5.so", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1", "/d/libcompress.so")
@@ -95,7 +97,7 @@ def test_two_runtimes_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert facts()["problems"] == []
 
 
-def test_more_threads_than_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_notes_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: {"system": 64, "usable": 64, "quota": 1.0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
@@ -121,18 +123,18 @@ def test_more_threads_than_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> 
         ("triton", "", "not installed"),
     ],
 )
-def test_releases_are_held_against_the_tested_ones(name: str, installed: str, says: str) -> None:
+def test_package_releases_are_compared_with_tested_range(name: str, installed: str, says: str) -> None:
     assert machine.release(name, installed).says == says
 
 
-def test_an_old_release_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_old_or_missing_packages_as_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "releases", lambda: [machine.release("torch", "2.1.0"), machine.release("numpy", "")])
     text = output_of(1)
     assert "PROBLEM: torch 2.1.0 is older than the tested 2.6 to 2.15" in text
     assert "PROBLEM: numpy is not installed" in text
 
 
-def test_the_tested_releases_are_those_of_the_project() -> None:
+def test_tested_release_ranges_match_constraints_and_pyproject() -> None:
     """Pinned releases lie in the ranges, and what is needed begins where the range does."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     for name in ("torch", "numpy", "triton", "transformers", "safetensors"):
@@ -144,7 +146,7 @@ def test_the_tested_releases_are_those_of_the_project() -> None:
     assert re.findall(r"Python :: (3\.\d+)", project)[-1] == machine.TESTED["python"][1]
 
 
-def test_why_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_explains_why_no_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = facts()["gpus"]
     assert not result["computes"]
@@ -156,7 +158,7 @@ def test_why_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton is not installed" in machine.gpus()["why_not"]
 
 
-def test_a_driver_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_driver_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> int:
         raise RuntimeError("the driver is too old\nsecond line")
 
@@ -165,7 +167,7 @@ def test_a_driver_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.gpus() == {"devices": [], "computes": False, "why_not": "the driver is too old"}
 
 
-def test_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_native_core_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     import fusion_attention
@@ -180,7 +182,7 @@ def test_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------------- self test
 
 
-def test_everything_is_measured_and_right() -> None:
+def test_doctor_self_test_passes_and_measures_peaks() -> None:
     result = facts("--seconds", "2")
     assert result["problems"] == []
     assert set(result["peaks"]) == {"float32", "float16", "bfloat16", "read"}
@@ -190,7 +192,7 @@ def test_everything_is_measured_and_right() -> None:
     assert "cpu" in result["self_test"]["back_ends"]
 
 
-def test_the_self_test_ends_when_its_time_is_up() -> None:
+def test_self_test_ends_at_the_time_limit() -> None:
     start = time.monotonic()
     outcomes = list(selftest.outcomes(["cpu"], 1.0))
     assert time.monotonic() - start < 20  # the last step may begin just before
@@ -206,7 +208,7 @@ def a_second_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "time", clock)
 
 
-def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same(a_second_a_step: None) -> None:
+def test_self_test_fixed_steps_pass_and_drawn_steps_are_deterministic(a_second_a_step: None) -> None:
     steps = len(list(selftest._of("cpu")))
     outcomes = list(selftest.outcomes(["cpu"], steps + 4))
     fixed = [one.name for one in outcomes if not one.name.startswith("drawn ")]
@@ -219,7 +221,9 @@ def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same(a_second_a_step
 
 
 @pytest.mark.parametrize("output_name", ["out", "dq", "indices"])
-def test_a_wrong_result_is_seen(output_name: str, a_second_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_self_test_detects_wrong_results(
+    output_name: str, a_second_a_step: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if output_name == "indices":
         from fusion_attention.testing import sparse
 

@@ -75,7 +75,7 @@ def sentences(explanation: Explanation, where: str = "everywhere") -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_legal_call_of_every_operator(name: str) -> None:
+def test_legal_call_of_every_operator_has_no_findings(name: str) -> None:
     op = RECORDS[name]
     result = explain(written(op, sample(op), interface=False))
     assert result.operator == name
@@ -97,7 +97,7 @@ def broken_calls(op: Op, every: int) -> list[InvalidSample]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_the_broken_rule_is_found_from_text(name: str, every: int) -> None:
+def test_explain_finds_the_broken_rule_of_an_invalid_call(name: str, every: int) -> None:
     op = RECORDS[name]
     for one in broken_calls(op, every):
         result = explain(written(op, one.args, interface=False))
@@ -135,13 +135,13 @@ ATTENTION = "fa.attention(bf16[1,10,4,64], bf16[1,10,4,64], bf16[1,10,4,64], {})
         (padded("atten_mask=f16[5,5]"), "everywhere", "atten_mask: expected bool or uint8, got float16"),
     ],
 )  # fmt: skip
-def test_the_rule_in_our_words(call: str, where: str, sentence: str) -> None:
+def test_explain_reports_the_expected_error_sentence(call: str, where: str, sentence: str) -> None:
     result = explain(call)
     assert sentence in sentences(result, where)
     assert result.broken
 
 
-def test_cann_s_names_are_read_and_said() -> None:
+def test_explain_reads_and_reports_cann_parameter_names() -> None:
     rows = "query=f16[2,5,512], key=f16[2,5,512], value=f16[2,5,512]"
     call = f"aclnnFlashAttentionScoreGetWorkspaceSize({rows}, {{}}headNum=8)"
     result = explain(call.format('inputLayout="BSH", scaleValue=0.125, attenMaskOptional=bool[16,1,1,5], '))
@@ -151,7 +151,7 @@ def test_cann_s_names_are_read_and_said() -> None:
     assert "input_layout" in [f.param for f in missing.findings if f.code == 161001]
 
 
-def test_tensors_as_torch_makes_them() -> None:
+def test_explain_evaluates_torch_tensor_expressions() -> None:
     call = """
 import torch, torch_npu
 B, S, N, D = 2, 128, 8, 64
@@ -174,7 +174,7 @@ out, *_ = torch_npu.npu_fusion_attention(
     assert explain(call).broken  # [S, S] are lengths, not ends
 
 
-def test_bands_caches_and_positions() -> None:
+def test_explain_reads_bands_caches_and_positional_arguments() -> None:
     window = "fa.attention(bf16[1,9,4,64], bf16[1,9,4,64], bf16[1,9,4,64], band=fa.Band.window(3, 0), return_lse=True)"
     assert not explain(window).broken
     cache = "fa.decode_attention(f16[2,1,8,64], (f16[2,100,2,64], f16[2,100,2,64]), kv_len=[100, {}])"
@@ -187,7 +187,7 @@ def test_bands_caches_and_positions() -> None:
     assert explain(named) == explain(by_position)
 
 
-def test_printed_it_is_a_few_lines() -> None:
+def test_printed_explanation_shows_verdict_finding_and_fix() -> None:
     result = fa.explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)')
     lines = str(result).splitlines()
     assert lines[0].startswith("npu_fusion_attention: breaks one rule")
@@ -195,7 +195,7 @@ def test_printed_it_is_a_few_lines() -> None:
     assert "fix: key in float16" in lines
 
 
-def test_a_doubt_is_no_broken_rule_here() -> None:
+def test_doubtful_call_is_a_warning_not_a_broken_rule() -> None:
     result = explain(padded("sparse_mode=2"))
     assert [f.param for f in result.findings] == ["sparse_mode"]
     assert {f.where for f in result.findings} <= {"chip", "warning"}
@@ -218,11 +218,11 @@ FIXES = {
 
 
 @pytest.mark.parametrize(("call", "fix"), FIXES.items())
-def test_fixes_are_tried_before_they_are_named(call: str, fix: str) -> None:
+def test_explain_suggests_the_fix_of_common_mistakes(call: str, fix: str) -> None:
     assert fix in explain(call).fixes
 
 
-def test_a_call_that_no_single_change_fixes() -> None:
+def test_explain_suggests_no_fix_when_no_single_change_works() -> None:
     result = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
     assert result.broken
     assert result.fixes == ()
@@ -231,7 +231,7 @@ def test_a_call_that_no_single_change_fixes() -> None:
     assert fa.explain(speculating).fixes == ()
 
 
-def test_a_named_call_is_parsed_and_nothing_more() -> None:
+def test_parse_call_returns_operator_and_meta_arguments() -> None:
     call = parse_call(
         "npu.npu_incre_flash_attention(f16[1,1,64], key=[f16[1,9,64]], value=[f16[1,9,64]], num_heads=2-1)"
     )
@@ -284,7 +284,7 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
         ),
     ],
 )  # fmt: skip
-def test_a_log_points_at_rules(text: str, operator: str, param: str, fragment: str) -> None:
+def test_explain_maps_cann_log_to_likely_rules(text: str, operator: str, param: str, fragment: str) -> None:
     result = explain(text)
     assert result.operator == operator
     assert result.log is not None
@@ -297,7 +297,7 @@ def test_a_log_points_at_rules(text: str, operator: str, param: str, fragment: s
 
 
 @pytest.mark.parametrize("code", [161001, 161002, 561002, 361001, 507015, 507035])
-def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> None:
+def test_error_code_without_reason_is_explained_in_general(code: int) -> None:
     result = explain(log("fusion_attention", "aclnnFlashAttentionScore", code))
     assert CODES[code][0] in result.verdict
     (one,) = result.findings
@@ -314,11 +314,11 @@ def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> 
         ("aclnnFlashAttentionScore failed", "aclnnFlashAttentionScore failed with no code: "),
     ],
 )
-def test_scraps_of_a_log(text: str, verdict: str) -> None:
+def test_explain_reads_incomplete_log_lines(text: str, verdict: str) -> None:
     assert verdict in explain(text).verdict
 
 
-def test_a_reason_is_told_without_its_process() -> None:
+def test_log_reasons_omit_process_id_and_time() -> None:
     body = "EZ9999: [PID: 12] 2025-01-01-10:00:00.000.000 pse is bad[FUNC:Check][FILE:a.cpp][LINE:1]\n"
     result = explain(log("fusion_attention", "aclnnFlashAttentionScore", 561002) + body)
     assert result.log is not None
@@ -336,12 +336,12 @@ def test_a_reason_is_told_without_its_process() -> None:
         ("colour=2", "fusion-attention ops npu_fusion_attention"),
     ],
 )
-def test_words_of_other_libraries(word: str, fix: str) -> None:
+def test_explain_suggests_parameters_for_names_of_other_libraries(word: str, fix: str) -> None:
     (result,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
     assert fix in result.fix
 
 
-def test_the_size_of_a_page_is_read_from_the_cache() -> None:
+def test_explain_suggests_block_size_from_cache_shape() -> None:
     result = explain(
         "npu_fused_infer_attention_score(bf16[2,1,1024], bf16[100,128,1024], bf16[100,128,1024], num_heads=8, "
         'input_layout="BSH", block_table=i32[2,8], actual_seq_lengths_kv=[1024, 900])'
@@ -350,14 +350,14 @@ def test_the_size_of_a_page_is_read_from_the_cache() -> None:
     assert result.fixes == ("block_size=128, an axis of key",)
 
 
-def test_a_log_of_an_operator_without_a_record() -> None:
+def test_explain_reports_that_the_operator_of_a_log_is_undefined() -> None:
     result = explain("call aclnnMatmul failed, error code is 161002")
     assert result.operator == ""
     assert "aclnnMatmul has no definition here" in result.verdict
     assert explain("561003").verdict.startswith("the text names no operator: 561003")
 
 
-def test_a_call_beside_its_log() -> None:
+def test_explain_compares_the_call_with_the_log_error_code() -> None:
     wrong, right = packed([300, 100], [300, 100]), packed([100, 300], [100, 300])
     failed = log("fusion_attention", "aclnnFlashAttentionVarLenScore", 561002)
     assert "code 561002 of the log agrees" in explain(wrong, log=failed).verdict
@@ -366,7 +366,7 @@ def test_a_call_beside_its_log() -> None:
     assert "code 161001 of the log does not agree" in explain(wrong, log=other).verdict
 
 
-def test_what_a_log_is_read_for() -> None:
+def test_read_log_extracts_code_operator_function_and_reasons() -> None:
     result = read_log(
         log("fusion_attention_v3_symint", "aclnnFlashAttentionScoreGetWorkspaceSize", 561002, "a reason.")
     )
@@ -383,7 +383,7 @@ def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
     return command("explain", *arguments, stdin=stdin)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_explain_command_reads_text_files_stdin_and_logs(tmp_path: Path) -> None:
     legal, broken = f'npu_fusion_attention({HEADS}, "BSND", scale=0.1)', f'npu_fusion_attention({HEADS}, "BSNX")'
     code, out, _ = run(legal)
     assert code == 0
@@ -401,7 +401,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "code 161002 of the log agrees" in run(broken, "--log", failed.read_text())[1]
 
 
-def test_json_holds_what_the_table_shows() -> None:
+def test_explain_json_contains_findings_and_fixes() -> None:
     code, out, _ = run(f'npu_fusion_attention({HEADS}, "BSNX", scale=0.1)', "--json")
     result = json.loads(out)
     assert code == 1
@@ -413,7 +413,7 @@ def test_json_holds_what_the_table_shows() -> None:
     assert json.loads(out)["log"]["name"] == "ACLNN_ERR_PARAM_INVALID"
 
 
-def test_a_captured_call_is_explained_with_its_numbers(tmp_path: Path) -> None:
+def test_explain_checks_tensor_values_of_a_capture(tmp_path: Path) -> None:
     q = torch.randn(1, 5, 8, 64).half()
     wrong = torch.zeros(2048, 2048, dtype=torch.bool)
     with fa.capture(tmp_path) as recorded:
@@ -426,7 +426,7 @@ def test_a_captured_call_is_explained_with_its_numbers(tmp_path: Path) -> None:
     assert result["unread"] == []
 
 
-def test_what_is_there_is_checked_and_what_is_not_is_said() -> None:
+def test_explain_arguments_accepts_real_and_meta_tensors() -> None:
     op = RECORDS["npu_incre_flash_attention"]
     args = {name: value for name, value in sample(op).items() if value is not None}
     there = explain_arguments(op, args)

@@ -27,18 +27,18 @@ def test_list_names_every_operator() -> None:
     assert all(name in outcome.line for name in CONTRACTS)
 
 
-def test_page() -> None:
+def test_ops_with_a_name_prints_the_operator_page() -> None:
     assert run("ops", NAME).line == " ".join(op_pages.page(RECORDS[NAME]).split())
 
 
-def test_unknown_operator_suggests() -> None:
+def test_unknown_operator_error_suggests_a_similar_name() -> None:
     outcome = run("ops", "fusion_attention_v2")
     assert outcome.code == 2
     assert "no operator 'fusion_attention_v2'" in outcome.line
     assert f"{NAME}_v2" in outcome.line
 
 
-def test_versions_say_what_each_takes() -> None:
+def test_versions_page_lists_parameters_and_layouts_of_each_version() -> None:
     for page in doc_pages.versions(RECORDS.values()).split("\n## ")[1:]:
         lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:] if line]
         ops = [RECORDS[re.search(r"\((\w+)\.md\)", title)[1]] for title in lines[0][1:]]  # type: ignore[index]
@@ -53,7 +53,7 @@ def test_versions_say_what_each_takes() -> None:
             assert {name[7:] for name in taken[op.name] if name[0] != "`"} in (set(op.layouts), set())
 
 
-def test_the_stub_is_what_runs() -> None:
+def test_aclnn_stub_signatures_equal_runtime_signatures() -> None:
     """Every function with its parameters, defaults and annotations, as Python itself reads the stub."""
     text = stub([getattr(aclnn, name) for name in aclnn.__all__])
     module = ModuleType("_aclnn")
@@ -71,7 +71,7 @@ def test_the_stub_is_what_runs() -> None:
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_a_page_says_everything(name: str) -> None:
+def test_operator_page_lists_all_parameters_and_rules(name: str) -> None:
     op, page = CONTRACTS[name], render(CONTRACTS[name])
     assert page == render(op)
     for p in op.params:
@@ -85,7 +85,7 @@ def test_a_page_says_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
+def test_operator_page_explains_every_axis_symbol(name: str) -> None:
     page = render(CONTRACTS[name])
     explained = {axis.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for axis in line.split(", ")}
     tables = page.partition("## Parameters")[2]
@@ -94,7 +94,7 @@ def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_a_page_has_cann_s_own_names(name: str) -> None:
+def test_aclnn_pages_list_cann_parameter_names(name: str) -> None:
     op, page = CONTRACTS[name], render(CONTRACTS[name])
     assert bool(op.cann) is name.startswith("aclnn")
     assert ("\nCANN's names are those of " in page) is bool(op.cann)
@@ -121,13 +121,13 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("name", aclnn.OPERATORS)
-def test_cann_s_names_are_ours_in_other_letters(name: str) -> None:
+def test_cann_and_library_parameter_names_differ_only_in_spelling(name: str) -> None:
     for ours, cann in RECORDS[name].cann.items():
         alike = re.fullmatch(ours.replace("_", "_?") + "(in|out)?(optional)?", cann, re.I)
         assert alike or cann in OTHERWISE[ours], (ours, cann)
 
 
-def test_a_page_says_what_strict_calls_refuse() -> None:
+def test_operator_page_lists_dtypes_of_strict_mode() -> None:
     page = render(RECORDS["aclnnIncreFlashAttentionV4"])
     assert "| `query` | tensor | float16, bfloat16, float32; strict: float16 or bfloat16 |" in page
     assert "| float32, bfloat16, uint64; strict: float32, or bfloat16 as query |" in page
@@ -135,14 +135,14 @@ def test_a_page_says_what_strict_calls_refuse() -> None:
     assert "strict: " not in render(RECORDS["sparse_attention"])
 
 
-def test_a_page_says_how_packed_statistics_lie() -> None:
+def test_training_pages_describe_layout_of_packed_statistics() -> None:
     for name, op in RECORDS.items():
         packed = op in (*training.RECORDS, *score_v4.RECORDS) and "TND" in op.layouts
         assert ("[N1, q_len, 8] of all sequences, concatenated" in render(op)) is packed, name
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_tables_of_a_page_have_whole_rows(name: str) -> None:
+def test_operator_page_tables_have_equal_column_counts(name: str) -> None:
     rows = 0
     for block in render(CONTRACTS[name]).split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]

@@ -46,7 +46,7 @@ def changed(file: Path, output: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "golden"])
-def test_a_session_is_right(backend: str, folder: Path) -> None:
+def test_replay_of_correct_captures_reports_all_right(backend: str, folder: Path) -> None:
     code, report = report_of(str(folder), "--backend", backend)
     assert code == 0
     assert report["right"] == 4
@@ -58,7 +58,7 @@ def test_a_session_is_right(backend: str, folder: Path) -> None:
     assert (max(call["worst"] for call in report["calls"]) == 0) == (backend == "auto")
 
 
-def test_a_wrong_call_among_right_ones(folder: Path) -> None:
+def test_replay_reports_a_wrong_call_among_right_calls(folder: Path) -> None:
     changed(folder / "0001-attention.safetensors", "output.out")
     code, report = report_of(str(folder), "--runs", "0")
     assert code == 1
@@ -74,7 +74,7 @@ def test_a_wrong_call_among_right_ones(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) -> None:
+def test_output_of_wrong_shape_is_reported_as_unjudged(rows: int, folder: Path) -> None:
     tensors, text = content_of(file := folder / "0001-attention.safetensors")
     tensors["output.out"] = tensors["output.out"][:, :rows].contiguous()
     save_file(tensors, file, text)
@@ -84,7 +84,7 @@ def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) 
     assert "output out: expected bfloat16 [2, 40, 4, 64]" in report["calls"][1]["reason"]
 
 
-def test_files_that_cannot_be_read_do_not_end_the_session(folder: Path) -> None:
+def test_unreadable_files_do_not_stop_replay(folder: Path) -> None:
     (folder / "0002-decode_attention.safetensors").write_bytes(b"\0" * 40)
     (folder / "10000-x.safetensors").write_bytes(b"")
     code, report = report_of(str(folder))
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_read_do_not_end_the_session(folder: Path) -> None:
     assert all("\n" not in call["reason"] for call in report["calls"])
 
 
-def test_the_order_is_that_of_the_numbers(tmp_path: Path) -> None:
+def test_captures_are_replayed_in_numeric_order(tmp_path: Path) -> None:
     names = ["10000-a", "0002-b", "9999-c", "x", "0002-a"]
     for name in names:
         (tmp_path / f"{name}.safetensors").touch()
@@ -103,7 +103,7 @@ def test_the_order_is_that_of_the_numbers(tmp_path: Path) -> None:
     assert session(chosen) == chosen
 
 
-def test_a_recorded_call_is_read_without_computing(folder: Path) -> None:
+def test_read_returns_operator_and_arguments_of_a_capture(folder: Path) -> None:
     recorded_call = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
     op, args = recorded_call.op, recorded_call.args
     assert op.name == "decode_attention"

@@ -39,7 +39,7 @@ from fusion_attention.ops.training import definitions as training
     ],
     ids=str,
 )
-def test_lengths_in_any_form(value: Any) -> None:
+def test_lengths_are_accepted_as_list_tuple_range_numpy_or_tensor(value: Any) -> None:
     args = sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": value}
     bound = bind(training.TORCH_V1, args)
     assert bound["actual_seq_qlen"].tolist() == [3, 8]
@@ -68,7 +68,7 @@ def test_lengths_in_any_form(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_are_no_lengths(value: Any) -> None:
+def test_non_integer_lengths_are_refused(value: Any) -> None:
     text = one(training.TORCH_V1, sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": value})
     assert "actual_seq_qlen: expected integers (list, tuple or tensor), got " in text
 
@@ -104,7 +104,7 @@ def test_lengths_are_copied() -> None:
         ("inner_precise", torch.tensor([1]), False),
     ],
 )
-def test_types_of_numbers(name: str, value: Any, legal: bool) -> None:
+def test_number_types_are_accepted_or_refused_per_parameter(name: str, value: Any, legal: bool) -> None:
     args = sample(training.TORCH_V1, input_layout="BSND") | {name: value}
     assert (outcome(training.TORCH_V1, args)[0] == ()) is legal
 
@@ -122,7 +122,7 @@ def test_an_int_is_a_float_where_float64_holds_it() -> None:
     assert npu.npu_moe_gating_top_k(x, 2, routed_scaling_factor=10**300)[0].isinf().all()
 
 
-def test_blank_optional_tensors_were_not_given() -> None:
+def test_empty_optional_tensors_count_as_omitted() -> None:
     blanks = {p.name: torch.empty(0) for p in training.TORCH_V2.tensors() if p.optional}
     names = bind(training.TORCH_V2, sample(training.TORCH_V2) | blanks, strict=True).names
     assert all(names[name] is None for name in blanks)
@@ -167,7 +167,7 @@ def test_empty_tensors_are_legal(name: str, settings: Args) -> None:
         assert [t.shape for t in results[4:6]] == [args["query_rope"].shape, args["key_rope"].shape]
 
 
-def test_tail_of_disabled_sequences() -> None:
+def test_trailing_zero_ends_are_sequences_without_tokens() -> None:
     args = sample(training.TORCH_V1, **PACKED) | {"actual_seq_qlen": [3, 8, 0], "actual_seq_kvlen": [0, 12, 12]}
     bound = bind(training.TORCH_V1, args)
     assert (bound["q_len"].tolist(), bound["kv_len"].tolist()) == ([3, 5, 0], [0, 12, 0])
@@ -187,7 +187,7 @@ def listed(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
+def test_second_bind_from_cache_entry_returns_the_same_names(name: str) -> None:
     op = replace(RECORDS[name])  # remembers nothing
     for layout in op.layouts:
         args = sample(op, **{op.layout_attr: layout})
@@ -203,7 +203,7 @@ def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
+def test_changed_lengths_are_checked_again_for_a_cached_call(strict: bool) -> None:
     op = replace(training.TORCH_V1)
     legal = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3)
     first = bind(op, legal, strict=strict)
@@ -218,7 +218,7 @@ def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
     assert len(op.signatures) == 1
 
 
-def test_axes_of_lengths_are_not_remembered() -> None:
+def test_axes_that_depend_on_lengths_are_not_cached() -> None:
     """B, S1 and S2 of a packed call follow from its lengths alone."""
     op = replace(ATTENTION)
     legal = sample(op, layout="TND")
@@ -233,7 +233,7 @@ def test_axes_of_lengths_are_not_remembered() -> None:
     )
 
 
-def test_content_is_asked_again() -> None:
+def test_mask_content_is_checked_again_for_a_cached_call() -> None:
     op = replace(training.TORCH_V1)
     args = sample(op, S1=1030, S2=1030, N1=2, B=1, pse="1 N1 1024 S2", atten_mask="S1 S2", sparse_mode=1)
     args["atten_mask"].fill_(1).tril_(-1)
@@ -247,7 +247,7 @@ def test_content_is_asked_again() -> None:
     bind(op, args)
 
 
-def test_one_and_true_are_different_calls() -> None:
+def test_equal_numbers_of_different_types_are_checked_separately() -> None:
     op = replace(training.TORCH_V1)
     legal = sample(op, inner_precise=1)
     bind(op, legal)
@@ -258,7 +258,7 @@ def test_one_and_true_are_different_calls() -> None:
     assert outcome(op, legal | {"keep_prob": True})[0]
 
 
-def test_what_differs_in_a_signature() -> None:
+def test_changed_dtype_device_layout_shape_or_strict_mode_is_checked_again() -> None:
     op = replace(training.TORCH_V1)
     legal = sample(op, sink="N1", Dv=16)
     bind(op, legal)
@@ -272,7 +272,7 @@ def test_what_differs_in_a_signature() -> None:
     assert bind(op, legal | {"sink": None})["sink"] is None
 
 
-def test_no_tensor_is_kept_alive() -> None:
+def test_signature_cache_keeps_no_tensor_alive() -> None:
     op = replace(training.TORCH_V1)
     args = sample(op, **PACKED, atten_mask="2048 2048", sparse_mode=3, sink="N1")
     watched = [weakref.ref(t) for t in args.values() if isinstance(t, torch.Tensor)]
@@ -285,7 +285,7 @@ def test_no_tensor_is_kept_alive() -> None:
     assert op.signatures
 
 
-def test_memory_is_bounded() -> None:
+def test_signature_cache_size_is_bounded() -> None:
     op = replace(ATTENTION)
     args = sample(op, S1=1, S2=1, D=1, Dv=1, B=1)
     for offset in range(SIGNATURES_KEPT + 10):
@@ -296,7 +296,7 @@ def test_memory_is_bounded() -> None:
     assert len(op.signatures) <= 10, "what has no hash is not remembered"
 
 
-def test_arrays_without_a_value() -> None:
+def test_to_array_keeps_none_strings_and_empty_lists() -> None:
     assert to_array([]).tolist() == []
     assert to_array(None) is None
     assert to_array("ab") == "ab"

@@ -36,7 +36,7 @@ ABSENT = {
 
 @pytest.mark.parametrize("blank", BLANKS)
 @pytest.mark.parametrize("case", ABSENT)
-def test_a_tensor_without_elements_is_no_array(case: str, blank: str) -> None:
+def test_empty_array_argument_equals_omitted_argument(case: str, blank: str) -> None:
     name, settings, arrays = ABSENT[case]
     op = RECORDS[name]
     args = sample(op, **settings)
@@ -45,7 +45,7 @@ def test_a_tensor_without_elements_is_no_array(case: str, blank: str) -> None:
     assert all(same(got[key], want[key]) for key in want)
 
 
-def test_a_needed_array_without_elements_is_missing() -> None:
+def test_empty_required_lengths_are_refused_as_missing() -> None:
     args = sample(RECORDS["aclnnSparseFlashAttentionGrad"], layout="TND")
     ret, text = refused("aclnnSparseFlashAttentionGrad", args | {"actual_seq_qlen": BLANKS["empty"]})
     assert ret == 161001
@@ -55,7 +55,7 @@ def test_a_needed_array_without_elements_is_missing() -> None:
     )
 
 
-def test_the_npu_interface_takes_an_empty_tensor_too() -> None:
+def test_npu_function_accepts_empty_kv_padding_size_and_refuses_scalar() -> None:
     args = sample(RECORDS["npu_incre_flash_attention"], actual_seq_lengths=[4, 5])
     given = {p.shown: args[p.name] for p in RECORDS["npu_incre_flash_attention"].tensors()}
     more = {"num_heads": 4, "num_key_value_heads": 2, "actual_seq_lengths": [4, 5]}
@@ -68,7 +68,7 @@ def test_the_npu_interface_takes_an_empty_tensor_too() -> None:
 # ------------------------------------------------------------------------------------------------ training attention
 
 
-def test_a_layout_without_a_default_is_required() -> None:
+def test_null_layout_is_refused_unless_the_operator_has_a_default() -> None:
     # Their pages have layoutOptional, and layout.
     for name, code in (("aclnnSparseFlashAttentionGrad", 0), ("aclnnSparseLightningIndexerGradKLLoss", 161001)):
         op, args = RECORDS[name], sample(RECORDS[name])
@@ -77,7 +77,7 @@ def test_a_layout_without_a_default_is_required() -> None:
 
 
 @pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])
-def test_mode_5_takes_every_mask_of_the_page(mask: str) -> None:
+def test_sparse_mode_5_accepts_every_documented_mask_shape(mask: str) -> None:
     """A mask and prefixes both remove keys; one mask for prefixes that differ is worth a warning."""
     args = sample(V2, atten_mask=(mask, "zeros"), sparse_mode=5, prefix=[4, 6])
     with warnings.catch_warnings(record=True) as caught:

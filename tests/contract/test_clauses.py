@@ -31,7 +31,7 @@ def by_name(page: Page) -> str:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("page", "text"), ROWS)
-def test_the_clause_holds(page: Page, text: str) -> None:
+def test_clause_of_cann_page_holds(page: Page, text: str) -> None:
     results = [f"{check}: {why}" for check in page.clauses[text] if (why := wrong(page, check))]
     assert not results, "\n".join([text, *results])
 
@@ -45,7 +45,7 @@ def spellings(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_the_prototype_is_the_page_s(page: Page) -> None:
+def test_operator_parameters_match_prototype_of_cann_page(page: Page) -> None:
     params, cann = record_of(page).params, record_of(page).cann
     assert len(params) == len(page.prototype)
     for ours, p in zip(page.prototype, params, strict=True):
@@ -58,7 +58,7 @@ def test_the_prototype_is_the_page_s(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_page_is_checked_throughout(page: Page) -> None:
+def test_clauses_of_cann_page_cover_every_parameter(page: Page) -> None:
     assert all(page.clauses.values())
     named = {name for check in page.checks() for name in (*check.over, *check.names)}
     assert {p.name for p in page.prototype} <= named, "no call is about these"
@@ -66,7 +66,7 @@ def test_every_page_is_checked_throughout(page: Page) -> None:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_wrong_results_are_noticed_in_every_clause(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clause_checks_detect_wrong_results(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     second = aclnn._second
 
     def scaled(op: Any, workspace: Any, size: Any, executor: Any, stream: Any) -> int:
@@ -83,7 +83,7 @@ def test_wrong_results_are_noticed_in_every_clause(page: Page, monkeypatch: pyte
     assert [check for check in computed if check is not None and not wrong(page, check)] == []
 
 
-def test_rulings_exist() -> None:
+def test_rulings_named_in_clauses_exist_in_rulings_page() -> None:
     numbers = {int(number) for number in re.findall(r"^## (\d+)\.", RULINGS.read_text(encoding="utf-8"), re.MULTILINE)}
     texts = "\n".join(text for page in PAGES for text in page.clauses)
     assert {int(number) for number in re.findall(r"\(ruling (\d+)\)\.$", texts, re.MULTILINE)} <= numbers

@@ -29,7 +29,7 @@ from fusion_attention.plan import Plan
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_every_sample_is_legal(name: str) -> None:
+def test_sample_calls_of_every_operator_are_legal(name: str) -> None:
     op = CONTRACTS[name]
     for layout in layouts(op):
         assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), layout
@@ -37,7 +37,7 @@ def test_every_sample_is_legal(name: str) -> None:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
-def test_every_broken_rule_is_reported_alone(name: str) -> None:
+def test_each_broken_rule_is_the_only_reported_failure(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
     op = CONTRACTS[name]
     for case in invalid_samples(op):
@@ -72,7 +72,7 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_rules_are_declared_whole(name: str) -> None:
+def test_operator_rules_have_unique_ids_levels_stages_and_advice(name: str) -> None:
     op = CONTRACTS[name]
     assert len({rule.id for rule in op.asked}) == len(op.asked), "two rules of one name"
     for rule in op.rules:
@@ -96,7 +96,7 @@ def test_rules_are_declared_whole(name: str) -> None:
         ("inner_precise", {"inner_precise": 1.5}, INVALID),
     ],
 )
-def test_codes_of_the_stages(name: str, settings: Args, code: int) -> None:
+def test_invalid_argument_has_error_code_of_its_check_stage(name: str, settings: Args, code: int) -> None:
     failures, _ = outcome(training.TORCH_V2, sample(training.TORCH_V2, **settings))
     assert [(f.param, f.code) for f in failures] == [(name, code)]
 
@@ -117,7 +117,7 @@ def test_codes_of_the_stages(name: str, settings: Args, code: int) -> None:
         ({**PACKED, "actual_seq_qlen": [4, 8], "actual_seq_kvlen": [6, 12], "pse": "2 N1 1 6"}, True),
     ],
 )
-def test_forms_of_pse(settings: Args, legal: bool) -> None:
+def test_pse_shape_is_accepted_or_refused(settings: Args, legal: bool) -> None:
     assert (outcome(training.TORCH_V1, sample(training.TORCH_V1, **settings))[0] == ()) is legal
 
 
@@ -135,7 +135,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", EVERY_INTERFACE)
-def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
+def test_python_functions_refuse_calls_that_break_operator_rules(name: str) -> None:
     op = CONTRACTS[name]
     outputs = {p.name for p in op.tensors(output=True)}
     for case in invalid_samples(op):
@@ -149,7 +149,7 @@ def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_INTERFACE)
-def test_a_function_takes_its_samples(name: str) -> None:
+def test_python_functions_compute_their_sample_calls(name: str) -> None:
     op = CONTRACTS[name]
     for layout in layouts(op):
         lengths = any(isinstance(op.by_name.get(n), Array) for n in op.samples.get(layout.get(op.layout_attr, ""), {}))
@@ -161,7 +161,7 @@ def test_a_function_takes_its_samples(name: str) -> None:
 # -------------------------------------------------------------------------------------------- stages and their failures
 
 
-def test_a_stage_reports_all_its_failures_and_stops() -> None:
+def test_first_failing_check_stage_reports_all_its_failures() -> None:
     """Each call adds what an earlier stage refuses; that stage's failures alone are reported."""
     op = training.TORCH_V2
     legal = sample(op, **PACKED, atten_mask="S1 S2", query_rope=True, key_rope=True)
@@ -185,14 +185,14 @@ def test_a_stage_reports_all_its_failures_and_stops() -> None:
     assert params(**presence) == ["value", "head_num", "pse", "prefix", "sync"]
 
 
-def test_the_message_has_a_line_per_failure() -> None:
+def test_error_message_has_one_line_per_failure() -> None:
     with pytest.raises(ContractError) as caught:
         bind(training.TORCH_V1, sample(training.TORCH_V1, sparse_mode=7, N2=3))
     assert [str(f) for f in caught.value.failures] == str(caught.value).split("\n")
     assert len(caught.value.failures) == 2
 
 
-def test_an_error_survives_a_process_boundary() -> None:
+def test_contract_error_survives_pickling() -> None:
     with pytest.raises(ContractError) as caught:
         bind(ATTENTION, sample(ATTENTION, N2=3))
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -212,7 +212,7 @@ NO_DENSE_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
-def test_what_is_no_dense_tensor(kind: str) -> None:
+def test_sparse_quantized_nested_or_non_tensor_argument_is_refused(kind: str) -> None:
     make, got = NO_DENSE_TENSORS[kind]
     for op, name in ((ATTENTION, "q"), (training.TORCH_V1, "query"), (training.TORCH_V1, "padding_mask")):
         text = one(op, sample(op) | {name: make()})
@@ -221,7 +221,7 @@ def test_what_is_no_dense_tensor(kind: str) -> None:
         assert len(text) < 250
 
 
-def test_tensors_of_several_devices() -> None:
+def test_tensors_on_different_devices_are_refused() -> None:
     args = sample(training.TORCH_V1, atten_mask="S1 S2", sink="N1")
     text = one(training.TORCH_V1, args | {"sink": args["sink"].to("meta")})
     assert text == (
@@ -232,7 +232,7 @@ def test_tensors_of_several_devices() -> None:
     assert {f.code for f in failures} == {INVALID}
 
 
-def test_seeds_may_stay_on_the_host() -> None:
+def test_seed_and_offset_tensors_may_stay_on_cpu() -> None:
     op = training.TORCH_GRAD_V3
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in sample(op, keep_prob=0.5).items()}
     bound = bind(op, args | {"seed": torch.tensor([3]), "offset": torch.tensor([0])})
@@ -240,14 +240,14 @@ def test_seeds_may_stay_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64])
-def test_dtypes_that_no_record_of_cann_takes(dtype: torch.dtype) -> None:
+def test_unsupported_query_dtype_is_refused(dtype: torch.dtype) -> None:
     args = sample(training.TORCH_V1)
     odd = {name: args[name].to(dtype) for name in ("query", "key", "value")}
     text = one(training.TORCH_V1, args | odd)
     assert f"query: expected float16 or bfloat16 or float32, got {str(dtype).removeprefix('torch.')}" in text
 
 
-def test_inputs_may_overlap_and_outputs_may_not() -> None:
+def test_expanded_input_is_accepted_and_expanded_output_is_refused() -> None:
     op = training.SCORE_V1
     args = sample(op, drop_mask=None)
     expanded = args["query"][:1].expand(2, -1, -1, -1)
@@ -261,7 +261,7 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
 # --------------------------------------------------------------------------------------------------- notes and rules
 
 
-def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_keeps_its_lengths_if_another_thread_fills_its_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def lengths(q_len: list[int]) -> list[int]:
         q = torch.zeros(8, 1, 8)
         return bind(ATTENTION, {"q": q, "k": q, "v": q, "layout": "TND", "q_len": q_len}).names["q_len"].tolist()
@@ -283,7 +283,7 @@ def test_a_call_keeps_its_lengths_when_another_thread_settles_the_signature(monk
     assert not meanwhile
 
 
-def test_a_warning_points_at_the_caller() -> None:
+def test_warning_has_the_file_name_of_the_caller() -> None:
     args = sample(training.TORCH_V1, sparse_mode=3)
     bound, called = (lambda: bind(training.TORCH_V1, args)), (lambda: call(training.TORCH_V1, args))
     for ask, caller in ((bound, __file__), (called, inspect.getsourcefile(call))):
@@ -295,7 +295,7 @@ def test_a_warning_points_at_the_caller() -> None:
             assert [w.filename for w in caught] == [caller]
 
 
-def test_a_warning_comes_once_per_line() -> None:
+def test_warning_is_shown_once_per_calling_line() -> None:
     args = sample(training.TORCH_V1, sparse_mode=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -304,7 +304,7 @@ def test_a_warning_comes_once_per_line() -> None:
     assert len(caught) == 1
 
 
-def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:
+def test_operator_drops_rules_of_parameters_that_are_missing() -> None:
     assert not any(r.param == "pse_type" for r in training.SCORE_V1.asked)
     assert not any(r.only == ("TND",) for r in training.SCORE_V3.asked)
     op = training.SCORE_V1.version("v", "s", after={"value": (training.SINK,)})
@@ -313,7 +313,7 @@ def test_a_rule_about_what_a_record_lacks_is_not_its_own() -> None:
     assert not any(r.param == "pse" for r in op.asked)
 
 
-def test_a_rule_words_itself() -> None:
+def test_shape_rule_generates_its_error_text() -> None:
     rule = Rule("fits(x, 'B N | 1 N')", "x", "why")
     op = Op("op", "s", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),))
     assert rule.expected == "shape [B, N] or [1, N]"

@@ -158,13 +158,13 @@ def fuzz(op: Op, examples: int) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
-def test_strange_values(name: str) -> None:
+def test_random_argument_values_are_refused_or_computed(name: str) -> None:
     fuzz(CONTRACTS[name], 50 if name in RECORDS else 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_many_strange_values(name: str) -> None:
+def test_many_random_argument_values_are_refused_or_computed(name: str) -> None:
     fuzz(CONTRACTS[name], 10_000 if name in RECORDS else 3_000)
 
 

@@ -212,19 +212,19 @@ def by_formula(program: Program) -> str:
 
 
 @EACH
-def test_its_own_data_give_what_arithmetic_says(program: Program) -> None:
+def test_cann_sample_program_results_match_hand_calculation(program: Program) -> None:
     program.by_hand()
 
 
 @EACH
-def test_random_data_give_what_the_formula_says(program: Program) -> None:
+def test_cann_sample_program_on_random_data_matches_formula(program: Program) -> None:
     assert by_formula(program) == ""
 
 
 # ------------------------------------------------------------------------- the last program, as its page prints it
 
 
-def test_16_bit_host_data_make_no_tensors() -> None:
+def test_kl_loss_program_with_16_bit_host_data_is_refused_in_phase_1() -> None:
     """As printed: what is as short as its host data is null, which the program does not look at, and phase 1 does."""
     nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED)
     assert nulls == {
@@ -243,7 +243,7 @@ def test_16_bit_host_data_make_no_tensors() -> None:
     assert all(message.startswith("expected a value") and message.endswith("got None") for _, message in results)
 
 
-def test_64_weights_for_32_heads_are_refused() -> None:
+def test_kl_loss_program_with_64_weights_for_32_heads_is_refused() -> None:
     """As printed, but for host data of the tensors' own types."""
     nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED, np.int32, np.float32)
     assert (nulls, ret) == ({}, 161002)
@@ -254,14 +254,14 @@ def test_64_weights_for_32_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["sparseIndices", "softmaxMax", "softmaxSum"])
-def test_its_other_shapes_are_refused_too(wrong: str) -> None:
+def test_kl_loss_program_with_2d_indices_or_statistics_is_refused(wrong: str) -> None:
     names = {"sparseIndices": "sparse_indices", "softmaxMax": "softmax_max", "softmaxSum": "softmax_sum"}
     _, ret, text = indexer_grad_kl_loss_refused({**CORRECTED, wrong: PRINTED[wrong]}, np.int32, np.float32)
     assert ret == 161002
     assert f"{names[wrong]} ({wrong}): expected 3 dimensions" in text
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_set_device_beyond_the_last_device_returns_error_code() -> None:
     check(acl.init(None))
     assert acl.rt.set_device(8) == 107001
     assert acl.get_recent_err_msg() == "device_id: expected 0 to 7, got 8"

@@ -40,7 +40,7 @@ damages = pytest.mark.parametrize("damage", [empty, shorten], ids=["emptied", "s
 # ----------------------------------------------------------------------------------------------------------- the check
 
 
-def test_reach_is_that_of_torch() -> None:
+def test_span_and_reach_match_highest_address_of_strided_views() -> None:
     base = torch.arange(1000, dtype=torch.int16)
     views = [base, base[3:], base[::7], base[5:905].view(9, 100)[:, ::3], base[:1].expand(4, 5), base[:0], base[7]]
     views += [base[8:908].view(3, 30, 10).transpose(0, 2), base[10:510].view(5, 100)[1:1]]
@@ -53,7 +53,7 @@ def test_reach_is_that_of_torch() -> None:
 
 
 @damages
-def test_a_view_is_lost_with_its_own_last_byte_alone(damage: Callable[[torch.Tensor], None]) -> None:
+def test_view_is_lost_only_if_storage_ends_before_its_last_byte(damage: Callable[[torch.Tensor], None]) -> None:
     base = torch.zeros(100)
     view, before = base[10:60].view(5, 10)[:, :4], base[:10]
     view.untyped_storage().resize_((10 + 44) * 4)
@@ -90,7 +90,9 @@ PARAMETERS = [(op, name) for op in CONTRACTS.values() for name in given(op)]
 @pytest.mark.sampled(8)
 @damages
 @pytest.mark.parametrize(("op", "name"), PARAMETERS, ids=lambda value: getattr(value, "name", value))
-def test_every_tensor_of_every_record(op: Op, name: str, damage: Callable[[torch.Tensor], None]) -> None:
+def test_tensor_argument_with_resized_storage_is_refused(
+    op: Op, name: str, damage: Callable[[torch.Tensor], None]
+) -> None:
     args = sample(op)
     bind(op, args)  # The signature is known: what is asked of it is asked at every call.
     for strict in (False, True):
@@ -103,7 +105,7 @@ def test_every_tensor_of_every_record(op: Op, name: str, damage: Callable[[torch
     bind(op, args)
 
 
-def test_every_failure_is_named_and_lists_say_which() -> None:
+def test_resized_storage_error_names_each_list_element() -> None:
     q, k = rows(2, 1, 4, 8), [rows(1, 5, 2, 8, seed=i) for i in range(2)]
     fa.decode_attention(q, (k, k), kv_len=[5, 3])
     empty(k[1])
@@ -116,14 +118,14 @@ def test_every_failure_is_named_and_lists_say_which() -> None:
 
 
 @damages
-def test_lengths(damage: Callable[[torch.Tensor], None]) -> None:
+def test_lengths_tensor_with_resized_storage_is_refused(damage: Callable[[torch.Tensor], None]) -> None:
     q, lengths = rows(8, 2, 8), torch.tensor([3, 5]).clone()  # memory that torch may resize, until numpy has seen it
     damage(lengths)
     with pytest.raises(ContractError, match=r"^attention: q_len: expected a storage that holds its elements, 16 bytes"):
         fa.attention(q, q, q, layout="TND", q_len=lengths)
 
 
-def test_a_seed_that_came_as_a_tensor() -> None:
+def test_seed_tensor_with_emptied_storage_is_refused() -> None:
     q = rows(1, 4, 2, 8)
     out, top, total, *_ = npu.npu_fusion_attention(q, q, q, 2, "BSND", keep_prob=0.5, seed=3)
     saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "keep_prob": 0.5}
@@ -133,7 +135,7 @@ def test_a_seed_that_came_as_a_tensor() -> None:
         npu.npu_fusion_attention_grad(q, q, q, q, 2, "BSND", **saved, seed=seed)
 
 
-def test_a_storage_that_came_back_is_read_again() -> None:
+def test_storage_refilled_before_backward_yields_correct_gradient() -> None:
     """FSDP's way: emptied after the forward, filled again before the backward."""
     q, k = rows(2, 5, 4, 8), rows(2, 7, 2, 8)
     weight, original = k.requires_grad_(), k.detach().clone()
@@ -227,7 +229,7 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
 
 @modes
 @families
-def test_saved_tensors_may_come_back_with_any_strides(family: Family, mode: Callable[[], Any]) -> None:
+def test_backward_accepts_unpacked_saved_tensors_of_any_strides(family: Family, mode: Callable[[], Any]) -> None:
     with mode():
         saved_places = []
         want = gradients(family, lambda place, t: saved_places.append(place) or t)  # type: ignore[func-returns-value]
@@ -241,7 +243,7 @@ def test_saved_tensors_may_come_back_with_any_strides(family: Family, mode: Call
 @damages
 @modes
 @families
-def test_saved_tensors_whose_storage_is_gone(
+def test_backward_refuses_saved_tensors_with_resized_storage(
     family: Family, mode: Callable[[], Any], damage: Callable[[torch.Tensor], None]
 ) -> None:
     with mode():
@@ -261,7 +263,9 @@ def test_saved_tensors_whose_storage_is_gone(
 
 @damages
 @families
-def test_a_gradient_that_comes_from_above_is_gone(family: Family, damage: Callable[[torch.Tensor], None]) -> None:
+def test_backward_refuses_output_gradient_with_resized_storage(
+    family: Family, damage: Callable[[torch.Tensor], None]
+) -> None:
     out, leaves = family()
     out = out if out.dim() else out.sum()
 
@@ -284,7 +288,7 @@ def test_a_gradient_that_comes_from_above_is_gone(family: Family, damage: Callab
 
 @damages
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_pages(damage: Callable[[torch.Tensor], None], stored: str) -> None:
+def test_paged_cache_with_resized_storage_is_refused(damage: Callable[[torch.Tensor], None], stored: str) -> None:
     def filled() -> tuple[fa.PagedKVCache, int]:
         cache = fa.PagedKVCache(2, 8, 4, page_size=4, stored=stored)
         sequence = cache.allocate()
@@ -337,7 +341,9 @@ def refused(ret: int, code: int, name: str) -> None:
 @damages
 @pytest.mark.parametrize("name", SCORE)
 @pytest.mark.parametrize("repeatable", [False, True])
-def test_both_phases(runtime: None, name: str, damage: Callable[[torch.Tensor], None], repeatable: bool) -> None:
+def test_aclnn_call_refuses_resized_storage_in_each_phase(
+    runtime: None, name: str, damage: Callable[[torch.Tensor], None], repeatable: bool
+) -> None:
     shown = {"out": "attention_out", "max": "softmax_max", "sum": "softmax_sum"}.get(name, name)
     tensors = of_score()
     _, size, executor = score(tensors)
@@ -354,7 +360,9 @@ def test_both_phases(runtime: None, name: str, damage: Callable[[torch.Tensor], 
 
 
 @damages
-def test_lengths_of_phase_1(runtime: None, damage: Callable[[torch.Tensor], None]) -> None:
+def test_aclnn_phase_1_refuses_lengths_with_resized_storage(
+    runtime: None, damage: Callable[[torch.Tensor], None]
+) -> None:
     q, k, out = (acl.Tensor.of(t.half()) for t in (rows(2, 1, 4, 16), rows(2, 6, 2, 16), rows(2, 1, 4, 16)))
     lengths = torch.tensor([3, 5]).clone()
     lengths_handle, keys = acl.Tensor.of(lengths), acl.create_tensor_list([k])
@@ -363,7 +371,7 @@ def test_lengths_of_phase_1(runtime: None, damage: Callable[[torch.Tensor], None
     refused(aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*arguments, strict=False)[0], INVALID, "actual_seq_lengths")
 
 
-def test_host_memory_that_is_copied(runtime: None) -> None:
+def test_acl_memcpy_from_resized_host_storage_is_refused(runtime: None) -> None:
     address, _ = acl.rt.malloc(64)
     host = torch.zeros(16)
     assert acl.rt.memcpy(address, 64, host, 64, acl.ACL_MEMCPY_HOST_TO_DEVICE) == 0

@@ -52,7 +52,7 @@ BEYOND_THE_CHIP: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", BEYOND_THE_CHIP)
-def test_strict_refuses_what_the_chip_would(name: str) -> None:
+def test_strict_mode_refuses_calls_beyond_chip_limits(name: str) -> None:
     text, call = BEYOND_THE_CHIP[name]
     call()
     with npu.strict(), pytest.raises(fa.ContractError, match=text):
@@ -60,7 +60,7 @@ def test_strict_refuses_what_the_chip_would(name: str) -> None:
     call()
 
 
-def test_content_is_asked_on_request() -> None:
+def test_check_content_setting_enables_mask_content_check() -> None:
     query, mask = rows(1, 4, 2, 8), torch.zeros(4, 4, dtype=torch.bool)
     call = lambda: npu.npu_fusion_attention(query, query, query, 2, "BSND", atten_mask=mask, pre_tockens=1)  # noqa: E731
     with npu.strict():
@@ -71,7 +71,7 @@ def test_content_is_asked_on_request() -> None:
         call()
 
 
-def test_blocks_nest_and_end_with_errors_too() -> None:
+def test_settings_blocks_nest_and_restore_settings_after_errors() -> None:
     with npu.strict(check_content=True):
         with npu.strict(False):
             three_rows()
@@ -85,7 +85,7 @@ def test_blocks_nest_and_end_with_errors_too() -> None:
     three_rows()
 
 
-def test_it_decorates() -> None:
+def test_strict_works_as_a_decorator() -> None:
     assert fa.strict is npu.strict
     refuses = npu.strict()(three_rows)
     for _ in range(2):
@@ -101,7 +101,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return done.exception() or done.result()
 
 
-def test_a_block_is_its_threads_and_install_the_process() -> None:
+def test_strict_block_is_thread_local_and_install_strict_is_process_wide() -> None:
     with npu.strict():
         assert isinstance(in_thread(three_rows), torch.Tensor)
     npu.install(strict=True)
@@ -119,7 +119,7 @@ def test_a_block_is_its_threads_and_install_the_process() -> None:
     assert isinstance(in_thread(three_rows), torch.Tensor)
 
 
-def test_what_a_backward_computes_anew_takes_what_is_set_around_it() -> None:
+def test_checkpoint_recomputation_uses_settings_active_at_backward() -> None:
     q = DOUBLE.clone().requires_grad_()
     with fa.use_backend("golden"):
         out = checkpoint(lambda q: fa.attention(q, q, q), q, use_reentrant=False)
@@ -131,7 +131,7 @@ def test_what_a_backward_computes_anew_takes_what_is_set_around_it() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_two_phase_interface_has_its_own() -> None:
+def test_two_phase_interface_ignores_strict_blocks() -> None:
     op = RECORDS["aclnnIncreFlashAttention"]
     args = sample(op, S1=2)
     handles = handles_of(op, args, {"attention_out": torch.zeros_like(args["query"])}).values()
@@ -145,7 +145,7 @@ def test_the_two_phase_interface_has_its_own() -> None:
 # ----------------------------------------------------------------------------------------------------------- back ends
 
 
-def test_a_block_chooses_the_back_end() -> None:
+def test_use_backend_block_selects_the_back_end() -> None:
     with pytest.raises(fa.BackendError, match=r'golden computes it.*backend="golden".*use_backend\("golden"\)'):
         fa.attention(DOUBLE, DOUBLE, DOUBLE)
     with fa.use_backend("golden"):
@@ -158,7 +158,7 @@ def test_a_block_chooses_the_back_end() -> None:
         fa.attention(DOUBLE, DOUBLE, DOUBLE)
 
 
-def test_an_unknown_back_end_is_refused_at_once() -> None:
+def test_use_backend_refuses_unknown_back_end() -> None:
     with (
         pytest.raises(ValueError, match=f"expected one of auto, {', '.join(BACKENDS)}, got 'gpu'"),
         fa.use_backend("gpu"),
@@ -166,7 +166,7 @@ def test_an_unknown_back_end_is_refused_at_once() -> None:
         raise AssertionError
 
 
-def test_torch_npus_functions_take_it_too() -> None:
+def test_use_backend_applies_to_torch_npu_functions() -> None:
     """golden's bits are not the cpu's: what computes can be told from the results."""
     query = rows(1, 40, 2, 64, dtype=torch.float32)
     call = lambda: npu.npu_fusion_attention(query, query, query, 2, "BSND", scale=0.125)[0]  # noqa: E731
@@ -178,7 +178,7 @@ def test_torch_npus_functions_take_it_too() -> None:
     assert torch.equal(usual, call())
 
 
-def test_a_backward_runs_where_its_forward_ran() -> None:
+def test_backward_uses_the_back_end_of_its_forward() -> None:
     q = DOUBLE.clone().requires_grad_()
     weights = DOUBLE[..., 0].clone().requires_grad_()
     with fa.use_backend("golden"):
@@ -194,7 +194,7 @@ def test_a_backward_runs_where_its_forward_ran() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_graph_is_strict_where_it_runs() -> None:
+def test_compiled_graph_obeys_strict_mode_at_run_time() -> None:
     graph, query = compiled(three_rows)[0], rows(1, 3, 64)
     graph(query)
     with npu.strict(), pytest.raises(fa.ContractError, match="expected S1 == 1"):
@@ -203,7 +203,7 @@ def test_a_graph_is_strict_where_it_runs() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_graph_stays_as_strict_as_it_was_traced() -> None:
+def test_graph_traced_in_strict_mode_stays_strict() -> None:
     """Lengths are a graph's inputs: what is wrong with them turns out when it runs."""
     graph, _ = compiled(lambda q, n: fa.attention(q, q, q, layout="TND", q_len=n))
     q = rows(8, 2, 8, dtype=torch.float32)
@@ -214,13 +214,13 @@ def test_a_graph_stays_as_strict_as_it_was_traced() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_trace_says_at_once_what_is_beyond_the_chip() -> None:
+def test_tracing_in_strict_mode_raises_for_calls_beyond_chip_limits() -> None:
     with npu.strict(), pytest.raises(Exception, match="expected S1 == 1"):
         compiled(three_rows)[0](rows(1, 3, 64))
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_graph_keeps_its_back_end_and_takes_one_where_it_runs() -> None:
+def test_compiled_graph_uses_back_end_of_trace_or_of_run_time() -> None:
     graph, _ = compiled(lambda q: fa.attention(q, q, q))
     query = rows(1, 40, 2, 64, dtype=torch.float32)
     usual = graph(query)
@@ -235,7 +235,7 @@ def test_a_graph_keeps_its_back_end_and_takes_one_where_it_runs() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_block_inside_a_compiled_function_counts() -> None:
+def test_use_backend_inside_compiled_function_applies() -> None:
     def layer(q: torch.Tensor) -> torch.Tensor:
         with fa.use_backend("golden"):
             return fa.attention(q, q, q)
@@ -243,7 +243,7 @@ def test_a_block_inside_a_compiled_function_counts() -> None:
     assert torch.compile(layer, backend="aot_eager")(DOUBLE).dtype == torch.float64
 
 
-def test_nothing_warns_of_a_strict_call_that_is_right() -> None:
+def test_legal_call_in_strict_mode_does_not_warn() -> None:
     with warnings.catch_warnings(), npu.strict(check_content=True):
         warnings.simplefilter("error")
         query = rows(1, 4, 2, 64)

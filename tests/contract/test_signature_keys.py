@@ -39,7 +39,7 @@ NUMBERS = [0, 1, True, 1.0, -1, 1 << 62, 1 << 70, 0.5, float("nan"), "BSND", "",
 
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("grad", [False, True])
-def test_python_and_the_core_tell_the_same_calls_apart(name: str, grad: bool) -> None:
+def test_python_and_native_cache_keys_distinguish_the_same_calls(name: str, grad: bool) -> None:
     op = RECORDS[name]
     args = sample(op)
     variants: list[dict[str, Any]] = [args, dict(args)]
@@ -64,7 +64,7 @@ def test_python_and_the_core_tell_the_same_calls_apart(name: str, grad: bool) ->
                 assert (native[i][0] == native[j][0]) == (python[i][0] == python[j][0]), (variants[i], variants[j])
 
 
-def test_symbols_of_a_trace_are_not_asked_for_their_values() -> None:
+def test_cache_key_adds_no_guard_for_symbolic_shapes() -> None:
     shapes = ShapeEnv()
     q = FakeTensorMode(shape_env=shapes).from_tensor(torch.zeros(3, 5, 4, 16))
     assert not isinstance(q.shape[0], int)
@@ -74,7 +74,7 @@ def test_symbols_of_a_trace_are_not_asked_for_their_values() -> None:
     assert shapes.guards == []
 
 
-def test_strictness_is_part_of_a_signature() -> None:
+def test_strict_mode_is_part_of_the_cache_key() -> None:
     op = RECORDS["attention"]
     for read in (reader(op), python_reader(op)):
         assert read(sample(op), True, False)[0] != read(sample(op), False, False)[0]

@@ -22,7 +22,7 @@ POSITIONAL = {(f"npu_sparse_flash_attention{end}", "value") for end in ("", "_gr
 
 
 @pytest.mark.parametrize("name", INTERFACES)
-def test_a_signature_is_its_record(name: str) -> None:
+def test_python_signature_matches_operator_definition(name: str) -> None:
     op, extra = RECORDS[name], set() if name.startswith(("npu", "cann_ops")) else OURS
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     given = [p for p in inspect.signature(INTERFACES[name]).parameters.values() if p.name not in extra]
@@ -56,7 +56,7 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
 
 
 @pytest.mark.parametrize("name", INTERFACES)
-def test_every_parameter_reaches_its_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_parameter_is_passed_under_its_canonical_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the record's name for it, and nothing else does: bind() takes what it does not find as None."""
     parameters = dict(inspect.signature(INTERFACES[name]).parameters)
     parameters.pop("foreign", None)
@@ -66,7 +66,7 @@ def test_every_parameter_reaches_its_record(name: str, monkeypatch: pytest.Monke
     assert len(inputs) == len(parameters) - len((OURS - {"foreign"}) & parameters.keys())
 
 
-def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_attention_parameters_are_passed_under_canonical_names(monkeypatch: pytest.MonkeyPatch) -> None:
     function = fusion_attention.decode_attention
     given = {name: f"the value of {name}" for name in inspect.signature(function).parameters}
     given |= {"cache": ("the keys", "the values"), "sequences": None}  # type: ignore[dict-item]
@@ -127,7 +127,7 @@ KEYWORDS = {"compressed_attention": "ratio"} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("name", [*TORCH_NPU, *CANN_OPS, *KEYWORDS])
-def test_signatures(name: str) -> None:
+def test_python_signature_matches_declaration_of_torch_npu_or_cann(name: str) -> None:
     parameters = list(inspect.signature(INTERFACES[name]).parameters.values())
     words = [p.name if p.default in (p.empty, None) else f"{p.name}={p.default!r}" for p in parameters]
     keyword_only = [p.kind is p.KEYWORD_ONLY for p in parameters]
@@ -249,11 +249,11 @@ ACLNN = {
 
 
 @pytest.mark.parametrize("name", ACLNN)
-def test_aclnn_parameter_order(name: str) -> None:
+def test_aclnn_parameter_order_matches_c_declaration(name: str) -> None:
     assert [p.shown for p in RECORDS[name].params] == ACLNN[name].split()
 
 
-def test_every_record_is_compared() -> None:
+def test_every_operator_signature_is_compared_with_a_declaration() -> None:
     pages = {page.operator for page in PAGES}  # test_clauses.py compares their prototypes
     ours = {"decode_attention", "compress", *INTERFACES}
     assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)

@@ -64,7 +64,7 @@ def verdict(args: Args, layout: str, **options: bool) -> str:
 @pytest.mark.parametrize("layout", OTHER)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) -> None:
+def test_statistics_in_the_wrong_softmax_layout_are_detected(dtype: torch.dtype, mode: str, layout: str) -> None:
     args = arguments(**MODES[mode])
     args |= {
         name: t.to(dtype)
@@ -81,7 +81,7 @@ def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) 
 
 
 @pytest.mark.parametrize("layout", OTHER)
-def test_statistics_of_more_keys_than_these(layout: str) -> None:
+def test_statistics_over_keys_of_all_shards_pass_in_right_layout_only(layout: str) -> None:
     """A ring hands in what all shards' keys add up to, with the keys of one."""
     ends = [7, 16]
     full = saved(arguments(q_ends=ends, kv_ends=[14, 32]), layout)
@@ -98,7 +98,7 @@ def test_statistics_of_more_keys_than_these(layout: str) -> None:
 @pytest.mark.parametrize(
     "changes", [{"heads": 1, "groups": 1}, {"q_ends": [1, 2, 3], "kv_ends": [4, 9, 20]}, {"kv_ends": [0, 0, 0, 0]}]
 )
-def test_where_both_orders_are_one(changes: Args) -> None:
+def test_statistics_pass_in_each_layout_if_the_layouts_coincide(changes: Args) -> None:
     args = arguments(**changes)
     for layout in OTHER:
         given = saved(args, layout)
@@ -106,13 +106,13 @@ def test_where_both_orders_are_one(changes: Args) -> None:
         assert not verdict(given, OTHER[layout])
 
 
-def test_one_sequence_has_two_orders() -> None:
+def test_statistics_layout_is_checked_for_a_single_sequence() -> None:
     given = saved(arguments(q_ends=[40], kv_ends=[45]), "")
     assert not verdict(given, "")
     assert verdict(given, "TND")
 
 
-def test_what_content_does_not_show_is_not_said() -> None:
+def test_statistics_layout_is_not_reported_if_scores_cannot_decide() -> None:
     """Equal rows; statistics of no forward, possible in neither order; a bias, which scores do not have."""
     args = arguments()
     even = saved(args | {name: torch.ones_like(args[name]) for name in ("query", "key")}, "")
@@ -126,7 +126,7 @@ def test_what_content_does_not_show_is_not_said() -> None:
 
 
 @pytest.mark.parametrize(("layout", "other"), [("", "same_as_input"), ("same_as_input", "")])
-def test_the_two_phase_interface_asks_in_its_second_phase(layout: str, other: str) -> None:
+def test_two_phase_interface_checks_statistics_layout_in_phase_2(layout: str, other: str) -> None:
     op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
     notes = {"": "TND", "same_as_input": ""}[layout]
     args = {

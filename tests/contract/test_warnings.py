@@ -50,7 +50,7 @@ SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_sequences_that_end_before_their_tensor(name: str) -> None:
+def test_packed_lengths_shorter_than_tensor_warn_and_strict_mode_raises(name: str) -> None:
     param, call = SHORT[name]
     axis = "T2" if param == "kv_len" else "T1"
     fate = "not read" if axis == "T2" else "zeros"
@@ -60,7 +60,7 @@ def test_sequences_that_end_before_their_tensor(name: str) -> None:
     assert re.search(rf"got {axis}=300, (q|kv)_len=\[", refused(call))
 
 
-def test_ends_are_asked_whether_they_are_lengths() -> None:
+def test_warning_suggests_that_cumulative_ends_may_be_lengths() -> None:
     """The classic mistake: [100, 250] of 300 rows reads as two sequences of 100 and 150."""
     call = lambda: npu.npu_fusion_attention(  # noqa: E731
         ROWS, ROWS, ROWS, 2, "TND", scale=0.25, actual_seq_qlen=[100, 250], actual_seq_kvlen=[100, 250]
@@ -69,7 +69,7 @@ def test_ends_are_asked_whether_they_are_lengths() -> None:
     assert "q_len=[100, 150]" in refused(call)
 
 
-def test_sequences_that_fill_their_tensor_are_not_doubted() -> None:
+def test_packed_lengths_that_fill_the_tensor_do_not_warn() -> None:
     def calls() -> None:
         npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends(300))
         tail = ends(300) | {"actual_seq_qlen": [300, 0, 0]}
@@ -82,7 +82,7 @@ def test_sequences_that_fill_their_tensor_are_not_doubted() -> None:
         assert warned(calls) == []
 
 
-def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
+def test_default_filter_shows_short_lengths_warning_once_for_all_lengths() -> None:
     """Who fills a tensor of one size with batches of another means it, and is not told at every step."""
 
     def steps() -> None:
@@ -95,7 +95,7 @@ def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_two_phase_interface_is_strict_unless_told() -> None:
+def test_two_phase_interface_is_strict_by_default() -> None:
     op = RECORDS["aclnnFlashAttentionVarLenScore"]
     results = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
     results["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
@@ -126,7 +126,7 @@ DROPPED: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", DROPPED)
-def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
+def test_unsupported_gradient_warns_and_strict_mode_raises(name: str) -> None:
     text, call = DROPPED[name]
     for _ in range(2):  # a signature that is known, too
         (result,) = warned(call)
@@ -137,12 +137,12 @@ def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
     assert len(warned(call)) == 1
 
 
-def test_a_tensor_that_wants_a_gradient_is_told_from_its_like() -> None:
+def test_unsupported_gradient_warns_only_if_the_tensor_requires_grad() -> None:
     for slopes, count in ((SLOPES.detach(), 0), (SLOPES, 1), (SLOPES.detach(), 0), (SLOPES, 1)):
         assert len(warned(lambda slopes=slopes: fa.attention(Q, Q, Q, alibi_slopes=slopes))) == count  # type: ignore[misc]
 
 
-def test_a_bias_has_its_gradient_and_no_warning() -> None:
+def test_pse_bias_has_a_gradient_and_no_warning() -> None:
     bias = torch.zeros(1, 2, 6, 6, requires_grad=True)
     call = lambda: npu.npu_fusion_attention_v2(Q, Q, Q, 2, "BSND", pse=bias, pse_type=0, scale=0.25)[0]  # noqa: E731
     assert warned(call) == []
@@ -151,7 +151,7 @@ def test_a_bias_has_its_gradient_and_no_warning() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_dropped_gradient_is_told_in_a_trace() -> None:
+def test_unsupported_gradient_warns_in_a_compiled_graph() -> None:
     graph, _ = compiled(lambda s: fa.attention(Q, Q, Q, alibi_slopes=s))
     assert any("alibi_slopes" in text for text in warned(lambda: graph(SLOPES)))
 
@@ -166,7 +166,7 @@ def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("interface", [attended, selected])
-def test_a_loss_that_left_lse_out_is_none_through_it(
+def test_unused_lse_under_reentrant_checkpoint_keeps_the_gradient(
     interface: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Reentrant checkpointing gives every output a gradient: zeros where nobody used it."""
@@ -178,7 +178,7 @@ def test_a_loss_that_left_lse_out_is_none_through_it(
     assert torch.equal(through.grad, alone.grad)  # type: ignore[arg-type]
 
 
-def test_so_it_is_where_rows_have_no_keys() -> None:
+def test_unused_lse_of_rows_without_keys_keeps_the_gradient_finite() -> None:
     def few_keys(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return fa.attention(q, Q[:, :2], Q[:, :2], band=fa.Band.causal(), return_lse=True)
 
@@ -189,7 +189,7 @@ def test_so_it_is_where_rows_have_no_keys() -> None:
     assert q.grad.isfinite().all()  # type: ignore[union-attr]
 
 
-def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants() -> None:
+def test_indexer_loss_treats_attention_rows_and_lse_as_constants() -> None:
     """Its backward neither refuses lse nor frees what the attention's own backward needs."""
     q = Q.clone().requires_grad_()
     index_q = torch.randn(1, 6, 2, 8, requires_grad=True)
@@ -206,7 +206,7 @@ def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants()
 # ---------------------------------------------------------------------------------------------------- notes and advice
 
 
-def test_a_scale_left_out_is_told() -> None:
+def test_omitted_scale_of_wide_heads_warns() -> None:
     wide_rows, narrow = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 16)
     half = torch.randn(1, 1, 64).half(), torch.randn(1, 9, 64).half()
     calls: tuple[tuple[str, int, Callable[[], Any]], ...] = (
@@ -222,7 +222,7 @@ def test_a_scale_left_out_is_told() -> None:
         assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in result)
 
 
-def test_a_mask_that_no_mode_has_is_told_once_for_a_shape() -> None:
+def test_undocumented_compressed_mask_warns_and_strict_mode_raises() -> None:
     q = torch.randn(1, 8, 2, 24)
     right = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
@@ -240,7 +240,7 @@ def test_a_mask_that_no_mode_has_is_told_once_for_a_shape() -> None:
         call(right)
 
 
-def test_an_entry_behind_the_end_of_a_list_is_told() -> None:
+def test_key_list_entry_after_minus_one_warns_and_strict_mode_raises() -> None:
     q = torch.randn(1, 5, 2, 24)
     lists = torch.tensor([0, -1, 0], dtype=torch.int32).expand(1, 5, 1, 3)
     call = lambda lists: fa.sparse_attention(q, q[:, :, :1], None, lists, causal=False)  # noqa: E731
@@ -265,12 +265,12 @@ def test_an_entry_behind_the_end_of_a_list_is_told() -> None:
         (lambda: functions()["npu_swiglu"](Q, axes=1), r"'axes' \(it has input, dim\)"),
     ],
 )
-def test_a_misspelt_argument_is_named(call: Callable[[], Any], text: str) -> None:
+def test_misspelt_argument_raises_type_error_with_suggestion(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call()
 
 
-def test_numbers_may_come_as_tensors_and_as_numpys() -> None:
+def test_numbers_are_accepted_as_scalar_tensors_and_numpy_scalars() -> None:
     q, heads = torch.randn(1, 2, 8, 16), torch.tensor(2)
     want = npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.25)
     for scale in (torch.tensor(0.25), np.float32(0.25)):
@@ -286,7 +286,7 @@ def test_numbers_may_come_as_tensors_and_as_numpys() -> None:
     assert want[-1] == 2 * 8 * 8  # scores, whatever is kept
 
 
-def test_what_is_wrong_alike_is_said_once() -> None:
+def test_same_failure_of_two_parameters_is_one_line_of_the_error() -> None:
     q = torch.randn(8, 2, 16)
     with pytest.raises(fa.ContractError) as caught:
         npu.npu_fusion_attention(q, q, q, 2, "TND", scale=0.25, actual_seq_qlen=[5, 3], actual_seq_kvlen=[5, 3])
@@ -296,7 +296,7 @@ def test_what_is_wrong_alike_is_said_once() -> None:
     assert line.endswith("; actual_seq_kvlen likewise")
 
 
-def test_lists_far_longer_than_the_keys() -> None:
+def test_top_k_far_beyond_the_keys_warns_and_strict_mode_raises() -> None:
     q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
     calls = {
         count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (2048, 8193)
@@ -321,13 +321,13 @@ def test_lists_far_longer_than_the_keys() -> None:
         ),
     ],
 )
-def test_a_mask_of_numbers_is_told_where_it_belongs(call: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_float_mask_error_suggests_inverted_mask_or_bias(call: Callable[..., Any], words: tuple[str, ...]) -> None:
     with pytest.raises(fa.ContractError) as caught:
         call(torch.zeros(6, 6))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_packed_rows_without_lengths() -> None:
+def test_packed_rows_without_lengths_raise_with_an_example() -> None:
     with pytest.raises(
         fa.ContractError, match=r"q_len: expected the lengths of packed .*e\.g\. q_len=\[100, 150, 50\]"
     ):
@@ -335,7 +335,7 @@ def test_packed_rows_without_lengths() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_are_told_how_to_come(layout: torch.layout) -> None:
+def test_nested_tensor_error_suggests_values_and_offsets(layout: torch.layout) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: a prototype
         nested = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)], layout=layout)
@@ -358,7 +358,7 @@ def test_nested_tensors_are_told_how_to_come(layout: torch.layout) -> None:
 # --------------------------------------------------------------------------------------------------------------- bands
 
 
-def test_a_band_is_one_band_whatever_its_numbers_came_as() -> None:
+def test_band_converts_integral_numbers_to_int_and_refuses_others() -> None:
     """Nothing depends on which of two equal calls came first."""
     import numpy as np
 
@@ -389,11 +389,11 @@ def test_a_band_is_one_band_whatever_its_numbers_came_as() -> None:
         (fa.Band(0.5), "Band(lo=0.5, hi=1099511627776, align='end', prefix=())"),  # type: ignore[arg-type]
     ],
 )
-def test_a_band_prints_as_it_is_made(band: fa.Band, text: str) -> None:
+def test_band_repr_evaluates_to_an_equal_band(band: fa.Band, text: str) -> None:
     assert repr(band) == text
     assert eval(text, {"Band": fa.Band}) == band
 
 
-def test_a_window_without_a_right_edge_is_causal() -> None:
+def test_band_window_without_right_edge_is_causal() -> None:
     assert fa.Band.window(3) == fa.Band.window(3, 0)
     assert fa.Band.window(3).visible(5, 5).triu(1).sum() == 0

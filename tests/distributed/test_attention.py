@@ -28,7 +28,7 @@ def slow(*values: Any) -> Any:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), slow(2, SOME), (3, SOME), slow(3, EVERY), slow(4, SOME)])
-def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
+def test_allgather_results_equal_one_process_bitwise(worlds: Worlds, world: int, names: list[str]) -> None:
     for name, result in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
         for what, ours in result.items():
             assert ours.dtype == one(name)[what].dtype
@@ -36,7 +36,7 @@ def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, 
         judge(name, result)
 
 
-def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> None:
+def test_allgather_with_summed_gradients_keeps_out_lse_and_dq_bitwise(worlds: Worlds) -> None:
     for name, result in worlds.run(3, all_of, "allgather", EVERY, {})[0].items():
         judge(name, result)
         assert all(same(result[what], one(name)[what]) for what in ("out", "lse", "dq")), name
@@ -57,7 +57,9 @@ def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> Non
         ("ulysses+ring", 2, ["rope", "short"]),
     ],
 )
-def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str, world: int, names: list[str]) -> None:
+def test_every_schedule_matches_float64_reference_within_error_bound(
+    worlds: Worlds, schedule: str, world: int, names: list[str]
+) -> None:
     for name, result in worlds.run(world, all_of, schedule, names, {})[0].items():
         judge(name, result)
         if schedule == "ulysses" and not named(name)["sizes"].get("sink"):
@@ -72,7 +74,9 @@ SEEDS = list(range(5))
 @pytest.mark.parametrize(
     ("schedule", "world"), [("allgather", 3), ("zigzag", 4), ("ring", 2), ("ulysses", 2), ("ulysses+ring", 4)]
 )
-def test_calls_that_nobody_chose(worlds: Worlds, schedule: str, world: int, seeds: list[int]) -> None:
+def test_random_calls_match_float64_reference_on_every_schedule(
+    worlds: Worlds, schedule: str, world: int, seeds: list[int]
+) -> None:
     options = {"deterministic": True} if schedule == "allgather" else {}
     for seed, result in worlds.run(world, all_of, schedule, seeds, options)[0].items():
         judge(seed, result)
@@ -108,7 +112,7 @@ def blocks(group: Any, tokens: int) -> tuple[int, int]:
     return most[0], most[1]
 
 
-def test_a_ring_holds_two_blocks_of_keys_whatever_its_size(worlds: Worlds) -> None:
+def test_ring_holds_at_most_two_key_blocks_for_any_world_size(worlds: Worlds) -> None:
     """Blocks of k and v; backward, besides: gradients that come, and those that this rank hands on."""
     for world in (2, 3, 4):
         for forward, backward in worlds.run(world, blocks, 8 * 64 * world):
@@ -116,7 +120,7 @@ def test_a_ring_holds_two_blocks_of_keys_whatever_its_size(worlds: Worlds) -> No
             assert backward <= 2 * 4
 
 
-def test_it_takes_what_one_process_takes() -> None:
+def test_distributed_attention_has_the_parameters_of_attention() -> None:
     """All parameters of fusion_attention.attention with their defaults, but for what is not cut among ranks."""
     ours, theirs = (dict(inspect.signature(f).parameters) for f in (attention, fa.attention))
     for name in ("drop_bits", "blocked_tiles", "blocked_bits"):

@@ -182,7 +182,7 @@ def _of_one(how: dict[str, Any]) -> dict[str, Any]:
         for world in (1, 2, 3, 4)
     ],
 )
-def test_decoding_finds_what_one_process_does(worlds: Worlds, world: int, name: str) -> None:
+def test_decode_over_shared_cache_matches_one_process(worlds: Worlds, world: int, name: str) -> None:
     first, *others = worlds.run(world, attended, name)
     for other in others:
         same_bits(other, first, "another rank's")

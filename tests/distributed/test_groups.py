@@ -39,7 +39,7 @@ def values(group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_passes_arrives(worlds: Worlds, world: int) -> None:
+def test_gather_exchange_and_sums_return_the_sent_values(worlds: Worlds, world: int) -> None:
     for rank, result in enumerate(worlds.run(world, values)):
         wanted = torch.cat([torch.arange(r * 2.0).reshape(r, 2) + 100 * r for r in range(world)])
         assert torch.equal(result["gathered"], wanted)
@@ -64,7 +64,7 @@ def under_other_names(group: Any) -> list[float]:
     return result
 
 
-def test_a_group_is_one_by_whatever_name(worlds: Worlds) -> None:
+def test_group_and_meshes_of_the_same_ranks_are_interchangeable(worlds: Worlds) -> None:
     assert worlds.run(4, under_other_names) == [[4.0, 8.0, 12.0, 16.0]] * 4
 
 
@@ -88,7 +88,7 @@ def of_equal_meshes(group: Any) -> list[float]:
     return result
 
 
-def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
+def test_equal_meshes_released_at_different_times_keep_working(worlds: Worlds) -> None:
     assert worlds.run(4, of_equal_meshes) == [[4.0, 8.0, 12.0]] * 4
 
 
@@ -99,7 +99,7 @@ def different(group: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_say_different_things_all_raise(worlds: Worlds, world: int) -> None:
+def test_ranks_with_different_settings_all_raise(worlds: Worlds, world: int) -> None:
     for rank, text in enumerate(worlds.run(world, different)):
         assert f"distributed.values: rank {rank} of {world}, schedule ring" in text
         assert "rank 0 calls with dtype=even, rank 1 with dtype=odd" in text
@@ -148,12 +148,12 @@ def of_another_kind(group: Any) -> str:
         (1, of_another_kind, "expected a ProcessGroup, a DeviceMesh or None, got int"),
     ],
 )
-def test_an_error_on_every_rank(worlds: Worlds, world: int, call: Callable[[Any], str], wanted: str) -> None:
+def test_group_faults_raise_on_every_rank(worlds: Worlds, world: int, call: Callable[[Any], str], wanted: str) -> None:
     for rank, text in enumerate(worlds.run(world, call)):
         assert wanted.format(rank=rank) in text
 
 
-def test_without_torch_distributed_the_error_says_what_to_do() -> None:
+def test_missing_init_process_group_is_named_in_the_error() -> None:
     with pytest.raises(GroupError, match="init_process_group"):
         group_of(None)
 
@@ -180,7 +180,7 @@ def dying(group: Any) -> str:
 
 
 @pytest.mark.slow
-def test_faults_end_within_the_timeout() -> None:
+def test_mismatched_calls_and_rank_death_raise_within_the_timeout() -> None:
     """Calls that differ though each is known, and a rank that dies: an error on every other rank, in its time."""
     pool = Worlds(3, timeout=4.0)
     try:

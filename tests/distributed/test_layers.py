@@ -95,11 +95,11 @@ def judged(by_rank: list[Tensors], form: str, stage: str, packed: bool) -> None:
         for packed in (True, False)
     ],
 )
-def test_ranks_learn_what_one_process_does(worlds: Worlds, form: str, stage: str, packed: bool) -> None:
+def test_layer_gradients_on_two_ranks_match_one_process(worlds: Worlds, form: str, stage: str, packed: bool) -> None:
     judged(worlds.run(2, of_ranks, form, stage, packed), form, stage, packed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3, 4])
-def test_any_number_of_ranks(worlds: Worlds, world: int) -> None:
+def test_layer_gradients_on_1_3_and_4_ranks_match_one_process(worlds: Worlds, world: int) -> None:
     judged(worlds.run(world, of_ranks, "latent", "sparse", True), "latent", "sparse", True)

@@ -47,7 +47,7 @@ def gradient(g: Gradients, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("forced", VARIANTS, indirect=True)
 @pytest.mark.parametrize("seed", range(12))
-def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
+def test_chunk_results_equal_the_full_call_bitwise(forced: None, seed: int) -> None:
     """Rows that meet all keys, and keys that meet all rows; a chunk at a time, and all at once."""
     call, rng = draw(seed), random.Random(seed)
     torch.set_num_threads(2)
@@ -79,7 +79,7 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> None:
+def test_long_windowed_chunks_equal_the_full_call_bitwise(dtype: torch.dtype) -> None:
     """More keys than a step has, from a first one that every tile of rows has for itself; a last chunk of five rows."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1413, 2, 16, generator=generator).to(dtype) for _ in "qkv")
@@ -91,7 +91,7 @@ def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_golden_knows_parts(seed: int) -> None:
+def test_float64_reference_chunks_match_the_full_call(seed: int) -> None:
     """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
@@ -124,7 +124,7 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_attentio
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 114)) for seed in range(100, 160)]
 )
-def test_partial_results_merge_to_the_whole(seed: int) -> None:
+def test_merged_partial_results_match_the_full_call(seed: int) -> None:
     """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
     full, wanted = call.full(), expected(call)

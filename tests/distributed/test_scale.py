@@ -40,7 +40,7 @@ def sent(group: Any, schedule: str) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("schedule", ["allgather", "zigzag", "ulysses"])
-def test_the_model_counts_what_is_sent(worlds: Worlds, schedule: str, world: int) -> None:
+def test_cost_model_equals_the_bytes_sent_by_each_schedule(worlds: Worlds, schedule: str, world: int) -> None:
     model = cost(Step(TOKENS, HEADS, KV_HEADS, DIM), H100, world, schedule)
     assert model is not None
     assert worlds.run(world, sent, schedule) == [model.sent] * world

@@ -306,11 +306,11 @@ def merged(group: Any, case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
-def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
+def test_merged_topk_selections_equal_one_process(worlds: Worlds, case: Case, world: int) -> None:
     judge(case, [result for result in worlds.run(world, merged, case) if result])
 
 
-def test_the_order_of_candidates() -> None:
+def test_topk_orders_nan_first_and_ties_by_index() -> None:
     nan = torch.nan
     indices = torch.tensor([[[7, 2, -1, 5, 3, 9, 1, -1]]], dtype=torch.int32)
     values = torch.tensor([[[0.0, 1.0, -torch.inf, nan, -0.0, 1.0, nan, -torch.inf]]])
@@ -321,7 +321,7 @@ def test_the_order_of_candidates() -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("case", "world"), WORLDS)
-def test_ranks_find_what_one_process_does(worlds: Worlds, case: Case, world: int) -> None:
+def test_sparse_attention_and_indexer_on_ranks_match_one_process(worlds: Worlds, case: Case, world: int) -> None:
     by_rank = worlds.run(world, compared, case)
     for one in zip(*by_rank, strict=True):
         judge(case, list(one))

@@ -24,14 +24,14 @@ def pairs(placement: Any) -> list[int]:
 
 @given(LENGTHS, st.sampled_from(ONE), st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
-def test_every_token_lies_on_one_rank_and_cuts_on_tiles(lengths: list[int], schedule: str, world: int) -> None:
+def test_each_token_is_on_one_rank_and_chunks_start_at_tiles(lengths: list[int], schedule: str, world: int) -> None:
     placement = layout_of(schedule, tuple(lengths), (world,))
     check(placement, lengths, world)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
-def test_a_mesh_divides_the_shares_of_its_ring(lengths: list[int], ring: int, columns: int) -> None:
+def test_ulysses_ring_mesh_divides_the_zigzag_shards(lengths: list[int], ring: int, columns: int) -> None:
     placement = layout_of("ulysses+ring", tuple(lengths), (ring, columns))
     check(placement, lengths, ring * columns)
     line = layout_of("zigzag", tuple(lengths), (ring,))
@@ -55,14 +55,14 @@ def check(placement: Any, lengths: list[int], world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
 @pytest.mark.parametrize("schedule", ["zigzag", "allgather"])
-def test_causal_bands_load_all_ranks_alike(schedule: str, world: int) -> None:
+def test_zigzag_and_allgather_balance_causal_work(schedule: str, world: int) -> None:
     placement = layout_of(schedule, (256 * CUT,), (world,))
     counted = pairs(placement)
     assert max(counted) * world <= 1.05 * sum(counted)
     assert max(placement.sizes) == min(placement.sizes)
 
 
-def test_contiguous_shares_of_a_causal_band_are_not_alike() -> None:
+def test_contiguous_ring_shards_have_unequal_causal_work() -> None:
     counted = pairs(layout_of("ring", (256 * CUT,), (8,)))
     assert max(counted) * 8 > 1.8 * sum(counted)
 
@@ -81,12 +81,12 @@ def test_a_sequence_shorter_than_the_world_leaves_ranks_without_rows() -> None:
 
 
 @pytest.mark.parametrize("schedule", ONE)
-def test_a_length_that_nobody_has_takes_no_memory(schedule: str) -> None:
+def test_layout_of_a_huge_length_is_computed_without_memory(schedule: str) -> None:
     placement = layout_of(schedule, (10**12,), (4,))
     assert max(placement.sizes) - min(placement.sizes) <= 2 * CUT
 
 
-def test_a_short_padded_batch_is_spread_all_the_same() -> None:
+def test_short_sequence_is_spread_over_all_ranks() -> None:
     assert sorted(layout_of("zigzag", (5 * CUT,), (4,)).sizes) == [CUT, CUT, CUT, 2 * CUT]
 
 
@@ -131,12 +131,14 @@ def on_a_mesh(group: Any, lengths: Any, ring: int) -> dict[str, Any]:
         ("ulysses", 0, 1),
     ],
 )
-def test_there_and_back(worlds: Worlds, world: int, schedule: str, lengths: Any, dim: int) -> None:
+def test_unshard_restores_sharded_tensors_and_gradients(
+    worlds: Worlds, world: int, schedule: str, lengths: Any, dim: int
+) -> None:
     judge(worlds.run(world, there_and_back, schedule, lengths, dim), lengths)
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4])
-def test_there_and_back_on_a_mesh(worlds: Worlds, ring: int) -> None:
+def test_unshard_on_a_mesh_restores_tensors_and_gradients(worlds: Worlds, ring: int) -> None:
     judge(worlds.run(4, on_a_mesh, [6 * CUT + 1, 17, 70 * CUT], ring), [6 * CUT + 1, 17, 70 * CUT])
 
 
@@ -166,7 +168,7 @@ def hostile(group: Any) -> list[str]:
     return [text_of(call, ValueError, GroupError) for call in calls]
 
 
-def test_wrong_calls_say_what_is_wrong(worlds: Worlds) -> None:
+def test_shard_and_unshard_raise_specific_errors(worlds: Worlds) -> None:
     wanted = (
         "shard: schedule: expected one of allgather, ring",
         "shard: x: expected the lengths add up to 9 tokens along dim 1, got shape [2, 8]",

@@ -65,7 +65,7 @@ def message_of(group: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_ranks_that_call_otherwise_all_raise(worlds: Worlds, name: str) -> None:
+def test_ranks_with_different_arguments_all_raise(worlds: Worlds, name: str) -> None:
     for rank, text in enumerate(worlds.run(2, message_of, name)):
         assert f"distributed.lightning_indexer: rank {rank} of 2" in text
         assert CALLS[name][1] in text
@@ -99,13 +99,13 @@ def hostile(group: Any) -> list[str]:
     return [text_of(lambda words=words: indexed(group, **words), Exception) for words in HOSTILE]  # type: ignore[misc]
 
 
-def test_whatever_comes_is_refused_in_words(worlds: Worlds) -> None:
+def test_malformed_arguments_raise_errors_with_expected_values(worlds: Worlds) -> None:
     for result in worlds.run(2, hostile):
         for words, text in zip(HOSTILE, result, strict=True):
             assert "expected" in text, (words, text)
 
 
-def test_wrong_calls_have_the_words_of_one_process(worlds: Worlds) -> None:
+def test_invalid_calls_raise_the_same_errors_as_one_process(worlds: Worlds) -> None:
     for weights, top_k, schedule, group, lengths in worlds.run(2, wrong):
         assert "weights: expected one weight for every head of q, got weights=float32 [1, 128, 3]" in weights
         assert "top_k: expected" in top_k
@@ -121,7 +121,7 @@ def on_a_mesh(group: Any) -> list[str]:
     return [text_of(lambda: indexed(group, **how), ValueError), both]
 
 
-def test_what_does_not_go_with_merged_choices(worlds: Worlds) -> None:
+def test_merge_topk_refuses_meshes_and_deterministic(worlds: Worlds) -> None:
     for mesh, both in worlds.run(4, on_a_mesh):
         assert "merge_topk: expected False on a mesh of two dimensions" in mesh
         assert "deterministic: expected False with merge_topk" in both
@@ -136,7 +136,7 @@ def listed(group: Any, entry: int) -> str:
 
 
 @pytest.mark.parametrize("entry", [-2, 128, 2**31 - 1])
-def test_no_kernel_reads_a_block_that_does_not_exist(worlds: Worlds, entry: int) -> None:
+def test_refuses_selected_key_indices_out_of_range(worlds: Worlds, entry: int) -> None:
     for rank, text in enumerate(worlds.run(2, listed, entry)):
         assert f"got {entry} at batch 0, row {64 * rank + 63}, slot 2, outside [-1, 128)" in text
 
@@ -156,7 +156,7 @@ def derived(group: Any) -> list[str]:
     ]
 
 
-def test_derivatives_that_there_are_not(worlds: Worlds) -> None:
+def test_lse_gradients_double_backward_and_tracing_raise(worlds: Worlds) -> None:
     for lse, twice, compiled, transformed in worlds.run(2, derived):
         assert "the loss goes through the lse" in lse
         assert "cannot differentiate twice" in twice
@@ -180,7 +180,7 @@ def other_lengths(group: Any) -> list[str]:
     return [other, longer, heads, scale]
 
 
-def test_caches_that_differ_are_an_error_on_every_rank(worlds: Worlds) -> None:
+def test_shared_caches_that_differ_raise_on_every_rank(worlds: Worlds) -> None:
     for rank, (other, longer, heads, scale) in enumerate(worlds.run(3, other_lengths)):
         for text in (other, longer, heads):
             assert f"distributed.decode_attention: rank {rank} of 3, comparing caches" in text
@@ -221,7 +221,7 @@ def refused(group: Any) -> list[str]:
     return [full, *results]
 
 
-def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
+def test_shared_cache_refuses_invalid_decode_calls(worlds: Worlds) -> None:
     for full, out_scale, blocked, bias, kv_len, *others, count, complete, mesh in worlds.run(4, refused):
         assert "1 more pages needed on rank 0 of 4, 0 free" in full
         assert "out_scale: expected None over a cache with a group" in out_scale

@@ -28,7 +28,7 @@ def last(folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["allgather", "zigzag", "ring", "ulysses"])
-def test_losses_are_those_of_one_process(schedule: str, tmp_path: Path) -> None:
+def test_losses_on_two_ranks_match_one_process(schedule: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     alone = [sys.executable, str(SCRIPT), *TEXT, "--steps", "3", "--folder", str(one)]
     subprocess.run(alone, check=True, timeout=120, capture_output=True)
@@ -39,7 +39,7 @@ def test_losses_are_those_of_one_process(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_a_rank_is_killed_and_on_other_ranks(tmp_path: Path) -> None:
+def test_training_resumes_after_rank_is_killed_and_on_more_ranks(tmp_path: Path) -> None:
     full, interrupted = tmp_path / "whole", tmp_path / "cut"
     alone = [sys.executable, str(SCRIPT), *TEXT, "--steps", "12", "--folder", str(full)]
     subprocess.run(alone, check=True, timeout=200, capture_output=True)

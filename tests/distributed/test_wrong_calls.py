@@ -127,7 +127,7 @@ def every_text(group: Any) -> list[str]:
     return [text_of(lambda call=call: call(group, rank), *ERRORS) for call, _ in CALLS]
 
 
-def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -> None:
+def test_invalid_call_raises_on_every_rank_with_the_cause(worlds: Worlds) -> None:
     for rank, texts in enumerate(worlds.run(2, every_text)):
         for text, (_, wanted) in zip(texts, CALLS, strict=True):
             assert wanted.format(rank=rank) in text, (wanted, text)
@@ -143,7 +143,7 @@ def uncomputed(group: Any) -> bool:
     return torch.equal(attention(q, k, v, group=group, tokens=S), shard(want, group, "zigzag", S))
 
 
-def test_a_group_outlives_what_cannot_be_computed(worlds: Worlds) -> None:
+def test_group_works_after_a_back_end_error(worlds: Worlds) -> None:
     assert worlds.run(3, uncomputed) == [True] * 3
 
 
@@ -155,7 +155,7 @@ def of_many_backwards(group: Any) -> bool:
     return all(map(torch.equal, first, second))
 
 
-def test_a_graph_may_be_kept(worlds: Worlds) -> None:
+def test_retained_graph_returns_the_same_gradients_twice(worlds: Worlds) -> None:
     assert worlds.run(3, of_many_backwards) == [True] * 3
 
 
@@ -169,7 +169,7 @@ def drawing(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return mine, other
 
 
-def test_ranks_draw_one_seed(worlds: Worlds) -> None:
+def test_ranks_with_different_generators_share_the_dropout_seed(worlds: Worlds) -> None:
     result = worlds.run(2, drawing)
     for mine, other in result:
         assert 0.4 < (mine > 0).float().mean() < 0.6
@@ -196,7 +196,7 @@ def dying(group: Any, schedule: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zigzag", "allgather", "ulysses"])
-def test_a_rank_that_dies_is_an_error_on_the_others(schedule: str) -> None:
+def test_rank_death_raises_on_the_other_ranks(schedule: str) -> None:
     world = 2 if schedule == "ulysses" else 3
     pool = Worlds(world, timeout=4.0)
     try:
@@ -209,7 +209,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(schedule: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_seeds_never_give_a_result() -> None:
+def test_ranks_with_different_dropout_seeds_raise() -> None:
     pool = Worlds(2, timeout=4.0)
     try:
         for text in pool.run(2, of_other_seeds):

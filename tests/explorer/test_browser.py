@@ -72,7 +72,7 @@ def shown_setting(rng: random.Random) -> Setting:
     return replace(s, own=None) if s.mask != "own" else s
 
 
-def test_what_is_drawn(browser: Browser, address: str) -> None:
+def test_browser_shows_cells_title_and_verdict_of_the_library(browser: Browser, address: str) -> None:
     """Addresses to pictures, through the controls: every cell, the title, the verdict."""
     browser.open(address)
     rng = random.Random(7)
@@ -90,7 +90,7 @@ def test_what_is_drawn(browser: Browser, address: str) -> None:
             assert browser.run("$('title').textContent") == f"sparse_mode {s.mode}: {NAMES[str(s.mode)]}"
 
 
-def test_pixels_are_the_band(browser: Browser, address: str) -> None:
+def test_canvas_pixels_show_the_band(browser: Browser, address: str) -> None:
     """Not the page's idea of its cells, but the colours on the canvas."""
     browser.open(f"{address}#mode=band&q=7&kv=12&pre=3&next=1&interface=own")
     colours = browser.run(
@@ -103,7 +103,7 @@ def test_pixels_are_the_band(browser: Browser, address: str) -> None:
     assert {colour for colour, is_seen in zip(colours, visible, strict=True) if not is_seen} == {"233,235,242"}
 
 
-def test_modes_by_mouse_and_keyboard(browser: Browser, address: str) -> None:
+def test_mouse_and_arrow_keys_select_modes(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=3&q=6&kv=8")
     browser.click('.mode[data-mode="4"]')
     browser.frame()
@@ -116,7 +116,7 @@ def test_modes_by_mouse_and_keyboard(browser: Browser, address: str) -> None:
     ]
 
 
-def test_sliders_move_the_picture(browser: Browser, address: str) -> None:
+def test_sliders_change_mask_and_code(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=4&q=6&kv=8&pre=2&next=0")
     browser.run("$('pre').focus(); 1")
     for _ in range(3):
@@ -133,7 +133,7 @@ def test_sliders_move_the_picture(browser: Browser, address: str) -> None:
     assert "pre_tockens" not in browser.run("$('code').textContent")
 
 
-def test_a_packed_batch_grows_and_shrinks(browser: Browser, address: str) -> None:
+def test_sequences_are_added_to_and_removed_from_a_packed_batch(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=3&q=4&kv=4")
     browser.click("#packed")
     browser.click("#more")
@@ -150,7 +150,7 @@ def test_a_packed_batch_grows_and_shrinks(browser: Browser, address: str) -> Non
     assert browser.run("[matrix.rows, matrix.keys]") == [1024, 1024]
 
 
-def test_a_mask_is_painted(browser: Browser, address: str) -> None:
+def test_mouse_and_keyboard_edit_mask_cells(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=0&q=4&kv=4&mask=zeros")
     x, y = browser.run(
         "(() => { $('matrix').scrollIntoView({block: 'center'}); const b = $('matrix').getBoundingClientRect(); "
@@ -169,7 +169,7 @@ def test_a_mask_is_painted(browser: Browser, address: str) -> None:
     assert re.search(r"row 1 has keys 0 to 3 in its band; key 3: removed", browser.run("$('live').textContent"))
 
 
-def test_interfaces_that_see_other_keys_are_named(browser: Browser, address: str) -> None:
+def test_page_names_interfaces_with_different_visible_keys(browser: Browser, address: str) -> None:
     """One query row outside TND: inference ignores mode and window, training does not."""
     browser.open(f"{address}#mode=4&q=1&kv=8&pre=2&next=0")
     assert browser.run("$('elsewhere').textContent") == "Other keys are seen at: Inference."
@@ -186,7 +186,7 @@ def test_a_refused_call_shows_no_numbers(browser: Browser, address: str) -> None
     assert shown == ["Nothing is computed.", True, "torch_npu.npu_fusion_attention refuses this call"]
 
 
-def test_rows_as_a_table(browser: Browser, address: str) -> None:
+def test_table_lists_first_and_last_key_of_each_row(browser: Browser, address: str) -> None:
     browser.open(f"{address}#mode=3&q=3&kv=2")
     browser.click("#rows summary")
     browser.frame()
@@ -200,12 +200,12 @@ def test_rows_as_a_table(browser: Browser, address: str) -> None:
     ["#mode=x&q=1", "#mode=3&q=0,-4,1e9&kv=&pre=NaN", "#mode=6&prefix=9999,x", "#mode=1&own=01/x", "#%%%",
      "#mode=9&q=9&kv=3"],
 )  # fmt: skip
-def test_addresses_that_say_nonsense(browser: Browser, address: str, setting: str) -> None:
+def test_invalid_url_settings_still_show_a_mask(browser: Browser, address: str, setting: str) -> None:
     browser.open(address + setting)
     assert browser.run("matrix.rows > 0 && $('title').textContent !== ''")
 
 
-def test_every_control_has_a_name(browser: Browser, address: str) -> None:
+def test_every_control_has_an_accessible_name(browser: Browser, address: str) -> None:
     """As a screen reader meets it."""
     for setting in ("#mode=7&q=4,6&kv=6,8&packed=1&next=-1", "#mode=band&q=4&kv=5&prefix=2", "#mode=0&q=4&kv=5&pre=1"):
         browser.open(address + setting)
@@ -221,7 +221,9 @@ def test_every_control_has_a_name(browser: Browser, address: str) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wider_than_the_window(browser: Browser, address: str, width: int, dark: bool) -> None:
+def test_page_fits_the_window_width_in_light_and_dark_theme(
+    browser: Browser, address: str, width: int, dark: bool
+) -> None:
     for setting in ("#mode=7&q=4,6,5&kv=6,8,5&packed=1&next=2", "#mode=9&q=5&kv=9", "#mode=4&q=512&kv=512&pre=64"):
         browser.open(address + setting, width=width, height=900, dark=dark)
         assert browser.run("document.documentElement.scrollWidth") == width
@@ -237,7 +239,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, address: str, width:
     assert browser.run("document.documentElement.dataset.theme") == ("light" if dark else "dark")
 
 
-def test_inside_another_page_it_follows_that_page(browser: Browser, tmp_path: Path) -> None:
+def test_embedded_explorer_follows_the_host_page_theme(browser: Browser, tmp_path: Path) -> None:
     """As the documentation embeds it: as high as it is, light or dark as its host, without a header of its own."""
     (tmp_path / "explorer.html").write_text(page(), encoding="utf-8")
     (tmp_path / "host.html").write_text('<body data-md-color-scheme="slate"><iframe src="explorer.html" width="900">')
@@ -255,7 +257,7 @@ def test_inside_another_page_it_follows_that_page(browser: Browser, tmp_path: Pa
         server.shutdown()
 
 
-def test_the_first_picture_comes_within_a_second(browser: Browser, address: str) -> None:
+def test_first_picture_is_drawn_within_a_second(browser: Browser, address: str) -> None:
     times = []
     for _ in range(3):
         browser.open(address)
@@ -284,13 +286,13 @@ new Promise((done) => {
 
 
 @pytest.mark.parametrize("setting", DRAGGED)
-def test_dragging_512_rows_by_512_keys(browser: Browser, address: str, setting: str) -> None:
+def test_dragging_a_slider_redraws_512x512_cells_at_30_fps(browser: Browser, address: str, setting: str) -> None:
     browser.open(address + setting)
     browser.frame()
     assert max(browser.run(DRAG) for _ in range(3)) >= 30
 
 
-def test_a_slider_under_the_mouse(browser: Browser, address: str) -> None:
+def test_dragging_a_slider_with_the_mouse_changes_the_mask(browser: Browser, address: str) -> None:
     browser.open(address + DRAGGED[0])
     x, y = browser.middle("#pre")
     browser.mouse("Pressed", x, y)

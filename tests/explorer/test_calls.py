@@ -93,7 +93,7 @@ def refusal(text: str, names: dict[str, Any]) -> tuple[Any, list[str]]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("interface", ["own", "training", "inference"])
-def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: str) -> None:
+def test_generated_calls_match_the_drawn_mask_and_verdict(mode: int, interface: str) -> None:
     rng = random.Random(f"{mode} {interface}")
     for _ in range(SETTINGS):
         s = random_setting(rng, longest=7, modes=(mode,))
@@ -123,7 +123,7 @@ def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_phase_calls_see_what_is_drawn_and_return_the_code(mode: int) -> None:
+def test_two_phase_calls_match_the_drawn_mask_and_error_code(mode: int) -> None:
     rng = random.Random(mode)
     for _ in range(SETTINGS):
         s = random_setting(rng, longest=7, modes=(mode,))
@@ -139,5 +139,5 @@ def test_two_phase_calls_see_what_is_drawn_and_return_the_code(mode: int) -> Non
             check_seen(s, "two_phase", names["out"])
 
 
-def test_every_interface_has_a_call() -> None:
+def test_every_explorer_interface_has_an_operator() -> None:
     assert {"own", *OPERATORS} == set(INTERFACES)

@@ -32,7 +32,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark by system", "dark by choice"])
-def test_words_can_be_read(theme: str) -> None:
+def test_text_colours_have_sufficient_contrast(theme: str) -> None:
     colours = themes()[theme]
     words = ("text", "soft", "ok", "note", "chip", "refused", "none", "string", "number", "word", "comment")
     pairs = [(word, behind) for word in words for behind in ("card", "faint", "page")]
@@ -42,7 +42,7 @@ def test_words_can_be_read(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark by system", "dark by choice"])
-def test_seen_cells_stand_out(theme: str) -> None:
+def test_visible_cells_have_sufficient_contrast(theme: str) -> None:
     colours = themes()[theme]
     for visible_class in ("k3", "k4"):
         assert contrast(colours[visible_class], colours["k1"]) >= SEEN_APART
@@ -50,7 +50,7 @@ def test_seen_cells_stand_out(theme: str) -> None:
     assert contrast(colours["accent"], colours["card"]) >= SEEN_APART
 
 
-def test_both_dark_themes_are_one() -> None:
+def test_system_and_chosen_dark_themes_are_equal() -> None:
     result = themes()
     assert result["dark by system"] == result["dark by choice"]
     assert result["light"].keys() == result["dark by choice"].keys()
@@ -63,7 +63,7 @@ def test_pictures_have_the_colours_of_the_page() -> None:
         assert kinds[draw.PREFIX] == colours["k4"]
 
 
-def test_the_page_says_its_language_and_its_size() -> None:
+def test_page_declares_language_and_viewport() -> None:
     full = text()
     assert '<html lang="en"' in full
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in full

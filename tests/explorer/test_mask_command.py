@@ -40,7 +40,7 @@ def report(*arguments: Any) -> dict[str, Any]:
     return result
 
 
-def test_a_band_as_json_is_the_band() -> None:
+def test_json_rows_equal_the_visible_keys_of_the_band() -> None:
     result = report("window(2, 1)", "--q", 5, "--kv", 8)
     visible = Band.window(2, 1).visible(5, 8)
     rows = result["items"][0]["rows"]
@@ -61,7 +61,7 @@ def test_a_band_as_json_is_the_band() -> None:
         ("full", Band.full()),
     ],
 )
-def test_bands_as_text(words: str, band: Band) -> None:
+def test_bands_are_parsed_from_text(words: str, band: Band) -> None:
     result = report(words, "--q", 6, "--kv", 9)
     assert result["title"] == repr(band)
     assert [first <= j < end for first, end in result["items"][0]["rows"] for j in range(9)] == (
@@ -69,7 +69,7 @@ def test_bands_as_text(words: str, band: Band) -> None:
     )
 
 
-def test_packed_modes_say_each_sequence() -> None:
+def test_json_of_a_packed_mode_lists_the_formula_of_each_sequence() -> None:
     result = report(7, "--q", "3,5", "--kv", "6,5", "--next", -1)
     assert [item["formula"] for item in result["items"]] == ["0 ≤ j ≤ min(5, i + 3)", "0 ≤ j ≤ min(4, i - 1)"]
     verdicts = {name: interface["verdict"] for name, interface in result["interfaces"].items()}
@@ -77,12 +77,12 @@ def test_packed_modes_say_each_sequence() -> None:
     assert "actual_seq_qlen=[3, 8]" in result["interfaces"]["training"]["call"]
 
 
-def test_infinite_edges_are_null() -> None:
+def test_infinite_band_edges_are_null_in_json() -> None:
     item = report(3, "--q", 2, "--kv", 4)["items"][0]
     assert (item["lo"], item["hi"], item["prefix"]) == (None, 3, 0)
 
 
-def test_the_screen_shows_picture_rule_call_and_refusal() -> None:
+def test_mask_command_prints_picture_rule_call_and_error() -> None:
     code, shown = invoke(6, "--q", 4, "--kv", 6, "--prefix", 1)
     assert code == 0
     assert " ".join(RULES["6"].split()) in shown
@@ -94,13 +94,13 @@ def test_the_screen_shows_picture_rule_call_and_refusal() -> None:
     assert "import torch_npu" in shown
 
 
-def test_without_a_mode_all_are_shown() -> None:
+def test_mask_without_a_mode_shows_all_modes() -> None:
     code, shown = invoke()
     assert code == 0
     assert all(" ".join(rule.split())[:30] in shown for rule in RULES.values())
 
 
-def test_a_mask_of_ones_own(tmp_path: Path) -> None:
+def test_mask_files_npy_and_txt_are_read(tmp_path: Path) -> None:
     mask = np.array([[0, 1, 0], [1, 1, 1]], bool)
     np.save(tmp_path / "mask.npy", mask)
     (tmp_path / "mask.txt").write_text("0,1,0\n1 1 1\n")
@@ -141,7 +141,7 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
         (["--svg", "x.svg"], "a picture needs a mode"),
     ],
 )
-def test_what_it_does_not_understand_is_one_sentence(arguments: list[str], message: str) -> None:
+def test_invalid_arguments_print_one_error_sentence(arguments: list[str], message: str) -> None:
     code, shown = invoke(*arguments)
     assert code == 2
     assert message in shown
@@ -150,14 +150,14 @@ def test_what_it_does_not_understand_is_one_sentence(arguments: list[str], messa
 
 @pytest.mark.parametrize("content", [b"", b"0 2\n", b"01\n0\n", b"\xff\xfe", b"\x93NUMPY\x01", b"0 1 x"])
 @pytest.mark.parametrize("name", ["mask.txt", "mask.npy"])
-def test_files_that_are_no_mask(tmp_path: Path, name: str, content: bytes) -> None:
+def test_refuses_files_that_are_not_a_mask(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     code, shown = invoke(1, "--mask", tmp_path / name)
     assert code == 2
     assert "expected a matrix [rows, keys] of 0 and 1" in shown
 
 
-def test_no_pickle_is_read(tmp_path: Path) -> None:
+def test_pickled_npy_files_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "mask.npy", np.array([[{"a": 1}]], object), allow_pickle=True)
     code, shown = invoke(1, "--mask", tmp_path / "mask.npy")
     assert (code, "expected a matrix" in shown) == (2, True)
@@ -179,7 +179,7 @@ def unpacked(data: bytes) -> np.ndarray:
     return rows[:, 1:].reshape(height, width, 4)
 
 
-def test_files_hold_the_picture(tmp_path: Path) -> None:
+def test_png_and_svg_files_show_the_mask(tmp_path: Path) -> None:
     arguments = (3, "--q", 4, "--kv", 6, "--svg", tmp_path / "a" / "m.svg", "--png", tmp_path / "m.png")
     assert invoke(*arguments)[0] == 0
     visible = Band.causal().visible(4, 6)
@@ -194,7 +194,7 @@ def test_files_hold_the_picture(tmp_path: Path) -> None:
     assert tree.findtext(f"{SVG}title") == "sparse_mode 3: causal, lower right"
 
 
-def test_large_pictures_are_runs() -> None:
+def test_large_svg_merges_cells_into_runs() -> None:
     cells = cells_of(Setting(3, (900,), (900,)))
     assert cells is not None
     assert svg(cells, "large").count("M") < 2000
@@ -202,7 +202,7 @@ def test_large_pictures_are_runs() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 7, 20, 200])
-def test_text_fits(width: int) -> None:
+def test_text_picture_fits_the_width(width: int) -> None:
     for s in (SETTING, Setting(3, (300,), (77,)), Setting(3, (3,), (900,))):
         cells = cells_of(s)
         assert cells is not None
@@ -213,7 +213,7 @@ def test_text_fits(width: int) -> None:
             assert not ascii_only or "".join(lines).isascii()
 
 
-def test_a_seen_key_is_never_blank_in_text() -> None:
+def test_visible_key_is_never_blank_in_text_picture() -> None:
     cells = np.full((400, 400), 1, np.uint8)
     cells[17, 233] = VISIBLE
     assert sum(line.strip(" ") != "" for line in text(cells, 50)) == 1
@@ -226,7 +226,7 @@ def test_the_gallery_has_every_mode() -> None:
     assert len(set(result.values())) == 10
 
 
-def test_cells_of_one_sequence_lie_apart() -> None:
+def test_cells_between_packed_sequences_are_outside() -> None:
     cells = cells_of(Setting(3, (2, 3), (4, 1), packed=True))
     assert cells is not None
     assert (cells[:2, 4:] == OUTSIDE).all()
@@ -237,7 +237,7 @@ def test_cells_of_one_sequence_lie_apart() -> None:
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_page_is_written_and_served(tmp_path: Path) -> None:
+def test_explorer_page_is_written_and_served(tmp_path: Path) -> None:
     assert invoke("--explorer", tmp_path / "new" / "explorer.html")[0] == 0
     assert (tmp_path / "new" / "explorer.html").read_text(encoding="utf-8") == page()
     running = server()
@@ -255,7 +255,7 @@ def test_the_page_is_written_and_served(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
+def test_serve_prints_url_and_stops_on_interrupt() -> None:
     command = [sys.executable, "-m", "fusion_attention", "mask", "4", "--q", "5", "--pre", "2", "--serve"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
@@ -272,14 +272,14 @@ def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
             running.kill()
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_unwritable_output_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, shown = invoke("--explorer", tmp_path / "file" / "explorer.html")
     assert code == 2
     assert "cannot write" in shown
 
 
-def test_an_address_says_the_setting() -> None:
+def test_url_fragment_encodes_the_setting() -> None:
     assert fragment(SETTING) == "#mode=5&q=5&kv=7&prefix=3&mask=own&own=01/10"
     band = Setting(BAND, (4, 2), (6, 2), packed=True, pre=3, next=0, align="start")
     assert fragment(band) == "#mode=band&q=4,2&kv=6,2&packed=1&pre=3&next=0&align=start"

@@ -22,7 +22,7 @@ def script() -> quickjs.Context:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_page_says_what_the_library_says(script: quickjs.Context, mode: int) -> None:
+def test_javascript_rules_equal_python_rules(script: quickjs.Context, mode: int) -> None:
     rng = random.Random(mode)
     for _ in range(SETTINGS // len(MODES)):
         s = random_setting(rng, modes=(mode,))

@@ -94,7 +94,7 @@ def objects(a: int, b: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("function", [numbers, chains, texts, slices, loops, choices, arrays, objects])
-def test_both_languages_say_the_same(function: Any) -> None:
+def test_translated_javascript_returns_the_same_as_python(function: Any) -> None:
     program = Program()
     name = program.name(function)
     context = quickjs.Context()
@@ -125,12 +125,12 @@ def whiles(a: int) -> int:
 
 
 @pytest.mark.parametrize("function", [tries, formats, takes_any, whiles])
-def test_what_has_no_translation_is_refused(function: Any) -> None:
+def test_untranslatable_python_raises(function: Any) -> None:
     with pytest.raises(Untranslatable):
         Program().name(function)
 
 
-def test_the_page_is_one_file_of_its_own() -> None:
+def test_explorer_page_is_one_file_without_external_resources() -> None:
     text = page()
     assert len(text.encode()) < 500_000
     assert not [
@@ -141,7 +141,7 @@ def test_the_page_is_one_file_of_its_own() -> None:
     assert page() is text
 
 
-def test_every_built_in_that_the_rules_use_is_there() -> None:
+def test_javascript_runtime_defines_all_functions_used_by_rules() -> None:
     context = quickjs.Context()
     context.eval(rules())
     used = context.eval(
@@ -153,7 +153,7 @@ def test_every_built_in_that_the_rules_use_is_there() -> None:
     assert missing == []
 
 
-def test_rules_of_masks_are_asked() -> None:
+def test_explorer_includes_the_mask_rules() -> None:
     """Each kind of refusal and each silent change that a setting can meet; a renamed one would fall out of the page."""
     checks = {
         interface: [rule.check for rule in violations.rules_of(two[1], interface)]

@@ -28,13 +28,15 @@ def run(family: str, numbers: Iterable[int], describe: bool = False) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_few_calls(family: str) -> None:
+def test_few_random_calls_match_formulas(family: str) -> None:
     run(family, range(EVERYDAY))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_many_calls(family: str, calls: range, noted: list[str], pytestconfig: pytest.Config) -> None:
+def test_many_random_calls_match_formulas(
+    family: str, calls: range, noted: list[str], pytestconfig: pytest.Config
+) -> None:
     start = time.perf_counter()
     noted.append(f"hostile: {family}: {len(calls)} calls from --seed {calls.start}")
     run(family, calls, bool(pytestconfig.getoption("--describe", False)))
@@ -42,7 +44,7 @@ def test_many_calls(family: str, calls: range, noted: list[str], pytestconfig: p
 
 
 @pytest.mark.slow
-def test_a_call_is_made_again_by_its_number() -> None:
+def test_fuzz_command_reruns_a_call_by_number() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "attention", "1234"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -203,7 +203,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("family", "mistake"), EACH)
-def test_a_mistake_is_seen(family: str, mistake: Mistake, monkeypatch: Patch) -> None:
+def test_planted_mistake_is_detected_within_150_calls(family: str, mistake: Mistake, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         mistake(patch)
         number = next((n for n in range(CALLS) if wrong(family, n)), None)
@@ -211,7 +211,7 @@ def test_a_mistake_is_seen(family: str, mistake: Mistake, monkeypatch: Patch) ->
     judge(drawn(family, number))  # without the mistake it is right
 
 
-def test_a_comparison_knows_what_came() -> None:
+def test_compare_raises_on_wrong_values_shapes_dtypes_and_names() -> None:
     want = {"out": Value(torch.tensor([1.0, torch.inf, torch.nan, 0.0]).double(), torch.full((4,), 1e-3).double())}
     compare({"out": torch.tensor([1.0005, torch.inf, torch.nan, -0.0])}, want)
     for place, value in ((0, 1.002), (0, torch.nan), (1, -torch.inf), (1, 3e38), (2, 0.0), (3, 0.01)):
@@ -227,7 +227,7 @@ def test_a_comparison_knows_what_came() -> None:
         compare({"out": torch.zeros(1)}, {"out": exact(torch.zeros(1, dtype=torch.int32))})
 
 
-def test_a_call_is_the_same_every_time() -> None:
+def test_random_call_is_reproducible_from_the_number() -> None:
     """Replaying by number needs no more than the number."""
     for family in ("attention", "training", "decode", "sparse"):
         first, second = (drawn(family, 7) for _ in range(2))
@@ -238,7 +238,7 @@ def test_a_call_is_the_same_every_time() -> None:
             assert torch.equal(a, b), (family, name)
 
 
-def test_a_refusal_of_a_legal_call_is_a_failure() -> None:
+def test_error_raised_by_a_legal_call_is_a_failure() -> None:
     def refused() -> dict[str, torch.Tensor]:
         raise ValueError("expected something else")
 

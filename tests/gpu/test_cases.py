@@ -38,12 +38,12 @@ LARGE = [
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
 @pytest.mark.parametrize("prepare", [lambda args: args, aligned], ids=["anywhere", "aligned"])
-def test_cases(case: Case, prepare: Callable[[Args], Args]) -> None:
+def test_training_attention_matches_float64_reference(case: Case, prepare: Callable[[Args], Args]) -> None:
     args = prepare(arguments(case))
     check(case.id, on_gpu(case, args), expected(case, args))
 
 
-def test_the_gradients_have_the_same_bits_in_every_run() -> None:
+def test_gradients_are_bitwise_equal_in_every_run() -> None:
     case = LARGE[1]
     args = arguments(case)
     first, second = on_gpu(case, args), on_gpu(case, args)
@@ -51,13 +51,13 @@ def test_the_gradients_have_the_same_bits_in_every_run() -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
-def test_caches(cache: Cache) -> None:
+def test_decode_from_caches_matches_float64_reference(cache: Cache) -> None:
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
     judge(cache, operands, e)
 
 
-def test_a_captured_graph_computes_the_updated_lengths() -> None:
+def test_captured_cuda_graph_uses_updated_lengths() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", dim_qk=128, dim_v=128, page_size=64)
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda", capacity=1000)
     schedule = backend.schedule(p, e, "attention_forward")
@@ -73,7 +73,7 @@ def test_a_captured_graph_computes_the_updated_lengths() -> None:
         judge(changed, operands, changed.extents())
 
 
-def test_a_capture_without_a_run_before_is_refused() -> None:
+def test_graph_capture_without_a_previous_run_raises() -> None:
     cache = Cache(dtype="float16")
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
@@ -83,7 +83,7 @@ def test_a_capture_without_a_run_before_is_refused() -> None:
     judge(cache, operands, e)
 
 
-def test_a_graph_outlives_its_plan() -> None:
+def test_captured_cuda_graph_works_after_the_plan_is_deleted() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", page_size=64)
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
@@ -100,7 +100,7 @@ def test_a_graph_outlives_its_plan() -> None:
     assert all((other == -1).all() for other in others)
 
 
-def test_another_stream_waits_for_the_tables() -> None:
+def test_second_stream_waits_for_the_copy_of_schedule_tables() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="float16", page_size=64)
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)  # compiles
@@ -115,7 +115,7 @@ def test_another_stream_waits_for_the_tables() -> None:
     judge(cache, operands, e)
 
 
-def test_a_run_does_not_wait_for_the_gpu() -> None:
+def test_attention_does_not_synchronize_with_the_gpu() -> None:
     cache = Cache(dtype="float16")
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
@@ -127,7 +127,7 @@ def test_a_run_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_no_back_end_computes_is_refused_with_every_reason() -> None:
+def test_unsupported_call_error_lists_the_reason_of_each_back_end() -> None:
     problem = Problem(4, 2, 2000, 64, dtype="bfloat16", common_keys=3)
     with pytest.raises(BackendError, match=r"triton: .*common_keys.*triton: .*no tile.*cpu: "):
         choose(problem, torch.device("cuda"), "auto")

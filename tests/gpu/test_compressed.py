@@ -34,17 +34,17 @@ def compute(case: CompressedCase, args: dict[str, Any]) -> Results:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
-def test_cases(case: CompressedCase) -> None:
+def test_compressed_attention_matches_float64_reference(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, args), wanted(case, args))
 
 
-def test_the_same_bits_in_every_run() -> None:
+def test_repeated_runs_are_bitwise_equal() -> None:
     args = arguments(LARGE[1])
     same_bits(compute(LARGE[1], args), compute(LARGE[1], args))
 
 
-def test_a_captured_graph_gives_the_same_bits() -> None:
+def test_captured_cuda_graph_equals_eager_bitwise() -> None:
     args = arguments(LARGE[2])
     call = lowered(args)
     call = replace(call, tensors={name: copied(t) for name, t in call.tensors.items()})

@@ -44,13 +44,13 @@ def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_cases(case: Case, by_gluon: list[bool]) -> None:
+def test_gluon_forward_matches_float64_reference(case: Case, by_gluon: list[bool]) -> None:
     args = aligned(arguments(case))
     check(case.id, on_gpu(case, args), expected(case, args))
     assert by_gluon == [True]
 
 
-def test_rows_of_infinite_scores_are_means(by_gluon: list[bool]) -> None:
+def test_rows_of_minus_inf_scores_return_the_mean_of_values(by_gluon: list[bool]) -> None:
     case = Case(q_len=(200,), kv_len=(300,), dtype="bfloat16", dim_qk=128, dim_v=128, scale=0.088)
     args = aligned(arguments(case))
     args["key"].abs_()
@@ -61,7 +61,7 @@ def test_rows_of_infinite_scores_are_means(by_gluon: list[bool]) -> None:
     assert by_gluon == [True]
 
 
-def test_no_race_changes_a_bit(by_gluon: list[bool]) -> None:
+def test_repeated_runs_are_bitwise_equal(by_gluon: list[bool]) -> None:
     """Phases of barriers that pass one another show as runs that differ."""
     case = Case("BNSD", "bfloat16", (2000,), (2000,), heads_q=32, heads_kv=8, dim_qk=128, dim_v=128, **CAUSAL)
     args = aligned(arguments(case))

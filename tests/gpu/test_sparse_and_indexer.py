@@ -59,13 +59,13 @@ def compute(case: SparseCase, args: dict[str, Any]) -> Results:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_lists(case: SparseCase) -> None:
+def test_sparse_attention_matches_float64_reference(case: SparseCase) -> None:
     args = sparse.arguments(case)
     want = sparse.expected(sparse.lowered(args), None if case.page else args["dy"])
     check(case.id, compute(case, args), want)
 
 
-def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_gradients_are_bitwise_equal_across_runs_and_chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     case = SparseCase(**SMALL, dtype="bfloat16", heads_q=64, count=80, lists="all", mode=0, **MLA)
     args = sparse.arguments(case)
     first = compute(case, args)
@@ -84,7 +84,7 @@ INDEXERS = [
 
 
 @pytest.mark.parametrize("case", INDEXERS, ids=lambda case: case.id)
-def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
+def test_indexer_selects_the_same_keys_as_float64_reference(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(case)
     want = sparse.chosen(sparse.in_float64(sparse.lowered_indexer(args)), "golden")
     result = sparse.chosen(on_gpu(sparse.lowered_indexer(args)), "triton")
@@ -93,7 +93,7 @@ def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
 
 
 @pytest.mark.parametrize("case", [INDEXERS[1], INDEXERS[6]], ids=lambda case: case.id)
-def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
+def test_indexer_gradients_match_float64_reference(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(replace(case, exact=False))
     call, dy = sparse.lowered_indexer(args), args["dy"]
     indices, _ = sparse.chosen(sparse.in_float64(call), "golden")
@@ -110,7 +110,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
-def test_losses(case: LossCase) -> None:
+def test_indexer_loss_matches_float64_reference(case: LossCase) -> None:
     call = indexer_loss.lowered(case, indexer_loss.arguments(case))
     check_index(call, {case.id: home(run(on_gpu(call), "triton"))})
 
@@ -123,7 +123,7 @@ def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
-def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) -> None:
+def test_sparse_self_attention_gradients_match_reference_layer(stage: str) -> None:
     torch.manual_seed(0)
     layer = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64)
     nn.set_stage(layer, stage)
@@ -139,7 +139,7 @@ def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) 
     compare_with(stage, got, program)
 
 
-def test_a_run_does_not_wait_for_the_gpu() -> None:
+def test_sparse_attention_does_not_synchronize_with_the_gpu() -> None:
     case = SparseCase(**SMALL, dtype="bfloat16", heads_q=16, dim_qk=64, dim_v=64)
     args = sparse.arguments(case)
     call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
@@ -154,7 +154,7 @@ def test_a_run_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_captured_graph_gives_the_same_bits() -> None:
+def test_captured_cuda_graph_equals_eager_bitwise() -> None:
     case = SparseCase(**SMALL, dtype="bfloat16", heads_q=16, dim_qk=64, dim_v=64, count=40)
     args = sparse.arguments(case)
     call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
@@ -175,6 +175,6 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("parts", ["both", "lse"])
 @pytest.mark.parametrize("name", ["plain", "sink", "lists"])
-def test_gradients_through_lse(name: str, parts: str) -> None:
+def test_gradients_through_lse_match_float64_reference(name: str, parts: str) -> None:
     case = lists(torch.float32, "cuda") if name == "lists" else dense(name, torch.float32, "cuda")
     judge(name, *case, parts, ("triton",))

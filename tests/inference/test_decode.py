@@ -60,7 +60,7 @@ def backends(*calls: InferenceCall) -> Iterator[str]:
 
 @pytest.mark.parametrize("layout", ["BSH", "BNSD", "BSND"])
 @pytest.mark.parametrize("integers", ["", "channel"])
-def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
+def test_decode_is_bitwise_equal_for_every_cache_storage(layout: str, integers: str) -> None:
     base = DecodeCase(layout=layout, integers=integers, offsets=bool(integers), kv_len=(40, 0, 33, 16), slots=48)
     n, calls = logical(base), []
     for store in (*STORES, *(["headed"] if layout == "BNSD" else [])):
@@ -109,7 +109,7 @@ def pythonic(case: DecodeCase, args: Args) -> Args | None:
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_interfaces_give_the_same_bits(case: DecodeCase) -> None:
+def test_decode_interfaces_are_bitwise_equal(case: DecodeCase) -> None:
     args = arguments(case)
     want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
     names = ["aclnnIncreFlashAttentionV4"]
@@ -129,7 +129,7 @@ def test_interfaces_give_the_same_bits(case: DecodeCase) -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_padding_is_read_when_phase_2_runs() -> None:
+def test_aclnn_phase_2_reads_kv_padding_size_changed_after_phase_1() -> None:
     case = DecodeCase(padding=2, kv_len=(9, 5))
     args = arguments(case)
     want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
@@ -167,7 +167,7 @@ BAD: dict[str, tuple[DecodeCase, Args, str, str]] = {
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_on_every_interface(name: str) -> None:
+def test_invalid_decode_argument_is_named_by_every_interface(name: str) -> None:
     case, changes, param, words = BAD[name]
     args = {**arguments(case), **changes}
     if name == "offsets alone":
@@ -183,7 +183,7 @@ def test_bad_input_is_named_on_every_interface(name: str) -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_int8_output_needs_its_scale() -> None:
+def test_aclnn_decode_refuses_int8_output_without_quant_scale() -> None:
     args, out = arguments(DecodeCase()), torch.full((2, 1, 64), 77, dtype=torch.int8)
     assert two_phase("aclnnIncreFlashAttentionV4", args, out) == (561002, 0)
     assert "quant_scale2 (quantScale2): expected a scale exactly for int8 output" in acl.get_recent_err_msg()
@@ -191,7 +191,7 @@ def test_int8_output_needs_its_scale() -> None:
 
 
 @pytest.mark.parametrize(("kind", "halves"), [("tensor", [0, 0, 2, -2, 127]), ("channel", [0, 1, 2, -2, 127])])
-def test_halves_round_as_each_path_rounds(kind: str, halves: list[int]) -> None:
+def test_int8_output_rounds_halves_to_even_per_tensor_and_away_per_channel(kind: str, halves: list[int]) -> None:
     q = torch.zeros(1, 1, 5).half()
     v = torch.tensor([[[0.25, 0.5, 1.5, -1.5, 999.0]]]).half()
     scale = torch.ones(1) if kind == "tensor" else torch.ones(5)
@@ -210,7 +210,7 @@ def rows(batch: int, tokens: int, heads: int = 2) -> torch.Tensor:
     return torch.randn(batch, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
 
 
-def test_a_cache_shares_pages_until_somebody_writes() -> None:
+def test_forked_paged_kv_cache_sequences_share_pages_until_append() -> None:
     cache = paged()
     a = cache.allocate()
     cache.append([a], rows(1, 6), rows(1, 6))
@@ -236,7 +236,7 @@ def test_a_cache_shares_pages_until_somebody_writes() -> None:
         cache.lengths([a])
 
 
-def test_a_full_cache_stores_nothing() -> None:
+def test_full_paged_kv_cache_raises_and_leaves_lengths_unchanged() -> None:
     cache = paged()
     a, b = cache.allocate(), cache.allocate()
     cache.append([a, b], rows(2, 15), rows(2, 15))
@@ -264,12 +264,12 @@ def test_a_full_cache_stores_nothing() -> None:
     ],
     ids=str,
 )
-def test_a_cache_that_no_call_could_read_is_not_made(wrong: Args) -> None:
+def test_paged_kv_cache_refuses_unusable_dims_and_dtypes(wrong: Args) -> None:
     with pytest.raises(ValueError, match=f"PagedKVCache: {next(iter(wrong))}: expected"):
         fa.PagedKVCache(**{"heads": 2, "dim": 16, "pages": 8, **wrong})
 
 
-def test_what_a_cache_brings_is_not_said_again() -> None:
+def test_decode_refuses_lengths_table_and_scales_beside_paged_kv_cache() -> None:
     """A length beside a cache would otherwise be dropped, and the answer be that of another question."""
     cache = paged()
     a = cache.allocate()
@@ -292,7 +292,7 @@ def test_what_a_cache_brings_is_not_said_again() -> None:
     ],
     ids=["fewer tokens", "more tokens", "fewer pages", "smaller pages"],
 )
-def test_values_lie_as_keys_do(k: tuple[int, ...], v: tuple[int, ...], table: bool) -> None:
+def test_decode_refuses_values_of_other_shape_than_keys(k: tuple[int, ...], v: tuple[int, ...], table: bool) -> None:
     pages = {"kv_len": [5, 5], "block_table": torch.tensor([[0, 1], [4, 5]], dtype=torch.int32)} if table else {}
     with pytest.raises(
         fa.ContractError, match=rf"v: expected the shape of k .* got float32 \[{v[0]}, {v[1]}, .* beside float32"
@@ -305,7 +305,7 @@ def test_values_lie_as_keys_do(k: tuple[int, ...], v: tuple[int, ...], table: bo
             fa.decode_attention(rows(2, 1, 4), tuple(lists))
 
 
-def test_a_number_is_no_cache() -> None:
+def test_decode_refuses_scalar_tensors_as_cache() -> None:
     one, number = rows(2, 6), torch.zeros(())
     for wrong, name in (((one, number), "v"), ((number, one), "k")):
         with pytest.raises(fa.ContractError, match=f"decode_attention: {name}: expected"):
@@ -321,7 +321,7 @@ def test_values_that_lie_in_keys_have_their_scale(name: str, shape: tuple[int, .
         fa.decode_attention(rows(2, 1, 4), stored, dim_v=8, **given)
 
 
-def test_lists_of_tensors_are_counted() -> None:
+def test_decode_refuses_regrouped_key_and_value_lists_after_valid_call() -> None:
     """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
     q, one = rows(1, 1, 4), rows(1, 6)
     fa.decode_attention(q, (one, one))
@@ -334,7 +334,7 @@ def test_lists_of_tensors_are_counted() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_list_may_begin_with_hardly_a_token(first: int) -> None:
+def test_decode_accepts_tensor_list_with_0_or_1_token_in_first_cache(first: int) -> None:
     """Axes of size 0 and 1 have strides that mean nothing, and count as contiguous whatever they say."""
     lengths, q = [first, 40, 0, 1], rows(4, 1, 4)
     k = [rows(1, n).transpose(1, 2) for n in lengths]
@@ -346,7 +346,7 @@ def test_a_list_may_begin_with_hardly_a_token(first: int) -> None:
 
 
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_a_cache_made_in_inference_mode_serves_outside(stored: str) -> None:
+def test_paged_kv_cache_made_in_inference_mode_is_writable_outside(stored: str) -> None:
     with torch.inference_mode():
         cache = paged(stored)
         a = cache.allocate()
@@ -355,7 +355,7 @@ def test_a_cache_made_in_inference_mode_serves_outside(stored: str) -> None:
     assert cache.lengths() == [9]
 
 
-def test_no_tokens_are_nothing_to_store() -> None:
+def test_paged_kv_cache_append_of_zero_tokens_leaves_lengths_unchanged() -> None:
     cache = paged()
     six = [cache.allocate() for _ in range(6)]
     cache.append(six, rows(6, 1), rows(6, 1))
@@ -363,7 +363,7 @@ def test_no_tokens_are_nothing_to_store() -> None:
     assert cache.lengths() == [1] * 6
 
 
-def test_forks_that_write_together_copy_as_often_as_needed() -> None:
+def test_forked_sequences_appended_together_copy_the_shared_page_once() -> None:
     cache = paged()
     a = cache.allocate()
     cache.append([a], rows(1, 6), rows(1, 6))
@@ -375,7 +375,7 @@ def test_forks_that_write_together_copy_as_often_as_needed() -> None:
 
 @pytest.mark.parametrize(("stored", "error"), [("int8", 0.5 / 127), ("int4", 0.5 / 7)])
 @pytest.mark.parametrize("dim", [16, 15])
-def test_what_is_quantised_comes_back_within_half_a_step(stored: str, error: float, dim: int) -> None:
+def test_quantised_paged_kv_cache_values_are_within_half_a_step(stored: str, error: float, dim: int) -> None:
     cache = fa.PagedKVCache(2, dim, 8, page_size=4, stored=stored)
     a = cache.allocate()
     k = rows(1, 9)[..., :dim]
@@ -389,7 +389,7 @@ def test_what_is_quantised_comes_back_within_half_a_step(stored: str, error: flo
     assert cache.nbytes < paged().nbytes
 
 
-def test_tables_follow_the_pages() -> None:
+def test_block_table_follows_appends_forks_and_frees() -> None:
     cache = fa.PagedKVCache(1, 8, 6, page_size=4)
     a, rows = cache.allocate(), torch.randn(1, 4, 1, 8)
     assert cache.block_table().shape == (1, 0)
@@ -407,7 +407,7 @@ def test_tables_follow_the_pages() -> None:
         cache.block_table([a])
 
 
-def test_keys_may_be_the_values() -> None:
+def test_decode_of_shared_kv_cache_uses_key_prefix_as_values() -> None:
     cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
     a = cache.allocate()
     k, q = torch.randn(1, 7, 1, 24), torch.randn(1, 2, 8, 24)
@@ -417,7 +417,7 @@ def test_keys_may_be_the_values() -> None:
     assert same(got, fa.decode_attention(q, k, dim_v=16, backend="golden"))
 
 
-def test_windows_sinks_and_several_tokens_are_those_of_attention() -> None:
+def test_decode_with_window_sink_and_several_tokens_equals_attention() -> None:
     q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
     lengths: dict[str, Any] = {"kv_len": [9, 4], "return_lse": True, "backend": "golden"}
     for band in (fa.Band.causal(), fa.Band.window(2, 0), fa.Band.full()):
@@ -427,7 +427,7 @@ def test_windows_sinks_and_several_tokens_are_those_of_attention() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 16), (2, 9, 2)], ids=["tensor", "head", "channel", "token"])
-def test_scales_of_every_shape(shape: tuple[int, ...]) -> None:
+def test_decode_with_cache_scales_of_every_shape_matches_attention(shape: tuple[int, ...]) -> None:
     q = torch.randn(2, 1, 4, 16, dtype=torch.float64)
     k, v = (torch.randint(-128, 128, (2, 9, 2, 16), dtype=torch.int8) for _ in "kv")
     scales = {f"{side}_{what}": torch.rand(shape) / 50 for side in "kv" for what in ("scale", "offset")}
@@ -442,7 +442,7 @@ def test_scales_of_every_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("store", ["stack", "list"])
-def test_a_call_is_recorded_and_replayed(store: str, tmp_path: Path) -> None:
+def test_captured_decode_call_replays_without_differences(store: str, tmp_path: Path) -> None:
     args = {name: value for name, value in arguments(DecodeCase(store=store)).items() if value is not None}
     with fa.capture(tmp_path) as recorded:
         npu.npu_incre_flash_attention(**args)

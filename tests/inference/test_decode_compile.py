@@ -45,7 +45,7 @@ def tensors() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("function", [decoded, listed, shared, integers, named], ids=lambda f: f.__name__)
-def test_one_graph_with_the_same_bits(function: Callable[..., Any]) -> None:
+def test_decode_functions_compile_to_one_graph_with_same_bits(function: Callable[..., Any]) -> None:
     fast, graphs = compiled(function)
     given = tensors()
     same_bits(fast(*given), function(*given))
@@ -53,7 +53,7 @@ def test_one_graph_with_the_same_bits(function: Callable[..., Any]) -> None:
     assert len(graphs) == 1
 
 
-def test_one_graph_for_all_lengths_and_pages() -> None:
+def test_decode_compiles_once_for_all_lengths_and_page_tables() -> None:
     def step(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> torch.Tensor:
         given = {"num_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND", "block_size": 3}
         pages = (t.view(6, 3, 32) for t in (k, v))
@@ -73,7 +73,7 @@ def test_one_graph_for_all_lengths_and_pages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_a_cache_of_pages_ends_a_graph_and_the_next_begins_behind_it(stored: str) -> None:
+def test_compiled_step_with_paged_kv_cache_equals_eager(stored: str) -> None:
     caches = [fa.PagedKVCache(2, 16, 8, page_size=4, stored=stored) for _ in range(2)]
 
     def step(cache: fa.PagedKVCache, sequence: int, q: Any, k: Any, v: Any) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_a_cache_of_pages_ends_a_graph_and_the_next_begins_behind_it(stored: str
     assert caches[0].lengths() == caches[1].lengths() == [10]
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_compiled_decode_refuses_invalid_arguments_and_vmap() -> None:
     q, k, v = tensors()
     fast, _ = compiled(lambda q, k, v, lengths: fa.decode_attention(q, (k, v), kv_len=lengths))
     with pytest.raises(fa.ContractError, match="kv_len: expected 0 <= length"):
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said() -> None:
         torch.func.vmap(lambda q: fa.decode_attention(q, (k, v)))(q[None])
 
 
-def test_export_and_gradients() -> None:
+def test_exported_decode_equals_eager_and_output_does_not_require_grad() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             return fa.decode_attention(q, (k, k), kv_len=lengths)

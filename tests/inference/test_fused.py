@@ -51,7 +51,7 @@ def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_call_runs_again_as_it_ran_first(case: FusedCase) -> None:
+def test_repeated_fused_calls_are_bitwise_equal_to_first_call(case: FusedCase) -> None:
     """The first calls of a signature take the long way, the later ones a short one where there is one."""
     args, record = arguments(case), record_of(case)
     for flag in (True, False):
@@ -87,7 +87,7 @@ def agreeing(record: Any, one_token: bool) -> list[FusedCase]:
 
 
 @pytest.mark.parametrize("case", agreeing(fused.TORCH_PFA, False), ids=lambda case: case.id)
-def test_prompts_have_the_same_bits(case: FusedCase) -> None:
+def test_npu_prompt_flash_attention_is_bitwise_equal_to_fused_attention(case: FusedCase) -> None:
     args = words(case, fused.TORCH_PFA)
     assert args is not None
     got = dispatch.results(fused.TORCH_PFA, args)["attention_out"]
@@ -95,7 +95,7 @@ def test_prompts_have_the_same_bits(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", agreeing(inference.TORCH, True), ids=lambda case: case.id)
-def test_new_tokens_have_the_same_bits(case: FusedCase) -> None:
+def test_npu_incre_flash_attention_is_bitwise_equal_to_fused_attention(case: FusedCase) -> None:
     args = words(case, inference.TORCH)
     assert args is not None
     got = dispatch.results(inference.TORCH, args)["attention_out"]
@@ -103,7 +103,7 @@ def test_new_tokens_have_the_same_bits(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.id)
-def test_packed_rows_without_heads(case: FusedCase) -> None:
+def test_npu_prompt_flash_attention_in_layout_sh_matches_formula(case: FusedCase) -> None:
     args = words(case, fused.TORCH_PFA)
     assert args is not None
     call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
@@ -113,7 +113,7 @@ def test_packed_rows_without_heads(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
+def test_fused_call_reads_tensor_contents_at_run_time(case: FusedCase) -> None:
     """A call in two phases is lowered before its tensors hold what it computes on."""
     args, record = arguments(case), record_of(case)
     content = [value for name, value in args.items() if name != "block_table" and "padding_size" not in name]
@@ -129,7 +129,7 @@ def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_shapes_are_known_without_memory(case: FusedCase) -> None:
+def test_fused_result_shapes_and_dtypes_are_known_without_running(case: FusedCase) -> None:
     args, record = arguments(case), record_of(case)
     for flag in (True, False):
         result = record.fresh({**record.neutral, **args, "softmax_lse_flag": flag})
@@ -138,7 +138,7 @@ def test_shapes_are_known_without_memory(case: FusedCase) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.full], ids=lambda case: case.id)
-def test_threads_change_no_bit(case: FusedCase) -> None:
+def test_fused_int8_attention_is_bitwise_equal_for_any_thread_count(case: FusedCase) -> None:
     threads, want = torch.get_num_threads(), run(lowered(case), "cpu")
     try:
         for count in (1, 2, 3):

@@ -211,7 +211,7 @@ def expected(function: Callable[..., Any], *given: Any, **named: Any) -> list[Ex
 
 @pytest.mark.filterwarnings("error::fusion_attention.ContractWarning")
 @pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
-def test_the_call_runs_as_written(make: Callable[[], Call]) -> None:
+def test_call_of_serving_program_matches_reference(make: Callable[[], Call]) -> None:
     function, given, named = make()
     result = function(*given, **named)
     results = result if isinstance(result, tuple) else (result,)
@@ -221,14 +221,14 @@ def test_the_call_runs_as_written(make: Callable[[], Call]) -> None:
 
 
 @pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
-def test_the_call_is_one_for_the_chip(make: Callable[[], Call]) -> None:
+def test_call_of_serving_program_passes_strict_mode(make: Callable[[], Call]) -> None:
     function, given, named = make()
     result = function(*given, **named)
     with npu.strict():
         same_bits(function(*given, **named), result)
 
 
-def test_a_captured_call_writes_where_it_is_told() -> None:
+def test_fused_attention_out_writes_given_buffers_as_lengths_change() -> None:
     """Lengths change between the workspace, the capture, and the replay."""
     _, given, named = chunked_prefill()
     get_workspace = npu._npu_fused_infer_attention_score_get_max_workspace
@@ -244,7 +244,7 @@ def test_a_captured_call_writes_where_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH"])
-def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None:
+def test_int8_latent_attention_with_divided_rope_matches_float_attention(layout: str) -> None:
     """An int8 query beside a divided rope part is the float query of what both mean."""
     generator = torch.Generator().manual_seed(0)
     stored = {
@@ -275,6 +275,6 @@ def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None
     compare(layout, ours, expected(FIA_V2, floats[0], floats[1], floats[1], **ropes, **given)[0])
 
 
-def test_scales_that_do_not_fit_a_rope_part() -> None:
+def test_divided_rope_refuses_scales_of_wrong_shape() -> None:
     with pytest.raises(ValueError, match=r"expected one scale per row and head, got \[2, 8\] for \[2, 3, 8, 64\]"):
         fa.divided_rope(rows(2, 3, 8, 64), torch.ones(2, 8), 0.5)

@@ -63,14 +63,14 @@ def packed(**more: Any) -> dict[str, Any]:
         ({"atten_mask": "B N1 S1 S2"}, False, "all heads share a mask, axis 1 must be 1"),
     ],
 )
-def test_the_text_names_the_cause(settings: Args, strict: bool, text: str) -> None:
+def test_fused_attention_error_text_names_the_cause(settings: Args, strict: bool, text: str) -> None:
     op = fused.TORCH_V1
     failures, _ = outcome(op, sample(op, **settings), strict=strict)
     assert any(text in str(f) for f in failures), failures
 
 
 @pytest.mark.parametrize(("number", "scale"), [(6, None), (torch.float32, None), (5, "1"), (torch.bfloat16, "1")])
-def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> None:
+def test_fused_attention_refuses_wrong_out_dtype(number: Any, scale: Any) -> None:
     args = sample(fused.TORCH_V2, quant_scale2=scale)
     with pytest.raises(ContractError, match="out_dtype: expected torch's number of the output's dtype, got"):
         call(fused.TORCH_V2, args | {"out_dtype": number})
@@ -85,7 +85,7 @@ def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> N
         (fused.PROMPT_V1, {"pse_shift": "B N1 S1 S2"}, "this version ignores it"),
     ],
 )
-def test_the_note_names_the_doubt(op: Op, settings: Args, text: str) -> None:
+def test_doubtful_fused_attention_call_gets_one_note_with_the_reason(op: Op, settings: Args, text: str) -> None:
     failures, notes = outcome(op, sample(op, **settings))
     assert not failures
     assert len(notes) == 1
@@ -93,7 +93,7 @@ def test_the_note_names_the_doubt(op: Op, settings: Args, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_a_gradient_is_never_dropped(name: str) -> None:
+def test_fused_attention_refuses_inputs_that_require_grad(name: str) -> None:
     given = packed(actual_seq_lengths=[3, 8], actual_seq_lengths_kv=[5, 12])
     given[name].requires_grad_()
     with pytest.raises(ContractError, match=f"{name}: .*train with npu_fusion_attention"):
@@ -116,7 +116,7 @@ def results(op: Op, args: Args) -> list[Tensor]:
 
 @pytest.mark.parametrize("op", TORCH[1:], ids=lambda op: op.name)
 @pytest.mark.parametrize("lse", [False, True])
-def test_buffer_is_what_a_call_returns(op: Op, lse: bool) -> None:
+def test_infer_output_buffers_have_shapes_and_dtypes_of_results(op: Op, lse: bool) -> None:
     buffer = getattr(npu, f"_{op.name}_infer_output")
     shown = {p.name: p.shown for p in op.params}
     for layout in op.layouts:
@@ -137,7 +137,7 @@ def test_buffer_is_what_a_call_returns(op: Op, lse: bool) -> None:
         ({"value": torch.zeros(2, 64)}, "value: expected 3 dimensions in layout BSH"),
     ],
 )
-def test_no_buffer_for_what_is_no_call(wrong: dict[str, Any], text: str) -> None:
+def test_infer_output_refuses_invalid_arguments(wrong: dict[str, Any], text: str) -> None:
     given = {"query": torch.zeros(2, 3, 256), "value": torch.zeros(2, 6, 256), "num_heads": 4} | wrong
     with pytest.raises(ContractError, match=re.escape(text)):
         npu._npu_fused_infer_attention_score_infer_output(**given)
@@ -148,7 +148,7 @@ def test_no_buffer_for_what_is_no_call(wrong: dict[str, Any], text: str) -> None
 ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
 
 
-def test_out_may_be_any_view_and_even_the_query() -> None:
+def test_fused_attention_writes_into_strided_out_or_the_query() -> None:
     want, lse = FIA(**packed(**ENDS, softmax_lse_flag=True))
     buffer, stats = torch.full((8, 8, 64), 7.0).half(), torch.full((8, 4, 1), 7.0)
     FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=[buffer[:, ::2], stats])
@@ -172,7 +172,7 @@ def test_out_may_be_any_view_and_even_the_query() -> None:
         (torch.zeros(8, 4, 64).half(), "out: expected [attention_out, softmax_lse]"),
     ],
 )
-def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
+def test_fused_attention_refuses_out_of_wrong_shape_or_dtype(out: Any, text: str) -> None:
     tensors = out if isinstance(out, list) else [out]
     with pytest.raises(ContractError, match=re.escape(text)):
         FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=out)
@@ -180,7 +180,7 @@ def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("interface", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
-def test_arguments_that_the_function_does_not_have(interface: Any) -> None:
+def test_out_and_max_workspace_functions_refuse_unknown_arguments(interface: Any) -> None:
     given, query = packed(**ENDS), rows(8, 4, 64)
     out = {"out": [torch.empty(0), torch.empty(0)]} if interface is FIA.out else {}
     for positional, named in (
@@ -193,14 +193,14 @@ def test_arguments_that_the_function_does_not_have(interface: Any) -> None:
             interface(*positional, **named, **out)
 
 
-def test_the_workspace_is_asked_for_a_legal_call() -> None:
+def test_max_workspace_is_empty_and_invalid_call_raises() -> None:
     ask = npu._npu_fused_infer_attention_score_get_max_workspace
     assert ask(**packed(**ENDS)).numel() == 0
     with pytest.raises(ContractError, match="num_heads"):
         ask(**packed(**ENDS) | {"num_heads": 3})
 
 
-def test_the_installed_module_has_them_all() -> None:
+def test_installed_torch_npu_has_out_and_max_workspace_functions() -> None:
     npu.install()
     try:
         torch_npu = importlib.import_module("torch_npu")
@@ -217,7 +217,7 @@ def test_the_installed_module_has_them_all() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_one_graph_for_all_lengths() -> None:
+def test_fused_attention_compiles_once_for_all_lengths() -> None:
     table = torch.tensor([[0, 5], [3, 1]], dtype=torch.int32)
     pages = {"key": rows(8, 16, 128, seed=1), "value": rows(8, 16, 128, seed=2), "block_table": table}
     given = packed(**pages, block_size=16, softmax_lse_flag=True)
@@ -234,7 +234,7 @@ def test_one_graph_for_all_lengths() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_out_in_a_graph() -> None:
+def test_fused_attention_with_out_compiles_to_one_graph() -> None:
     given = packed(**ENDS, softmax_lse_flag=True)
     query = given.pop("query")
 
@@ -253,7 +253,7 @@ def test_out_in_a_graph() -> None:
 # ------------------------------------------------------------------------------------------------------------- one core
 
 
-def test_ten_more_is_the_same_mode() -> None:
+def test_prompt_flash_attention_sparse_mode_plus_10_equals_sparse_mode() -> None:
     for mode in range(5):
         more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
         ordinary, precise = (
@@ -267,7 +267,7 @@ def test_ten_more_is_the_same_mode() -> None:
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
-def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
+def test_aclnn_fused_attention_writes_softmax_lse_only_on_request(op: Op) -> None:
     args = sample(op, softmax_lse_flag=True)
     result = done(op, args)
     assert result["softmax_lse"].isfinite().all()
@@ -281,7 +281,7 @@ def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
-def test_every_layout_runs_in_two_phases(op: Op) -> None:
+def test_aclnn_fused_attention_runs_every_layout_in_two_phases(op: Op) -> None:
     for layout in op.layouts:
         args = sample(op, input_layout=layout)
         out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
@@ -310,7 +310,7 @@ def together(op: Op, chance: random.Random) -> Args | None:
 
 @pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 @pytest.mark.parametrize("op", TORCH, ids=lambda op: op.name)
-def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
+def test_random_fused_calls_are_refused_or_have_same_shapes_on_meta(op: Op) -> None:
     chance, ran = random.Random(7), 0
     for _ in range(400):
         args = together(op, chance)
@@ -334,7 +334,7 @@ def is_list(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ["query_padding_size", "kv_padding_size"])
-def test_padding_without_a_number_is_refused(name: str) -> None:
+def test_padding_size_without_elements_is_refused(name: str) -> None:
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(ContractError, match=f"{name}: expected one number"):
         npu.npu_fused_infer_attention_score(q, q, q, num_heads=2, input_layout="BNSD", **{name: []})
@@ -343,7 +343,7 @@ def test_padding_without_a_number_is_refused(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["npu_fused_infer_attention_score", "npu_prompt_flash_attention"])
 @pytest.mark.parametrize(("layout", "shape"), [("BNSD", (2, 2, 6, 16)), ("BSND", (2, 6, 2, 16)), ("TND", (6, 2, 16))])
-def test_values_without_elements_are_refused(layout: str, shape: tuple[int, ...], name: str) -> None:
+def test_values_with_head_dim_0_are_refused(layout: str, shape: tuple[int, ...], name: str) -> None:
     rows = torch.randn(shape).half()
     lengths = {"actual_seq_lengths": [1, 3, 6], "actual_seq_lengths_kv": [1, 3, 6]} if layout == "TND" else {}
     with pytest.raises(ContractError, match="value: expected 1 <= Dv <= 768"):
@@ -352,7 +352,7 @@ def test_values_without_elements_are_refused(layout: str, shape: tuple[int, ...]
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("elements", [0, 8, 32])
-def test_values_of_a_list_have_as_many_elements(elements: int) -> None:
+def test_value_list_with_head_dim_unlike_first_tensor_is_refused(elements: int) -> None:
     q, row, other = (
         torch.randn(2, 2, 1, 16).half(),
         torch.randn(1, 2, 6, 16).half(),

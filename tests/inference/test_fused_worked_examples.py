@@ -193,7 +193,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_worked_example(name: str) -> None:
+def test_fused_attention_reproduces_worked_example(name: str) -> None:
     args, want, lse = EXAMPLES[name]
     out, got = run(**args)
     for row, heads in zip(out, want, strict=True):
@@ -203,7 +203,7 @@ def test_a_worked_example(name: str) -> None:
         near(head, numbers)
 
 
-def test_e7c_eight_integers_in_an_int32() -> None:
+def test_worked_example_e7c_unpacks_eight_int4_values_from_int32() -> None:
     word = torch.tensor([[[[0x7210FED8]]]], dtype=torch.int32)
     ones = torch.ones(1)
     out, _ = run(
@@ -231,7 +231,7 @@ FULL_OUT = [
 ]
 
 
-def test_e8_int8_throughout() -> None:
+def test_worked_example_e8_int8_attention_matches_printed_digits() -> None:
     out, lse = run(fused.TORCH_V1, **FULL)
     assert out.dtype == torch.float16
     # Stored in half precision: what the rounded weights add to, 0.0015 and more, is seen all the same.
@@ -239,7 +239,7 @@ def test_e8_int8_throughout() -> None:
     near(lse, [[1.769445, 2.089338], [0.377127, 0.669146]])
 
 
-def test_scales_of_64_bits_are_hardware_words() -> None:
+def test_uint64_dequant_scales_are_read_as_truncated_float32() -> None:
     """Bits 13 to 31 of a word are a float32's upper ones: 0.02 is 0.019989..., and what stands above is not read."""
     short, words = dict(FULL), dict(FULL)
     for name in ("dequant_scale1", "dequant_scale2"):
@@ -250,7 +250,7 @@ def test_scales_of_64_bits_are_hardware_words() -> None:
     assert all(map(torch.equal, run(fused.TORCH_V1, **words), run(fused.TORCH_V1, **short)))
 
 
-def test_e8_int8_output() -> None:
+def test_worked_example_e8_int8_output_matches_printed_integers() -> None:
     narrow = {"quant_scale2": torch.tensor([20.0]), "quant_offset2": torch.tensor([3.0])}
     out, _ = run(fused.TORCH_V1, **FULL, **narrow)
     rows = [[[30, -79, -29, 22], [17, -75, -24, 27]], [[40, -83, -33, 18], [29, -79, -28, 22]]]
@@ -258,7 +258,7 @@ def test_e8_int8_output() -> None:
 
 
 @pytest.mark.parametrize(("count", "want"), [(1, [2, 8, -2, -8, 2, 127, -128]), (7, [3, 8, -3, -8, 2, 127, -128])])
-def test_e9_ties(count: int, want: list[int]) -> None:
+def test_worked_example_e9_ties_round_to_even_per_tensor_and_away_per_channel(count: int, want: list[int]) -> None:
     x = torch.tensor([0.125, 0.375, -0.125, -0.375, 0.1, 6.5, -7]).view(1, 1, 1, 7)
     out, _ = run(fused.TORCH_V1, query=torch.zeros(1, 2, 1, 7), key=x, value=x, quant_scale2=torch.full((count,), 20.0))
     assert out[1, 0].tolist() == want

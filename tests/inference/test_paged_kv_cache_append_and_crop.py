@@ -18,7 +18,7 @@ def rows(tokens: int, seed: int = 0, dim: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("stored", STORES)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_rows_are_what_a_call_reads(stored: str, swapped: bool) -> None:
+def test_paged_kv_cache_rows_equal_keys_and_values_read_by_decode(stored: str, swapped: bool) -> None:
     dims = (12, 16)[:: -1 if swapped else 1]  # what is told of values holds for keys, the other way round
     cache = fa.PagedKVCache(2, dims[0], 8, dim_v=dims[1], page_size=4, stored=stored)
     for tokens in (9, 4):
@@ -35,7 +35,7 @@ def test_rows_are_what_a_call_reads(stored: str, swapped: bool) -> None:
             assert torch.equal(got[0, 0], v[token])
 
 
-def test_rows_of_keys_that_are_values() -> None:
+def test_rows_of_shared_kv_cache_return_key_prefix_as_values() -> None:
     cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
     a = cache.allocate()
     k = torch.randn(1, 6, 1, 24)
@@ -46,7 +46,7 @@ def test_rows_of_keys_that_are_values() -> None:
 
 @pytest.mark.parametrize("stored", STORES)
 @pytest.mark.parametrize("removed", [0, 1, 2, 5, 9, 12])
-def test_cropped_tokens_are_forgotten_and_others_take_their_place(removed: int, stored: str) -> None:
+def test_append_after_crop_replaces_the_cropped_tokens(removed: int, stored: str) -> None:
     cache, full = paged(stored=stored), paged(stored=stored)
     a, b = cache.allocate(), full.allocate()
     cache.append([a], rows(9), rows(9, 1))
@@ -61,7 +61,7 @@ def test_cropped_tokens_are_forgotten_and_others_take_their_place(removed: int, 
         assert torch.equal(got, want)
 
 
-def test_cropping_one_of_two_that_share_leaves_the_other() -> None:
+def test_crop_of_forked_sequence_leaves_the_other_sequence_unchanged() -> None:
     cache = paged()
     a = cache.allocate()
     cache.append([a], rows(7), rows(7))
@@ -76,7 +76,7 @@ def test_cropping_one_of_two_that_share_leaves_the_other() -> None:
     assert cache.free_pages == 8
 
 
-def test_a_window_needs_the_pages_that_it_touches() -> None:
+def test_slide_frees_pages_before_the_window() -> None:
     cache, band, q = paged(), fa.Band.window(5), rows(1, 7)
     a = cache.allocate()
     cache.append([a], rows(11), rows(11, 1))
@@ -92,7 +92,7 @@ def test_a_window_needs_the_pages_that_it_touches() -> None:
     assert cache.lengths() == [3]
 
 
-def test_more_pages_hold_what_the_old_ones_held() -> None:
+def test_add_pages_keeps_stored_rows_and_block_table() -> None:
     for stored in STORES:
         cache = paged(2, stored)
         a, b = cache.allocate(), cache.allocate()
@@ -107,7 +107,7 @@ def test_more_pages_hold_what_the_old_ones_held() -> None:
         assert cache.lengths() == [4, 16]
 
 
-def test_many_runs_of_slots_are_stored_as_few_are() -> None:
+def test_append_to_several_sequences_across_pages_stores_all_rows() -> None:
     cache = paged(40)
     sequences = [cache.allocate() for _ in range(3)]
     for sequence, first in zip(sequences, (3, 0, 6), strict=True):
@@ -122,7 +122,7 @@ def test_many_runs_of_slots_are_stored_as_few_are() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "2"])
-def test_counts_are_whole_numbers(wrong: object) -> None:
+def test_crop_slide_and_add_pages_refuse_negative_and_non_integer_counts(wrong: object) -> None:
     cache = paged()
     a = cache.allocate()
     calls = (lambda: cache.crop(a, wrong), lambda: cache.slide(a, wrong), lambda: cache.add_pages(wrong))  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def lines() -> str:
     return table(("call", "`flash_attn_func`", "`flash_attn_varlen_func`", "`flash_attn_with_kvcache`"), rows)
 
 
-def test_the_page_has_the_table() -> None:
+def test_docs_page_contains_the_generated_support_table() -> None:
     assert written(PAGE) == lines(), "python tests/integrations/test_flash_attn.py writes it"
 
 
@@ -85,7 +85,7 @@ def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> 
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORDS)
-def test_padded(name: str, dtype: torch.dtype) -> None:
+def test_flash_attn_func_matches_float64_formula(name: str, dtype: torch.dtype) -> None:
     how = WORDS[name]
     inputs = [torch.randn(3, s, n, 16).to(dtype).requires_grad_() for s, n in ((6, 4), (9, 2), (9, 2))]
     out, lse, none = integration.flash_attn_func(*inputs, **how, return_attn_probs=True)
@@ -108,7 +108,7 @@ LENGTHS = [3, 0, 7], [5, 4, 2]
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORDS)
-def test_packed(name: str, dtype: torch.dtype) -> None:
+def test_flash_attn_varlen_func_matches_float64_formula(name: str, dtype: torch.dtype) -> None:
     how = WORDS[name]
     inputs = [torch.randn(s, n, 16).to(dtype).requires_grad_() for s, n in ((10, 4), (11, 2), (11, 2))]
     cu = ends(LENGTHS[0]), ends(LENGTHS[1])
@@ -119,7 +119,7 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
     judged([out, lse, *torch.autograd.grad(out, inputs, dout)], packed_call(how, LENGTHS), inputs, dout)
 
 
-def test_one_tensor_of_all() -> None:
+def test_qkvpacked_and_kvpacked_functions_equal_separate_tensors_bitwise() -> None:
     """The same bits as from tensors apart, gradients too."""
     qkv, kv = torch.randn(2, 6, 3, 4, 16, requires_grad=True), torch.randn(2, 6, 2, 2, 16, requires_grad=True)
     q = torch.randn(2, 6, 4, 16, requires_grad=True)
@@ -153,7 +153,7 @@ def test_one_tensor_of_all() -> None:
                 same_bits(*gradients)
 
 
-def test_the_backward_is_attentions_own() -> None:
+def test_varlen_func_has_the_same_autograd_nodes_as_attention() -> None:
     """No node of autograd beside that of fa.attention(), and nothing is copied."""
     q = torch.randn(7, 2, 16, requires_grad=True)
     cu = ends([3, 4])
@@ -166,7 +166,7 @@ def test_the_backward_is_attentions_own() -> None:
     same_bits(out, direct)
 
 
-def test_dropout() -> None:
+def test_dropout_follows_the_torch_seed_and_keeps_the_mean() -> None:
     q, ones = torch.randn(2, 64, 4, 16), torch.ones(2, 64, 4, 16)
 
     def drawn(seed: int, **how: Any) -> Tensor:
@@ -186,7 +186,7 @@ def test_dropout() -> None:
     assert (keep.mean() - 1).abs() < 6 * deviation
 
 
-def test_lengths_are_read_as_they_are() -> None:
+def test_cu_seqlens_are_read_and_validated_on_every_call() -> None:
     q, cu = torch.randn(7, 2, 16), ends([3, 4])
     before = integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4)
     cu.numpy()[1] = 5  # unseen by torch
@@ -200,7 +200,7 @@ def test_lengths_are_read_as_they_are() -> None:
         integration.flash_attn_varlen_func(q, q, q, ends([5, 9]), ends([5, 2]), 5, 5)
 
 
-def test_lengths_of_another_device_are_read_once() -> None:
+def test_cu_seqlens_on_another_device_are_read_once_per_version() -> None:
     class Elsewhere:
         """A tensor on a device that one waits for, as numbers() sees it."""
 
@@ -230,7 +230,7 @@ def test_lengths_of_another_device_are_read_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
+def test_compiled_functions_equal_eager_bitwise(dynamic: bool) -> None:
     q, cu = torch.randn(7, 4, 16, requires_grad=True), ends([3, 4])
 
     def program(q: Tensor, cu: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_compiled(dynamic: bool) -> None:
     same_bits(torch.autograd.grad(got.sum(), q)[0], torch.autograd.grad(want.sum(), q)[0])
 
 
-def test_the_module_that_is_played() -> None:
+def test_install_provides_an_importable_flash_attn_module() -> None:
     integration.install()
     integration.install()
     import flash_attn  # type: ignore[import-not-found]
@@ -275,7 +275,7 @@ def test_the_module_that_is_played() -> None:
 
 
 @pytest.mark.parametrize(("version", "count"), [("2.6.3", 4), ("2.7.0.post2", 5), ("2.10.1", 5)])
-def test_an_older_release(version: str, count: int) -> None:
+def test_install_of_an_older_version_sets_version_and_unpad_input(version: str, count: int) -> None:
     integration.install()
     integration.install(version)
     from flash_attn.bert_padding import unpad_input
@@ -284,7 +284,7 @@ def test_an_older_release(version: str, count: int) -> None:
     assert len(unpad_input(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool))) == count
 
 
-def test_installed_beside_torch_npu_in_any_order() -> None:
+def test_flash_attn_and_torch_npu_uninstall_in_either_order() -> None:
     for last in (integration.uninstall, npu.uninstall):
         integration.install()
         npu.install()
@@ -294,14 +294,14 @@ def test_installed_beside_torch_npu_in_any_order() -> None:
         assert not {"flash_attn", "torch_npu"} & set(sys.modules)
 
 
-def test_another_flash_attn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_refuses_an_already_imported_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         with pytest.raises(RuntimeError, match=r"expected no other flash_attn, got <module 'flash_attn'"):
             integration.install()
 
 
-def test_signatures_are_flash_attns() -> None:
+def test_signatures_equal_those_of_flash_attn_2_8() -> None:
     """Names and their order, as flash_attn 2.8 has them."""
     tail = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     cu = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -361,7 +361,7 @@ assert import_utils.is_flash_attn_2_available.__name__ == "is_flash_attn_2_avail
 
 
 @pytest.mark.slow
-def test_transformers_own_flash_attention() -> None:
+def test_transformers_flash_attention_2_matches_eager_attention() -> None:
     """In a process of its own: transformers decides at its import what there is."""
     done = subprocess.run(
         [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, timeout=300, check=False

@@ -28,7 +28,7 @@ def pages_of(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", [name for name in WORDS if name != "deterministic"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_caches(name: str, kind: str, rows: int) -> None:
+def test_flash_attn_with_kvcache_appends_tokens_and_matches_formula(name: str, kind: str, rows: int) -> None:
     """Tokens are appended where they belong, and what is there is what is seen."""
     how, before, new = WORDS[name], [9, 0, 4], rows
     batch_idx = torch.tensor([4, 0, 2], dtype=torch.int32) if kind == "cache_batch_idx" else None
@@ -75,7 +75,7 @@ def test_caches(name: str, kind: str, rows: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (5, -1)}], ids=str)
-def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
+def test_flash_attn_with_kvcache_applies_rotary_embedding(how: dict[str, Any], interleaved: bool) -> None:
     q, k, v = (torch.randn(2, 3, n, 16) for n in (4, 2, 2))
     caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
     angles = torch.rand(12, 4) * 6
@@ -113,7 +113,7 @@ def by_complex_numbers(
 
 
 @pytest.mark.parametrize("alibi", [False, True])
-def test_packed_rows_over_pages(alibi: bool) -> None:
+def test_varlen_func_with_block_table_matches_formula(alibi: bool) -> None:
     caches = [torch.randn(3, 8, 2, 16) for _ in range(2)]
     torch.manual_seed(1)
     k_pages, block_table = pages_of(caches[0], 4)
@@ -176,7 +176,7 @@ def wrong_calls() -> dict[str, tuple[type[Exception], str, bool, dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", wrong_calls())
-def test_caches_that_are_wrong_are_not_written(name: str) -> None:
+def test_invalid_kvcache_calls_raise_and_leave_the_cache_unwritten(name: str) -> None:
     error, message, over_pages, how = wrong_calls()[name]
     cache = torch.zeros(4, 4, 2, 16) if over_pages else torch.zeros(2, 8, 2, 16)
     with pytest.raises(error, match=message):
@@ -184,7 +184,7 @@ def test_caches_that_are_wrong_are_not_written(name: str) -> None:
     assert not cache.any()
 
 
-def test_a_whole_cache_and_a_number() -> None:
+def test_kvcache_without_cache_seqlens_reads_the_full_cache() -> None:
     q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 8, 2, 16)
     full = integration.flash_attn_with_kvcache(q, cache, cache)
     same_bits(full, integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
@@ -193,7 +193,7 @@ def test_a_whole_cache_and_a_number() -> None:
         same_bits(integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), full)
 
 
-def test_padding_there_and_back() -> None:
+def test_unpad_input_and_pad_input_round_trip() -> None:
     x = torch.randn(3, 5, 2, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
@@ -211,7 +211,7 @@ def test_padding_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rotary(interleaved: bool) -> None:
+def test_apply_rotary_emb_matches_complex_rotation(interleaved: bool) -> None:
     x, angles, starts = torch.randn(2, 5, 3, 16, requires_grad=True), torch.rand(9, 6) * 6, torch.tensor([4, 1])
     cos, sin = angles.cos(), angles.sin()
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=starts)

@@ -60,14 +60,14 @@ def judged(
 
 @pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str) -> None:
+def test_block_masks_match_float64_formula(name: str) -> None:
     mask, _ = MASKS[name]
     judged(None, mask, block_mask(mask))
 
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", SCORES)
-def test_score_mods(name: str) -> None:
+def test_score_mods_match_float64_formula(name: str) -> None:
     score_mod, words = SCORES[name]
     judged(score_mod, None, None)
     q, k, *_ = inputs(0)
@@ -80,14 +80,14 @@ BESIDE = ["sliding window", "causal documents", "left padding, causal", "dilated
 @pytest.mark.sampled(64)
 @pytest.mark.parametrize("mask", BESIDE)
 @pytest.mark.parametrize("name", SCORES)
-def test_score_mods_beside_masks(name: str, mask: str) -> None:
+def test_score_mods_with_block_masks_match_float64_formula(name: str, mask: str) -> None:
     judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
 
 
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("mask", ["causal documents", "neighbourhood of a canvas", "some rows see nothing"])
 @pytest.mark.parametrize("name", [None, *SCORES])
-def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
+def test_output_and_lse_match_torch_flex_attention(eager: Any, name: str | None, mask: str) -> None:
     """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
     score_mod = None if name is None else SCORES[name][0]
     q, k, v, _ = inputs(1)
@@ -101,7 +101,7 @@ def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softcap", "ALiBi", "T5's buckets", "a bias per key"])
-def test_low_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_bfloat16_and_float16_match_float64_formula(name: str, dtype: torch.dtype) -> None:
     score_mod = SCORES[name][0]
     q, k, v, _ = inputs(2, dtype=dtype)
     out = flex_attention(q, k, v, score_mod, block_mask(causal), enable_gqa=True)
@@ -110,7 +110,7 @@ def test_low_dtypes(name: str, dtype: torch.dtype) -> None:
     compare_with("out", out, lambda: formula(*inputs64, score_mod, causal)[0], dtype=dtype, draws=DRAWS)
 
 
-def test_float64_is_computed_in_it() -> None:
+def test_float64_inputs_are_computed_in_float64() -> None:
     q, k, v, _ = inputs(3, dtype=torch.float64)
     out = flex_attention(q, k, v, SCORES["softcap"][0], block_mask(causal), enable_gqa=True)
     golden, _ = formula(q, k, v, SCORES["softcap"][0], causal)
@@ -118,7 +118,7 @@ def test_float64_is_computed_in_it() -> None:
 
 
 @pytest.mark.slow
-def test_captured_tensors_are_trained() -> None:
+def test_captured_tensors_of_score_mods_receive_gradients() -> None:
     table = torch.randn(HEADS, 2 * TOKENS, requires_grad=True)
     head = torch.randn(HEADS, requires_grad=True)
     dilated = MASKS["dilated window"][0]
@@ -141,7 +141,7 @@ def test_captured_tensors_are_trained() -> None:
             table.mul_(0.5 + step)
 
 
-def test_autocast_casts_queries_and_keeps_the_bias() -> None:
+def test_autocast_casts_qkv_to_bfloat16_but_not_the_score_bias() -> None:
     q, k, v, _ = inputs(4)
     score_mod = SCORES["ALiBi as a difference"][0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -157,7 +157,7 @@ def test_autocast_casts_queries_and_keeps_the_bias() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_score_mods_are_refused_in_words(name: str) -> None:
+def test_unsupported_score_mods_raise_with_a_reason(name: str) -> None:
     score_mod, words = REFUSED[name]
     q, k, v, _ = inputs(0)
     with pytest.raises(BackendError, match="flex_attention: score_mod: expected score") as error:
@@ -165,7 +165,7 @@ def test_other_score_mods_are_refused_in_words(name: str) -> None:
     assert words in str(error.value)
 
 
-def test_what_looks_recognised_and_is_not_is_refused() -> None:
+def test_refuses_score_mods_that_behave_differently_when_traced() -> None:
     """A function that tells the stand-in from a tensor: the comparison with itself finds it out."""
     q, k, v, _ = inputs(0)
 
@@ -180,7 +180,7 @@ def test_what_looks_recognised_and_is_not_is_refused() -> None:
             flex_attention(q, k, v, score_mod, enable_gqa=True)
 
 
-def test_results_lie_as_the_query_does(eager: Any) -> None:
+def test_output_strides_equal_torch_flex_attention(eager: Any) -> None:
     q, k, v, _ = inputs(5)
     views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     for mask in ("causal", "documents", "dilated window"):
@@ -190,7 +190,7 @@ def test_results_lie_as_the_query_does(eager: Any) -> None:
             assert out.stride() == eager(*tensors, None, created_mask, enable_gqa=True).stride()
 
 
-def test_return_aux() -> None:
+def test_return_aux_returns_the_same_lse_as_return_lse() -> None:
     q, k, v, _ = inputs(6)
     out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True)
     again, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
@@ -200,7 +200,7 @@ def test_return_aux() -> None:
     assert flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest())[1].lse is None
 
 
-def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
+def test_keys_of_batch_size_1_broadcast_with_a_block_mask() -> None:
     q, k, v, _ = inputs(7)
     k, v = k[:1].requires_grad_(), v[:1]
     out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
@@ -211,7 +211,7 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     assert k.grad.shape == k.shape
 
 
-def test_wrong_calls() -> None:
+def test_invalid_calls_raise_specific_errors() -> None:
     q, k, v, _ = inputs(8)
     created_mask = block_mask(causal)
     full_heads = k.repeat_interleave(2, 1)
@@ -236,7 +236,7 @@ def test_wrong_calls() -> None:
             flex_attention(*tensors, **words)
 
 
-def test_nothing_to_attend_to() -> None:
+def test_empty_keys_return_zeros_and_lse_of_minus_infinity() -> None:
     q, k, v, _ = inputs(9)
     out, lse = flex_attention(q, k[:, :, :0], v[:, :, :0], SCORES["ALiBi"][0], enable_gqa=True, return_lse=True)
     assert not out.any()
@@ -255,7 +255,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_a_mask_is_read_once_and_again_when_what_it_captured_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_mask_conversion_is_cached_until_captured_tensor_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)
     q, k, v, _ = inputs(10)
     window = torch.tensor(30)
@@ -278,7 +278,7 @@ def test_a_mask_is_read_once_and_again_when_what_it_captured_changes(monkeypatch
     assert torch.equal(second, flex_attention(q, k, v, None, block_mask(mask), enable_gqa=True))
 
 
-def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
+def test_score_mod_is_converted_again_after_an_attribute_changes() -> None:
     class Cap:
         value = 5.0
 
@@ -329,7 +329,7 @@ OF_OBJECTS: dict[str, Any] = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_OBJECTS)
-def test_a_mask_that_reads_an_object_is_read_again(name: str) -> None:
+def test_mask_is_converted_again_after_object_attribute_changes(name: str) -> None:
     module = Documents()
     function, table = OF_OBJECTS[name](module)
     before, results = table.clone(), []
@@ -345,7 +345,7 @@ def test_a_mask_that_reads_an_object_is_read_again(name: str) -> None:
     assert not torch.equal(results[0], results[1])
 
 
-def test_a_bias_of_a_module_is_read_again_after_a_step() -> None:
+def test_score_mod_uses_module_weight_after_in_place_update() -> None:
     module = Documents()
     q, k, v, _ = inputs(16)
 
@@ -361,7 +361,7 @@ def test_a_bias_of_a_module_is_read_again_after_a_step() -> None:
     assert not torch.equal(after, before)
 
 
-def test_masks_and_what_is_known_of_them_die_together() -> None:
+def test_conversion_cache_does_not_keep_block_masks_alive() -> None:
     q, k, v, _ = inputs(12)
 
     def masked() -> tuple[Any, Any]:
@@ -379,7 +379,7 @@ def test_masks_and_what_is_known_of_them_die_together() -> None:
 # ------------------------------------------------------------------------------------------- code that is not edited
 
 
-def test_patched_puts_it_in_torchs_place_and_takes_it_back() -> None:
+def test_patched_replaces_and_restores_torch_flex_attention() -> None:
     q, k, v, _ = inputs(13)
     original = theirs.flex_attention
     q.requires_grad_()
@@ -392,7 +392,7 @@ def test_patched_puts_it_in_torchs_place_and_takes_it_back() -> None:
     assert q.grad is not None
 
 
-def test_patched_reaches_modules_that_took_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_replaces_flex_attention_imported_by_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
     module = types.ModuleType("took_it_before")
@@ -403,7 +403,7 @@ def test_patched_reaches_modules_that_took_it_by_its_name(monkeypatch: pytest.Mo
     assert module.flex_attention is theirs.flex_attention
 
 
-def test_patched_code_that_compiles_torchs_function_gets_it_as_it_is() -> None:
+def test_patched_torch_compile_returns_flex_attention_uncompiled() -> None:
     before = torch.compile
     q, k, v, _ = inputs(15)
     with patched():
@@ -417,7 +417,7 @@ def test_patched_code_that_compiles_torchs_function_gets_it_as_it_is() -> None:
         torch.compile(flex_attention, backend="eager", fullgraph=True)(q, k, v, enable_gqa=True)
 
 
-def test_compiled_code_calls_it() -> None:
+def test_compiled_code_that_calls_flex_attention_equals_eager() -> None:
     q, k, v, dout = inputs(14)
     slope = torch.randn(HEADS, requires_grad=True)
     created_mask = block_mask(causal)

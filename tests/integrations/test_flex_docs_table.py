@@ -36,7 +36,7 @@ def lines() -> str:
     return table(("mask or score_mod of the program", "arguments of attention()"), rows)
 
 
-def test_the_table_is_what_the_tests_run() -> None:
+def test_docs_table_equals_the_output_of_explain() -> None:
     assert written(PAGE) == lines(), f"python {Path(__file__).relative_to(ROOT)} writes it"
 
 

@@ -82,7 +82,7 @@ def form(visible: Visible) -> str:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [128, 32, (64, 256), 100])
 @pytest.mark.parametrize("name", MASKS)
-def test_block_masks(name: str, size: Any) -> None:
+def test_block_masks_convert_to_equal_bands_or_tiles(name: str, size: Any) -> None:
     mask, words = MASKS[name]
     want = create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
     for full in (True, False):
@@ -95,7 +95,7 @@ def test_block_masks(name: str, size: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_functions(name: str) -> None:
+def test_mask_functions_convert_to_equal_bands_or_tiles(name: str) -> None:
     mask, words = MASKS[name]
     visible = masks.of_function(mask, SHAPE)
     is_exactly(visible, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
@@ -106,7 +106,7 @@ def test_functions(name: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 300), (70, 300), (300, 70), (128, 256), (257, 129)])
-def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
+def test_masks_with_different_query_and_key_lengths_convert_exactly(rows: int, keys: int) -> None:
     shape = Shape(ITEMS, HEADS, rows, keys, CPU)
     document = torch.arange(1000) // 90
 
@@ -131,7 +131,7 @@ def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
             is_exactly(visible, want, shape)
 
 
-def test_one_pair_more_or_less_is_no_band() -> None:
+def test_mask_with_one_flipped_element_is_not_converted_to_a_band() -> None:
     """Bands and packed sequences that are wrong at one pair of all: only a proof over all rows tells."""
     random = np.random.default_rng(0)
     for name in ("causal", "sliding window", "prefix LM", "right padding, causal", "causal documents", "full"):
@@ -149,7 +149,7 @@ def test_one_pair_more_or_less_is_no_band() -> None:
                 assert form(visible) == "tiles"
 
 
-def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
+def test_batch_1_block_mask_with_batch_dependent_mask_mod_converts_exactly() -> None:
     """As compiled code has it: blocks of the first item, the function of each item's own in those that it decides."""
     prefix = torch.tensor([20, 120])
 
@@ -162,7 +162,7 @@ def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
     assert not mods.depends(mask, 1, CPU)
 
 
-def test_blocks_say_what_the_function_does_not() -> None:
+def test_block_lists_override_mask_mod_for_full_and_unlisted_blocks() -> None:
     """Made from lists of blocks: a full block is whole, one that is not listed empty, whatever the function says."""
     listed = torch.tensor([[[[0, 0], [1, 0]]]], dtype=torch.int32)
     counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
@@ -181,7 +181,7 @@ def test_blocks_say_what_the_function_does_not() -> None:
 
 
 @pytest.mark.slow
-def test_sliced_masks_with_a_function_of_their_own() -> None:
+def test_sliced_block_mask_with_shifted_mask_mod_matches_formula() -> None:
     """One block of rows of a mask, as programs decode: the function is shifted, the lengths are said anew."""
     q, k, v, _ = inputs(0, tokens=300)
     created_mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
@@ -193,7 +193,7 @@ def test_sliced_masks_with_a_function_of_their_own() -> None:
     compare_with("out", out, lambda: formula(*inputs64, None, causal)[0][:, :, 128:256])
 
 
-def test_blocks_that_are_not_there_are_refused() -> None:
+def test_refuses_block_masks_with_invalid_block_indices() -> None:
     listed = torch.tensor([[[[0, 7], [1, 0]]]], dtype=torch.int32)
     shape = Shape(1, 1, TOKENS, TOKENS, CPU)
     for counts, words in (
@@ -207,7 +207,7 @@ def test_blocks_that_are_not_there_are_refused() -> None:
             masks.of_block_mask(created_mask, shape)
 
 
-def test_functions_read_no_table_beyond_its_end() -> None:
+def test_mask_functions_are_never_evaluated_beyond_the_last_token() -> None:
     """Tiles reach beyond the last row and key; the function is never asked there."""
     tokens = 130
     table = torch.arange(tokens)

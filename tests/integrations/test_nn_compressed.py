@@ -81,7 +81,9 @@ class Theirs:
 
 @pytest.mark.parametrize("rows", [3, 8, 21])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_a_layer_of_transformers(kind: str, rows: int, float64_throughout: None) -> None:
+def test_compressed_attention_equals_deepseek_v4_layer_of_transformers(
+    kind: str, rows: int, float64_throughout: None
+) -> None:
     layer = ours(kind).double()
     theirs, hidden = Theirs(layer, kind), torch.randn(2, rows, DIM, dtype=torch.float64, requires_grad=True)
     results = layer.eval()(hidden, rope=theirs.rope(rows))[0], theirs(hidden)
@@ -96,7 +98,7 @@ def test_equals_a_layer_of_transformers(kind: str, rows: int, float64_throughout
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_decode_equals_theirs_and_one_call(kind: str, float64_throughout: None) -> None:
+def test_decode_with_cache_equals_transformers_and_one_full_call(kind: str, float64_throughout: None) -> None:
     """Every residual occurs, after prompts of several lengths; the cache holds the window's keys alone."""
     layer = ours(kind).double().eval()
     theirs, hidden = Theirs(layer, kind), torch.randn(2, 26, DIM, dtype=torch.float64)
@@ -187,7 +189,7 @@ def learned(layer: CompressedAttention, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
-def test_the_loss_is_the_divergence(stage: Stage, padded: bool) -> None:
+def test_indexer_loss_and_gradients_match_kl_divergence(stage: Stage, padded: bool) -> None:
     """Its value and its gradients, by masks and autograd; nothing but the indexer receives any."""
     layer = ours(CSA)
     set_stage(layer, stage)
@@ -200,7 +202,7 @@ def test_the_loss_is_the_divergence(stage: Stage, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trained_parameters_of_each_stage(kind: str) -> None:
+def test_each_training_stage_trains_the_expected_parameters(kind: str) -> None:
     layer, x = ours(kind), torch.randn(2, 21, DIM)
     everything = {name for name, _ in layer.named_parameters()}
     indexer = {name for name in everything if "indexer" in name}
@@ -220,7 +222,7 @@ def test_trained_parameters_of_each_stage(kind: str) -> None:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_graph_with_the_same_bits(kind: str, stage: Stage) -> None:
+def test_compiled_layer_is_one_graph_and_equals_eager_bitwise(kind: str, stage: Stage) -> None:
     torch._dynamo.reset()
     layer = ours(kind)
     set_stage(layer, stage)
@@ -239,7 +241,7 @@ def test_one_graph_with_the_same_bits(kind: str, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16(kind: str) -> None:
+def test_bfloat16_layer_keeps_dtype_and_has_finite_gradients(kind: str) -> None:
     """Under autocast, and a layer in bfloat16: the same dtype, a loss in float32, and gradients."""
     layer, x, rope = ours(kind), torch.randn(2, 21, DIM), rope_table(torch.arange(21), 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -256,7 +258,7 @@ def test_bfloat16(kind: str) -> None:
 # --------------------------------------------------------------------------------------------------------- wrong calls
 
 
-def test_wrong_calls() -> None:
+def test_invalid_arguments_raise_value_errors() -> None:
     with pytest.raises(ValueError, match="top_k: expected a ratio, index_heads and index_dim with it, got None, 0"):
         CompressedAttention(DIM, 4, **SIZES, top_k=3)
     with pytest.raises(ValueError, match="a divisor of heads, got 6 and 2 of 3"):
@@ -272,7 +274,7 @@ def test_wrong_calls() -> None:
         layer(torch.randn(2, 16, DIM), rope=rope_table(torch.arange(16), 18))
 
 
-def test_wrong_caches() -> None:
+def test_invalid_cache_calls_raise_and_leave_the_cache_unchanged() -> None:
     layer, rope, cache = ours(CSA).eval(), rope_table(torch.arange(32), 8), CompressedCache()
     with pytest.raises(ValueError, match=r"expected torch.no_grad\(\) around the call"):
         layer(torch.randn(2, 8, DIM), rope=rope, cache=cache)

@@ -135,7 +135,7 @@ def lines() -> str:
     )
 
 
-def test_the_page_has_the_table() -> None:
+def test_docs_page_contains_the_generated_support_table() -> None:
     assert written(PAGE) == lines(), "python tests/integrations/test_sdpa.py writes it"
 
 
@@ -177,7 +177,7 @@ def results(function: Any, inputs: list[torch.Tensor], mask: Any, how: dict[str,
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows(name: str, calls: list[Any]) -> None:
+def test_documented_sdpa_calls_match_float64_formula(name: str, calls: list[Any]) -> None:
     row = ROWS[name]
     inputs = [torch.randn(shape).to(row.dtype) for shape in (row.q, row.k, row.v)]
     mask = None if row.mask is None else row.make(row.mask)
@@ -214,7 +214,7 @@ def test_rows(name: str, calls: list[Any]) -> None:
     ],
     ids=str,
 )
-def test_what_torch_refuses_torch_refuses(how: dict[str, Any]) -> None:
+def test_invalid_calls_raise_the_same_errors_as_torch(how: dict[str, Any]) -> None:
     call = {
         name: torch.zeros(shape) for name, shape in zip(("query", "key", "value"), [Row.q, Row.k, Row.v], strict=True)
     }
@@ -225,14 +225,14 @@ def test_what_torch_refuses_torch_refuses(how: dict[str, Any]) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-def test_a_mask_elsewhere_is_named() -> None:
+def test_refuses_mask_on_another_device_than_query() -> None:
     q = torch.zeros(2, 4, 5, 16)
     with pytest.raises(RuntimeError, match="attn_mask: expected it on cpu, where query is, got it on meta"):
         sdpa.scaled_dot_product_attention(q, q, q, torch.zeros(5, 5, device="meta"))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_what_torch_alone_computes(calls: list[Any]) -> None:
+def test_unsupported_calls_fall_back_to_torch(calls: list[Any]) -> None:
     q = torch.randn(2, 4, 5, 16)
 
     class Subclass(torch.Tensor):
@@ -279,7 +279,9 @@ def jagged(lengths: list[int], like: torch.dtype = torch.float32) -> torch.Tenso
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [([3, 0, 5], [4, 2, 5]), ([3, 5], [3, 5]), ([2], [70])], ids=str)
-def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, calls: list[Any]) -> None:
+def test_jagged_nested_tensors_match_formula_per_sequence(
+    lengths: tuple[list[int], list[int]], causal: bool, calls: list[Any]
+) -> None:
     """Sequence by sequence what torch computes of each; torch itself knows no causal nested tensors on a CPU."""
     x, y = map(jagged, lengths)
     out = sdpa.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (x, y, y)), is_causal=causal)
@@ -301,7 +303,7 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, call
     compare_with("[out, dq, dk]", got, apart, draws=DRAWS)
 
 
-def test_nested_keys_and_values_of_one_length_that_were_made_apart(calls: list[Any]) -> None:
+def test_nested_key_and_value_with_separate_equal_offsets_are_accepted(calls: list[Any]) -> None:
     x, y, z = (jagged([3, 5]).transpose(1, 2) for _ in range(3))
     got = sdpa.scaled_dot_product_attention(x, y, z, is_causal=True)
     same = torch.nested.nested_tensor_from_jagged(z.values().transpose(0, 1), y.offsets()).transpose(1, 2)
@@ -309,7 +311,7 @@ def test_nested_keys_and_values_of_one_length_that_were_made_apart(calls: list[A
     same_bits(got.values(), sdpa.scaled_dot_product_attention(x, y, same, is_causal=True).values())
 
 
-def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
+def test_refuses_nested_tensors_with_mismatched_lengths(calls: list[Any]) -> None:
     x, y = jagged([3, 5]).transpose(1, 2), jagged([4, 4]).transpose(1, 2)
     with pytest.raises((RuntimeError, ValueError)):
         sdpa.scaled_dot_product_attention(x, x, y)
@@ -323,7 +325,7 @@ def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool, calls: list[Any]) -> None:
+def test_compiled_sdpa_equals_eager_bitwise(dynamic: bool, calls: list[Any]) -> None:
     q, mask = torch.randn(2, 4, 5, 16, requires_grad=True), torch.rand(5, 5) < 0.7
     mask[2] = False
 
@@ -342,7 +344,7 @@ def test_compiled(dynamic: bool, calls: list[Any]) -> None:
     same_bits(fast(x.transpose(1, 2)).values(), sdpa.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3).values())
 
 
-def test_autocast() -> None:
+def test_autocast_casts_inputs_and_mask_to_bfloat16() -> None:
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16)
     with torch.autocast("cpu", torch.bfloat16):
         out = sdpa.scaled_dot_product_attention(q, k, k, torch.ones(5, 5))
@@ -371,7 +373,7 @@ def layers() -> dict[str, tuple[torch.nn.Module, Callable[[torch.nn.Module, torc
 
 
 @pytest.mark.parametrize("name", layers())
-def test_layers_of_torch(name: str, calls: list[Any]) -> None:
+def test_patched_torch_transformer_layers_match_float64(name: str, calls: list[Any]) -> None:
     """In training they ask for scaled_dot_product_attention; in inference some are one function of torch's own."""
     layer, run = layers()[name]
     x = torch.randn(2, 6, 32)
@@ -392,7 +394,7 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------- patched
 
 
-def test_patched_in_any_order_beside_others(calls: list[Any]) -> None:
+def test_overlapping_sdpa_patches_are_removed_in_any_order(calls: list[Any]) -> None:
     q = torch.randn(1, 2, 5, 16)
     called: list[str] = []
 
@@ -421,7 +423,7 @@ def test_patched_in_any_order_beside_others(calls: list[Any]) -> None:
     F.scaled_dot_product_attention = TORCHS
 
 
-def test_patched_as_a_decorator(calls: list[Any]) -> None:
+def test_patched_works_as_a_decorator_of_a_recursive_function(calls: list[Any]) -> None:
     @sdpa.patched()
     def program(depth: int) -> torch.Tensor:
         q = torch.randn(1, 2, 5, 16)
@@ -433,7 +435,7 @@ def test_patched_as_a_decorator(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_result_lies_as_torchs_does(transposed: bool) -> None:
+def test_output_strides_equal_torch_sdpa(transposed: bool) -> None:
     q = torch.randn(2, 7, 4, 16).transpose(1, 2) if transposed else torch.randn(2, 4, 7, 16)
     assert sdpa.scaled_dot_product_attention(q, q, q).stride() == TORCHS(q, q, q).stride()
 

@@ -63,7 +63,7 @@ def trained(layer: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
+def test_sparse_layer_output_and_gradients_are_within_error_bound(name: str, dtype: torch.dtype) -> None:
     model, number = make(name), NUMBER.get(name, 0)
     given = converted(inputs_of(model, number, tokens(2, 20)), dtype)
     layer = copy.deepcopy(layers_of(model)[number]).to(dtype)
@@ -84,7 +84,7 @@ def test_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_choices_in_bfloat16_are_those_of_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_indexer_selects_the_same_keys_as_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for keys whose scores differ by less than the two orders of summation may."""
     model = make(name, index_topk=16)
     given = converted(inputs_of(model, 0, tokens(2, 96)), torch.bfloat16)
@@ -146,7 +146,7 @@ def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_model(name: str) -> None:
+def test_compiled_model_matches_eager_logits_and_gradients(name: str) -> None:
     torch._dynamo.reset()
     results = []
     for compiles in (False, True):

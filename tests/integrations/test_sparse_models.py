@@ -62,7 +62,7 @@ KINDS = ("long", "short", "masked", "padded", "left-padded", "holes", "packed", 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients(name: str, kind: str) -> None:
+def test_logits_and_gradients_match_eager_attention(name: str, kind: str) -> None:
     mine, theirs = calls_of(kind)
     # transformers' linear attention does not keep packed sequences apart on a CPU.
     packed = name == "qwen4_exp" and len(theirs) > 1
@@ -70,7 +70,7 @@ def test_logits_and_gradients(name: str, kind: str) -> None:
     agree(gradients(make(name, **changed), mine), gradients(make(name, EAGER, **changed), theirs))
 
 
-def test_the_choice_of_keys_matters() -> None:
+def test_logits_change_when_all_keys_are_selected() -> None:
     """All keys give other logits, so the tests above could fail."""
     calls = calls_of("long")[0]
     for name, changed in (
@@ -105,7 +105,7 @@ def steps(model: Any, cache: Any, mask: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("padding", ["none", "left-padded"])
 @pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_with_a_cache(name: str, kind: str, padding: str) -> None:
+def test_prefill_and_decode_with_caches_match_eager_attention(name: str, kind: str, padding: str) -> None:
     if kind == "static" and name == "deepseek_v4":
         kind = "dynamic"  # transformers has no static cache of its layers
     ours, theirs = make(name), make(name, EAGER)
@@ -117,7 +117,7 @@ def test_steps_with_a_cache(name: str, kind: str, padding: str) -> None:
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_generated_tokens(name: str, options: dict[str, Any]) -> None:
+def test_generated_tokens_equal_eager_attention(name: str, options: dict[str, Any]) -> None:
     if name == "deepseek_v4":
         options = {"num_beams": 2}
     prompt = {"input_ids": tokens(3, 24), "attention_mask": mask_of("left-padded").long()}

@@ -38,7 +38,7 @@ def doctor(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_of_a_model(name: str, tmp_path: Path) -> None:
+def test_doctor_model_lists_the_attention_path_of_each_layer(name: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "config.json"):
         assert paths(configuration(str(source))).layers == EXPECTED[name]
@@ -52,7 +52,7 @@ def test_layers_of_a_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_paths_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_call_the_attention_operators_that_doctor_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     integration.register()
     model, ran = make(name).float(), []
     for module in (sparse_latent, sparse_compressed, sparse_blocks, integration):
@@ -73,7 +73,7 @@ def test_the_paths_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_models_without_an_indexer() -> None:
+def test_doctor_model_lists_paths_of_models_without_an_indexer() -> None:
     assert paths(configuration("llama")).layers == ["all keys: attention()"] * 32
     assert paths(configuration("mistral")).layers == ["a window of 4096 keys: attention()"] * 32
     assert {*paths(configuration("gemma3")).layers} == {
@@ -85,7 +85,7 @@ def test_models_without_an_indexer() -> None:
     assert 'BloomConfig: attention in code of its own: attn_implementation="eager" computes it' in refused.output
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_doctor_model_refuses_invalid_configurations(tmp_path: Path) -> None:
     wrong = tmp_path / "config.json"
     for text in ("{}", "[1]", "not json"):
         wrong.write_text(text)

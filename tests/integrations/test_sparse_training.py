@@ -49,7 +49,7 @@ def calls(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_patches_are_removed_and_loaded_models_are_served(name: str) -> None:
+def test_register_patches_loaded_models_and_unregister_removes_patches(name: str) -> None:
     family = sparse_models.FAMILIES[name]
     integration.unregister()
     owner = getattr(code_of(name), family.layer)
@@ -69,7 +69,7 @@ def test_patches_are_removed_and_loaded_models_are_served(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_another_release_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_untested_transformers_release(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(name)
     monkeypatch.setattr(transformers, "__version__", "5.29.1")
     with pytest.raises(ValueError, match=r"serves .* in transformers 5\.\d.*, got 5\.29\.1: use attn_implementation"):
@@ -98,7 +98,7 @@ def test_another_release_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("qwen4_exp", "indexer_budget", None, "indexer_budget: expected a number for layers of indexed_attention"),
     ],
 )
-def test_a_configuration_that_contradicts_itself(name: str, attribute: str, value: Any, text: str) -> None:
+def test_refuses_inconsistent_model_configurations(name: str, attribute: str, value: Any, text: str) -> None:
     model = make(name)
     setattr(model.config, attribute, value)
     with pytest.raises(ValueError, match=f"Config: {text}.*correct the configuration"):
@@ -129,7 +129,7 @@ def notes() -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_of_eager(name: str, notes: list[str]) -> None:
+def test_output_attentions_falls_back_to_eager_weights(name: str, notes: list[str]) -> None:
     results = []
     for attention in (OURS, EAGER):
         model = make(name, attention)
@@ -143,7 +143,7 @@ def test_weights_are_those_of_eager(name: str, notes: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("name", MODELS)
-def test_masks_of_four_dimensions(name: str, kind: str, notes: list[str]) -> None:
+def test_four_dimensional_masks_fall_back_to_transformers_code(name: str, kind: str, notes: list[str]) -> None:
     visible = (torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.7).tril()
     visible |= torch.eye(24, dtype=torch.bool)
     added = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
@@ -154,7 +154,7 @@ def test_masks_of_four_dimensions(name: str, kind: str, notes: list[str]) -> Non
     assert "four-dimensional" in notes[0]
 
 
-def test_dropout_is_computed_by_transformers(notes: list[str]) -> None:
+def test_attention_dropout_falls_back_to_transformers_code(notes: list[str]) -> None:
     model = make("deepseek_v32").train()
     for layer in layers_of(model):
         layer.attention_dropout = 0.5
@@ -166,7 +166,7 @@ def test_dropout_is_computed_by_transformers(notes: list[str]) -> None:
     assert len(notes) == 1
 
 
-def test_positions_of_other_tokens_are_computed_by_transformers(notes: list[str]) -> None:
+def test_position_ids_with_gaps_fall_back_to_transformers_code(notes: list[str]) -> None:
     """Compressed keys are seen from positions on, so positions with gaps see other keys."""
     given = {"position_ids": torch.arange(0, 48, 2)[None].expand(3, -1), "attention_mask": FULL.long()}
     agree(gradients(make("deepseek_v4"), calls(**given)), gradients(make("deepseek_v4", EAGER), calls(**given)))
@@ -174,7 +174,7 @@ def test_positions_of_other_tokens_are_computed_by_transformers(notes: list[str]
     assert "position_ids" in notes[0]
 
 
-def test_packed_sequences_and_a_cache_of_compressed_keys_are_refused() -> None:
+def test_refuses_packed_sequences_with_a_compressed_key_cache() -> None:
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
     with pytest.raises(ValueError, match="packed sequences: expected no cache"):
         make("deepseek_v4").float()(tokens(1, 24), position_ids=positions, use_cache=True)
@@ -222,7 +222,7 @@ def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize("name", STAGED)
-def test_the_loss_of_an_indexer(name: str, stage: Any) -> None:
+def test_indexer_loss_and_gradients_match_kl_divergence(name: str, stage: Any) -> None:
     """KL(p || softmax(I)) by their own scores and weights, over all keys or chosen ones, and its gradients."""
     top_k = {"index_topk": 64} if stage == "warmup" else {}
     model, theirs = make(name), make(name, EAGER, **top_k)
@@ -260,7 +260,7 @@ def test_the_loss_of_an_indexer(name: str, stage: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STAGED)
-def test_stages(name: str) -> None:
+def test_set_stage_controls_indexer_loss_and_trained_parameters(name: str) -> None:
     model = make(name)
     before = gradients(model, calls())
     with pytest.raises(ValueError, match=r"indexer_loss: model: expected layers with a loss, got none \(call"):
@@ -282,7 +282,7 @@ def test_stages(name: str) -> None:
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize("name", STAGED)
-def test_the_loss_of_several_sequences(name: str, stage: Any, kind: str) -> None:
+def test_batch_indexer_loss_is_token_mean_of_single_sequence_losses(name: str, stage: Any, kind: str) -> None:
     """The mean over all tokens of what each sequence has alone, one of them without a compressed key."""
     model, lengths, ids = make(name).train(), (1, 24, 13), tokens(3, 24)
     set_stage(model, stage)
@@ -303,7 +303,7 @@ def test_the_loss_of_several_sequences(name: str, stage: Any, kind: str) -> None
     assert abs(float(together) - float(expected)) <= 8 * unit * abs(float(expected))
 
 
-def test_blocks_have_no_stages() -> None:
+def test_set_stage_refuses_models_with_block_indexers() -> None:
     with pytest.raises(ValueError, match="set_stage: model: expected a SparseAttention"):
         set_stage(make("qwen4_exp"), "sparse")
 
@@ -312,7 +312,7 @@ def test_blocks_have_no_stages() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradient_checkpoints(name: str) -> None:
+def test_gradient_checkpointing_keeps_gradients_bitwise_equal(name: str) -> None:
     model = make(name).train()
     if name in STAGED:
         set_stage(model, "sparse")
@@ -339,7 +339,7 @@ class Adapted(torch.nn.Linear):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize("how", ["class", "hook"])
-def test_a_projection_with_an_adapter_is_called(name: str, how: str) -> None:
+def test_kv_projection_with_adapter_or_hook_is_applied(name: str, how: str) -> None:
     results = []
     for attention in (OURS, EAGER):
         model = make(name, attention)
@@ -352,7 +352,7 @@ def test_a_projection_with_an_adapter_is_called(name: str, how: str) -> None:
     agree(*results)
 
 
-def test_autocast() -> None:
+def test_autocast_bfloat16_gradients_are_finite() -> None:
     model = make("deepseek_v32").float()
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens(3, 24), use_cache=False).logits

@@ -185,7 +185,7 @@ def expectations() -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "column"), cases())
-def test_as_eager(
+def test_outputs_and_gradients_match_eager_attention(
     models: Callable[[Family], Any],
     expectations: dict[tuple[str, ...], Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -80,7 +80,7 @@ def paged_layers(cache: PagedCache) -> list[PagedLayer]:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_tokens_are_those_of_transformers_own_cache(models: Models, name: str) -> None:
+def test_paged_cache_generates_the_same_tokens_as_transformers_cache(models: Models, name: str) -> None:
     model = models(name)
     if model.config.is_encoder_decoder:
         torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_transformers_own_cache(models: Models, name: str) -
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), *WINDOWED])
 @pytest.mark.parametrize("attention", ["fusion_attention", "sdpa", "eager"])
-def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) -> None:
+def test_paged_cache_works_with_sdpa_and_eager_attention(models: Models, name: str, attention: str) -> None:
     model, batch = models(name), prompts()
     if name == "GPT-OSS" and attention == "sdpa":
         attention = "eager"  # sdpa knows no sinks
@@ -123,7 +123,9 @@ def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) 
     ],
     ids=str,
 )
-def test_ways_to_generate(models: Models, name: str, options: dict[str, Any]) -> None:
+def test_paged_cache_supports_beams_sampling_and_chunked_prefill(
+    models: Models, name: str, options: dict[str, Any]
+) -> None:
     model, result = models(name), []
     batch = prompts("prefill_chunk_size" not in options)
     for cache in (None, paged(model)):
@@ -134,7 +136,7 @@ def test_ways_to_generate(models: Models, name: str, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 @pytest.mark.parametrize("kind", ["prompt_lookup_num_tokens", "assistant_model"])
-def test_tokens_that_are_taken_back(models: Models, name: str, kind: str) -> None:
+def test_paged_cache_frees_pages_of_rejected_speculative_tokens(models: Models, name: str, kind: str) -> None:
     model = models(name)
     helper = copy.deepcopy(model)
     with torch.no_grad():  # an assistant that is wrong now and then
@@ -152,7 +154,7 @@ def test_tokens_that_are_taken_back(models: Models, name: str, kind: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
-def test_a_conversation_goes_on(models: Models, name: str) -> None:
+def test_paged_cache_continues_generation_in_a_second_turn(models: Models, name: str) -> None:
     model, batch = models(name), prompts()
     results = []
     for cache in (DynamicCache(config=model.config), paged(model)):
@@ -163,7 +165,7 @@ def test_a_conversation_goes_on(models: Models, name: str) -> None:
     assert torch.equal(*results)
 
 
-def test_padding_takes_no_page_and_a_window_keeps_its_own(models: Models) -> None:
+def test_padding_uses_no_pages_and_sliding_layers_keep_only_the_window(models: Models) -> None:
     model = models("Gemma 3")
     cache = paged(model)
     generated(model, prompts(), cache)
@@ -177,7 +179,7 @@ def test_padding_takes_no_page_and_a_window_keeps_its_own(models: Models) -> Non
     assert {layer.is_sliding for layer in paged_layers(cache)} == {True, False}
 
 
-def test_a_long_prompt_leaves_a_window_behind_at_once(models: Models) -> None:
+def test_long_prompt_stores_only_the_sliding_window(models: Models) -> None:
     model = models("Mistral")
     cache = paged(model)
     with torch.no_grad():
@@ -199,7 +201,7 @@ def test_beams_share_pages(models: Models) -> None:
     assert pool.pages - pool.free_pages < 2 * (52 + 7) // 2  # of four beams of 59 tokens
 
 
-def test_integers_take_less_memory_and_choose_nearly_the_same(models: Models) -> None:
+def test_int8_and_int4_caches_use_less_memory_with_small_logit_errors(models: Models) -> None:
     model, batch = models("Llama"), prompts()
     caches = [paged(model, stored=stored) for stored in ("", "int8", "int4")]
     full_precision, *narrow = (
@@ -211,7 +213,7 @@ def test_integers_take_less_memory_and_choose_nearly_the_same(models: Models) ->
     assert 0 < 4 * fine < coarse  # a step of int4 is 18 of int8
 
 
-def test_a_copy_and_a_reset_begin_where_they_should(models: Models) -> None:
+def test_copied_and_reset_caches_generate_the_expected_tokens(models: Models) -> None:
     model, batch = models("Gemma 3"), prompts()
     cache = paged(model)
     with torch.no_grad():
@@ -228,7 +230,7 @@ def test_a_copy_and_a_reset_begin_where_they_should(models: Models) -> None:
     assert torch.equal(generated(model, longer, cache).sequences, want)
 
 
-def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
+def test_mask_that_hides_cached_tokens_in_a_later_step_is_applied(models: Models) -> None:
     model, batch = models("Llama"), prompts(left_padded=False)
 
     def call(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
@@ -249,7 +251,7 @@ def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
 
 
 @pytest.mark.parametrize("change", ["select", "repeat"])
-def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
+def test_batch_select_and_batch_repeat_match_dynamic_cache(models: Models, change: str) -> None:
     model, batch = models("Mistral"), prompts()
 
     def call(model: Any, cache: Any) -> Tensor:
@@ -270,7 +272,7 @@ def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
         compare_with("(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2)
 
 
-def test_what_pages_cannot_do_is_said(models: Models) -> None:
+def test_paged_cache_refuses_gradients_batch_changes_and_invalid_crops(models: Models) -> None:
     model, batch = models("Mistral"), prompts(left_padded=False)
     cache = paged(model)
     with pytest.raises(ValueError, match="expected no gradient, got one"):
@@ -299,7 +301,7 @@ def in_parts(model: Any, cache: Any, ids: Tensor, mask: Tensor, first: int) -> T
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_counts_padding_between_turns(name: str, models: Models) -> None:
+def test_sliding_window_counts_padding_between_turns(name: str, models: Models) -> None:
     model, ids = models(name), torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 6:9] = 0  # a first turn that ended earlier
@@ -313,7 +315,7 @@ def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first:
     near(logits, model, family, lambda model: in_parts(model, DynamicCache(), ids, mask, first))
 
 
-def test_values_that_a_model_changes_are_the_ones_that_count() -> None:
+def test_values_changed_by_the_model_after_caching_are_used() -> None:
     family = Family("DiffLlama", "diffllama.DiffLlamaForCausalLM", "DiffLlamaConfig", GROUPED | {"hidden_size": 64})
     model = family.make()
     integration.register()
@@ -322,7 +324,7 @@ def test_values_that_a_model_changes_are_the_ones_that_count() -> None:
     parts_are_near(model, family, ids, torch.ones_like(ids), 8)
 
 
-def test_generating_under_autocast(models: Models) -> None:
+def test_generate_with_paged_cache_runs_under_autocast(models: Models) -> None:
     model = models("Llama")
     with torch.autocast("cpu", torch.bfloat16):
         out = model.generate(**prompts(), max_new_tokens=2, eos_token_id=None, past_key_values=PagedCache(model.config))

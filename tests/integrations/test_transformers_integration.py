@@ -50,7 +50,7 @@ def tokens(*shape: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- registering
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_register_twice_leaves_the_interfaces_unchanged() -> None:
     mapping = transformers.AttentionInterface._global_mapping
     before = dict(mapping)
     with warnings.catch_warnings():
@@ -59,7 +59,7 @@ def test_registering_again_changes_nothing() -> None:
     assert dict(mapping) == before
 
 
-def test_another_release_is_named_with_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_warns_once_for_an_untested_transformers_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "6.1.0.dev0")
     with pytest.warns(ContractWarning, match=r"transformers 6\.1\.0\.dev0 was not tested .* 5\.\d+ to 5\.\d+ were"):
         integration.register("another name")
@@ -70,13 +70,13 @@ def test_another_release_is_named_with_those_that_were_tested(monkeypatch: pytes
     del transformers.masking_utils.AttentionMaskInterface._global_mapping["another name"]
 
 
-def test_the_release_here_is_tested() -> None:
+def test_installed_transformers_release_is_within_the_tested_range() -> None:
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     first, last = (tuple(map(int, bound.split("."))) for bound in integration.TESTED)
     assert first <= release <= last
 
 
-def test_the_page_lists_what_is_tested() -> None:
+def test_docs_page_lists_the_tested_models() -> None:
     message = "run python tests/support/hf_models.py"
     assert PAGE.read_text(encoding="utf-8") == page_with(table()), message
 
@@ -85,7 +85,7 @@ def test_the_page_lists_what_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("folder", "prefix"), [("bloom", "Bloom"), ("mpt", "Mpt")])
-def test_a_model_that_asks_no_interface_is_refused(folder: str, prefix: str) -> None:
+def test_refuses_models_without_attention_interface(folder: str, prefix: str) -> None:
     assert prefix.lower() in {name.lower() for name in NOT_SERVED}
     config = getattr(transformers, f"{prefix}Config")(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(config, attn_implementation=NAME)
@@ -95,7 +95,7 @@ def test_a_model_that_asks_no_interface_is_refused(folder: str, prefix: str) -> 
     assert model(tokens(1, 5)).logits.isfinite().all()
 
 
-def test_float64_and_masks_elsewhere_are_errors() -> None:
+def test_refuses_float64_meta_device_masks_and_integer_masks() -> None:
     model = model_with("Llama")
     with pytest.raises(BackendError, match="not float64"):
         model.double()(tokens(1, 5))
@@ -107,12 +107,12 @@ def test_float64_and_masks_elsewhere_are_errors() -> None:
         model(tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.long))
 
 
-def test_a_meta_model_has_shapes() -> None:
+def test_model_on_meta_device_returns_output_shapes() -> None:
     model = model_with("Llama").to("meta")
     assert model(tokens(2, 5).to("meta")).logits.shape == (2, 5, SIZES["vocab_size"])
 
 
-def test_weights_are_not_returned() -> None:
+def test_output_attentions_returns_no_weights() -> None:
     result = model_with("Llama")(tokens(1, 5), output_attentions=True)
     assert all(weights is None for weights in result.attentions or ())
 
@@ -121,7 +121,7 @@ def test_weights_are_not_returned() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "heads", "keys"])
-def test_masks_of_the_users_own(kind: str) -> None:
+def test_custom_four_dimensional_masks_match_eager(kind: str) -> None:
     torch.manual_seed(0)
     visible = torch.rand(2, 1, 9, 9) < 0.6
     visible |= torch.eye(9, dtype=torch.bool)
@@ -136,7 +136,7 @@ def test_masks_of_the_users_own(kind: str) -> None:
     assert near(ours, theirs)
 
 
-def test_a_row_that_sees_nothing_is_finite() -> None:
+def test_fully_masked_row_has_finite_logits_and_gradients() -> None:
     visible = torch.ones(1, 1, 6, 6).tril().bool()
     visible[:, :, 3] = False
     for mask in (visible, torch.zeros(1, 1, 6, 6).masked_fill(~visible, -torch.inf)):
@@ -147,7 +147,7 @@ def test_a_row_that_sees_nothing_is_finite() -> None:
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_sequence_of_no_tokens_and_holes_between_tokens() -> None:
+def test_fully_padded_sequences_and_padding_gaps_match_eager() -> None:
     ids, padding = tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
     padding[1] = 0
     padding[2, 3] = 0
@@ -165,7 +165,7 @@ def test_a_sequence_of_no_tokens_and_holes_between_tokens() -> None:
         assert near(ours[keep], theirs[keep])
 
 
-def test_mask_functions_of_a_models_own() -> None:
+def test_custom_and_or_mask_functions_match_eager() -> None:
     """A prefix that all rows see, and tokens that nobody does: what no module says is a matrix."""
 
     def make(model: Any, union: bool, packed: bool) -> Any:
@@ -189,7 +189,7 @@ def test_mask_functions_of_a_models_own() -> None:
             assert near(mine, other)
 
 
-def test_windows_to_both_sides_of_a_model_that_counts_otherwise() -> None:
+def test_bidirectional_sliding_window_becomes_an_explicit_mask_matrix() -> None:
     """What a module hands on is a key less on either side than its mask, but where it says so: then it is a matrix."""
     config = model_with("Mistral").config
     result = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
@@ -219,7 +219,7 @@ def test_a_mask_that_changes_in_place_is_read_again(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "GPT-OSS"])
-def test_a_prompt_in_parts(name: str) -> None:
+def test_chunked_prefill_with_padding_matches_eager(name: str) -> None:
     """The second part's rows stand beside the last keys, with padding on the left, right or not at all."""
     ids, padding = tokens(2, 15), torch.ones(2, 15, dtype=torch.long)
     padding[1, :4] = 0
@@ -238,7 +238,7 @@ def test_a_prompt_in_parts(name: str) -> None:
         assert near(results[0][keep], results[1][keep])
 
 
-def test_a_prompt_in_an_empty_static_cache() -> None:
+def test_prompt_with_empty_static_cache_matches_eager() -> None:
     """Of a model whose masks are matrices: the keys behind its prompt are not there yet."""
     logits = []
     for implementation in (NAME, "eager"):
@@ -251,7 +251,7 @@ def test_a_prompt_in_an_empty_static_cache() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
-def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+def test_beam_search_and_sampling_equal_eager_tokens(options: dict[str, Any]) -> None:
     results = []
     for implementation in (NAME, "eager"):
         torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     assert torch.equal(*results)
 
 
-def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
+def test_packed_sequences_with_a_new_cache_stay_separate() -> None:
     """With a cache transformers makes no mask of packed sequences; the positions say it."""
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
     model = model_with("Mistral")
@@ -272,7 +272,7 @@ def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["positions", "cu_seq_lens"])
-def test_packed_sequences_compiled(ends: bool) -> None:
+def test_compiled_packed_sequences_match_eager(ends: bool) -> None:
     torch._dynamo.reset()
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
     kwargs = {"cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)} if ends else {}
@@ -287,7 +287,7 @@ def test_packed_sequences_compiled(ends: bool) -> None:
         assert near(mine.grad, other.grad)
 
 
-def test_training_as_users_train() -> None:
+def test_training_with_dropout_checkpoints_autocast_is_reproducible() -> None:
     """Steps of packed sequences with dropout, checkpoints and autocast: the loss falls, and again is the same."""
 
     def losses() -> list[float]:
@@ -319,7 +319,7 @@ def test_training_as_users_train() -> None:
 
 
 @torch.inference_mode()
-def test_lengths_that_change_in_place_are_read_again_in_inference_mode() -> None:
+def test_cu_seq_lens_changed_in_place_are_read_again_in_inference_mode() -> None:
     model, ids, ends = model_with("Llama"), tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
     how: dict[str, Any] = {"use_cache": False, "max_length_q": 12, "max_length_k": 12}
     model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **how)
@@ -329,11 +329,11 @@ def test_lengths_that_change_in_place_are_read_again_in_inference_mode() -> None
 
 
 @pytest.mark.parametrize("positions", [[*range(4), *range(7, 15)], [i // 2 for i in range(12)], [3] * 12])
-def test_positions_that_jump_elsewhere_than_to_0_are_of_one_sequence(positions: list[int]) -> None:
+def test_position_ids_start_a_new_sequence_only_at_0(positions: list[int]) -> None:
     assert near(*both("Llama", input_ids=tokens(1, 12), position_ids=torch.tensor([positions])))
 
 
-def test_an_encoder_whose_modules_say_nothing_is_not_causal() -> None:
+def test_encoder_without_is_causal_attribute_is_not_causal() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = transformers.ClapTextModel._from_config(transformers.ClapTextConfig(vocab_size=64, **sizes)).eval()

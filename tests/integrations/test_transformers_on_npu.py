@@ -30,7 +30,7 @@ def pair(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_the_same_there(name: str, torch_npu: Any) -> None:
+def test_logits_and_gradients_on_npu_equal_cpu_bitwise(name: str, torch_npu: Any) -> None:
     here, there = pair(name)
     ids = torch.randint(3, VOCABULARY, (2, 12))
     mask = torch.ones_like(ids)
@@ -54,7 +54,7 @@ def test_a_model_is_the_same_there(name: str, torch_npu: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
-def test_it_writes_the_same_there(name: str, torch_npu: Any) -> None:
+def test_generated_tokens_on_npu_equal_cpu(name: str, torch_npu: Any) -> None:
     here, there = pair(name)
     ids = torch.randint(3, VOCABULARY, (2, 9))
     words = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -92,7 +92,7 @@ PROGRAM = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_a_trainer_finds_the_device_by_itself(tmp_path: Any) -> None:
+def test_trainer_selects_npu_and_resumes_from_checkpoint(tmp_path: Any) -> None:
     """An unedited program: transformers and accelerate look for torch_npu themselves; it stops, and goes on."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @everywhere
-def test_what_is_no_result_is_refused(family: str) -> None:
+def test_judge_refuses_outputs_of_wrong_type_shape_or_device(family: str) -> None:
     operator, inputs, outputs = small(family)
     for change, what in REFUSED.values():
         for name, t in outputs.items():
@@ -162,7 +162,7 @@ def test_what_is_no_result_is_refused(family: str) -> None:
     refused(operator, [*inputs.values()], outputs, "inputs: expected tensors by name, got list")
 
 
-def test_a_standard_that_is_none() -> None:
+def test_judge_refuses_an_unknown_standard() -> None:
     with pytest.raises(fa.JudgeError, match=f"'cann' is not known: one of {', '.join(STANDARDS)}"):
         fa.judge(*small("own float32"), standard="cann")
 
@@ -178,12 +178,12 @@ def test_a_standard_that_is_none() -> None:
         (None, "the call lacks q"),
     ],
 )
-def test_an_argument_that_is_none(value: Any, what: str) -> None:
+def test_judge_refuses_invalid_input_tensors(value: Any, what: str) -> None:
     operator, inputs, outputs = small("own float32")
     refused(operator, inputs | {"q": value}, outputs, what)
 
 
-def test_results_that_a_call_does_not_have_are_named() -> None:
+def test_unexpected_outputs_are_reported_as_not_judged() -> None:
     operator, inputs, outputs = small("dense")
     result = fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(3)}, backends=False)
     assert result.verdict == "right"
@@ -205,7 +205,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @everywhere
-def test_what_is_the_same_is_right(family: str) -> None:
+def test_equal_values_in_other_dtypes_or_strides_are_right(family: str) -> None:
     operator, inputs, outputs = small(family)
     for what, change in SAME.items():
         verdict, where = judged(operator, inputs, {n: change(t) for n, t in outputs.items()})
@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @everywhere
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_said(what: str, family: str) -> None:
+def test_wrong_outputs_are_reported_with_a_location(what: str, family: str) -> None:
     operator, inputs, outputs = small(family)
     change, sentence = WRONG[what]
     names = [n for n, t in outputs.items() if t.is_floating_point()]
@@ -249,7 +249,7 @@ def test_what_is_wrong_is_said(what: str, family: str) -> None:
     assert where != "throughout" or not sentence
 
 
-def test_integers_that_are_wrong() -> None:
+def test_wrong_int8_outputs_are_called_wrong() -> None:
     operator, inputs, outputs = small("int8 output")
     (name,) = outputs
     for change in (torch.zeros_like, lambda t: -t, lambda t: t.roll(1, -1), lambda t: t.to(torch.uint8)):
@@ -258,7 +258,7 @@ def test_integers_that_are_wrong() -> None:
     assert judged(operator, inputs, {name: outputs[name] + 2})[0] == f"wrong ({name})"
 
 
-def test_lists_that_are_wrong() -> None:
+def test_wrong_key_indices_of_the_indexer_are_called_wrong() -> None:
     operator, inputs, outputs = small("indexer")
     chosen = outputs["sparse_indices_out"]
     twice, behind, swapped = chosen.clone(), chosen.clone(), chosen.clone()
@@ -273,7 +273,7 @@ def test_lists_that_are_wrong() -> None:
     assert judged(operator, inputs, outputs | {"sparse_values_out": chosen.float()})[0] == "wrong (sparse_values_out)"
 
 
-def test_a_copy_is_said_where_golden_has_none() -> None:
+def test_copied_row_is_reported_unless_reference_rows_are_equal() -> None:
     """A row that is another's by right is no news, wrong as it may be."""
     q, k = torch.randn(2, 1, 40, 2, 8)
     q[:, 7] = q[:, 3]
@@ -292,7 +292,7 @@ def test_a_copy_is_said_where_golden_has_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_is_right_where_golden_has_it_and_nowhere_else(dtype: torch.dtype) -> None:
+def test_nan_is_right_only_where_the_reference_has_nan(dtype: torch.dtype) -> None:
     make = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 30, 2, 8, generator=make).to(dtype) for _ in range(3))
     v[0, 7, 0, 3] = math.nan
@@ -304,7 +304,7 @@ def test_nan_is_right_where_golden_has_it_and_nowhere_else(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_overflows(dtype: torch.dtype) -> None:
+def test_overflowing_results_may_be_infinite_or_the_largest_number(dtype: torch.dtype) -> None:
     """Beyond the dtype infinity and the largest number are right; as near to it as roundings go, infinity is."""
     make, most = torch.Generator().manual_seed(2), torch.finfo(dtype).max
     q, k = (torch.randn(1, n, 2, 8, generator=make).to(dtype) for n in (40, 100))
@@ -324,7 +324,7 @@ def test_what_overflows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_exact(dtype: torch.dtype) -> None:
+def test_rows_with_one_key_or_no_key_must_be_exact(dtype: torch.dtype) -> None:
     """Rows of one key return its value, rows of none zeros; what is off by more than roundings is seen there."""
     make = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 40, 2, 16, generator=make).to(dtype) for _ in range(3))
@@ -347,7 +347,7 @@ def test_what_is_exact(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_has_no_rows_or_no_keys(dtype: torch.dtype) -> None:
+def test_judge_accepts_zeros_without_keys_and_refuses_empty_outputs(dtype: torch.dtype) -> None:
     make = torch.Generator().manual_seed(4)
     q, k = (torch.randn(2, 6, 2, 8, generator=make).to(dtype) for _ in range(2))
     for rows, keys in ((q[:, :0], k), (q[:0], k[:0])):
@@ -363,7 +363,9 @@ def test_what_has_no_rows_or_no_keys(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 700, 2), (70, 1, 2, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_numbers_and_many_heads(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_one_wrong_element_is_detected_in_tiny_and_many_head_outputs(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     """A number alone is wrong from five expected errors on."""
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
@@ -376,7 +378,7 @@ def test_few_numbers_and_many_heads(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 @pytest.mark.parametrize("by", [1e-25, 1e-19, 1e19, 1e25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_numbers_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: float) -> None:
+def test_outputs_with_squares_outside_float32_range_are_judged(dtype: torch.dtype, by: float) -> None:
     """Of calls that are so long that variances are computed in float32 elsewhere."""
     make = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(1, 600, 1, 8, generator=make).to(dtype) for _ in range(3))
@@ -392,7 +394,7 @@ def test_numbers_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: flo
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: float) -> None:
+def test_gradients_with_squares_outside_float32_range_are_judged(dtype: torch.dtype, by: float) -> None:
     case = Case(q_len=(600,), kv_len=(600,), heads_q=1, heads_kv=1, dim_qk=8, dim_v=8, scale=0.35)
     args = arguments(replace(case, dtype=str(dtype).removeprefix("torch.")))
     operator, inputs, outputs = gradient_of(args | {"dy": (args["dy"] * by).to(dtype)})
@@ -404,7 +406,7 @@ def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: f
 
 
 @pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e19])
-def test_scores_of_an_indexer_whose_squares_float32_does_not_hold(by: float) -> None:
+def test_indexer_scores_with_squares_outside_float32_range_are_judged(by: float) -> None:
     make = torch.Generator().manual_seed(7)
     q, k = torch.randn(1, 300, 4, 8, generator=make), torch.randn(1, 300, 1, 8, generator=make) * by
     inputs = {"q": q, "k": k, "weights": torch.rand(1, 300, 4, generator=make), "top_k": 16}

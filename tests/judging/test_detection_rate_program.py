@@ -10,7 +10,7 @@ from support.drawn_faults import LOW, Roundings
 from support.sources import ROOT
 
 
-def test_roundings_are_as_large_as_asked() -> None:
+def test_simulated_rounding_errors_have_the_requested_size() -> None:
     x = torch.rand(1 << 17) + 1
     with Roundings(1.5, 0):
         rounded = x.to(torch.float16)
@@ -21,7 +21,7 @@ def test_roundings_are_as_large_as_asked() -> None:
 
 
 @pytest.mark.parametrize("noise", ["1", "1.5"])
-def test_the_program_prints_shares(
+def test_program_prints_counts_of_named_faults_and_accused_results(
     noise: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["", "--faults", "2", "--right", "2", "--noise", noise])

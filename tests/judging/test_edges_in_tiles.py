@@ -28,7 +28,9 @@ EDGES = {"not applied": "edge-tiles-unmasked", "one key behind": "window-off-by-
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 32), (32, 64), (128, 64)])
 @pytest.mark.parametrize("edge", EDGES)
-def test_an_edge_in_tiles_is_named(edge: str, rows: int, keys: int, gradients: bool) -> None:
+def test_wrong_mask_edge_inside_tiles_is_diagnosed_with_tile_size(
+    edge: str, rows: int, keys: int, gradients: bool
+) -> None:
     leaves = [torch.randn(1, 200, 2, 16, dtype=torch.float64) for _ in range(4)]
     q, k, v, dout = (t.float().double().transpose(1, 2) for t in leaves)
     visible, causal = in_tiles(200, rows, keys, edge), torch.ones(200, 200, dtype=torch.bool).tril()

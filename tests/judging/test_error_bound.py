@@ -30,7 +30,7 @@ LONG = Case(q_len=(S,), kv_len=(S,), heads_q=2, heads_kv=1, dim_qk=16, dim_v=16,
 # ------------------------------------------------------------------------------------------------------------- limits
 
 
-def test_limits_are_quantiles() -> None:
+def test_error_limits_are_chi_square_quantiles() -> None:
     """One number's is the normal distribution's, of many numbers it comes near to 1, and never below 2."""
     assert limit(1, 1) == pytest.approx(4.8916, abs=1e-3)  # two-sided 1e-6
     assert limit(1, 10**6) == pytest.approx(7.1305, abs=1e-3)  # 1e-12
@@ -59,7 +59,9 @@ def test_errors_of_the_expected_size_never_fail(rows: int) -> None:
         (slice(0, 3), slice(0, 500), slice(0, 24), 2.2, "whole"),
     ],
 )
-def test_a_fault_is_seen_where_it_is(heads: slice, rows: slice, columns: slice, by: float, kind: str) -> None:
+def test_fault_in_element_row_tile_or_columns_is_located(
+    heads: slice, rows: slice, columns: slice, by: float, kind: str
+) -> None:
     result = torch.randn(3, 500, 24, generator=torch.Generator().manual_seed(1)).square()
     result[heads, rows, columns] = by * by
     errors = Errors([500], 3, 24)
@@ -69,7 +71,7 @@ def test_a_fault_is_seen_where_it_is(heads: slice, rows: slice, columns: slice, 
 
 
 @pytest.mark.parametrize("rows", [2048, 9001, 40_000])
-def test_a_fault_of_one_tile_is_seen_however_long_the_rest_is(rows: int) -> None:
+def test_fault_in_one_tile_is_detected_in_outputs_of_any_length(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     right = torch.randn(1, rows, 16, generator=generator).square()
     for first in (0, 992, rows // 64 * 32, (rows - 64) // 32 * 32):
@@ -80,7 +82,7 @@ def test_a_fault_of_one_tile_is_seen_however_long_the_rest_is(rows: int) -> None
         assert "tile" in {look.kind for _, look in errors.fails()}, first
 
 
-def test_pieces_are_the_whole() -> None:
+def test_errors_added_in_row_blocks_equal_errors_added_at_once() -> None:
     result = torch.rand(2, 100, 20)
     full, pieces = Errors([100], 2, 20), Errors([100], 2, 20)
     full.add(0, slice(0, 2), slice(0, 100), result)
@@ -94,7 +96,7 @@ def test_pieces_are_the_whole() -> None:
 # ------------------------------------------------------------------------------------------------------------- ratios
 
 
-def test_what_is_not_a_number() -> None:
+def test_nan_and_infinity_must_match_the_expected_value() -> None:
     value = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0, 7e4, -7e4], dtype=torch.float64)
     size = torch.full((7,), 1e-3, dtype=torch.float64)
     right = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0, math.inf, -65504.0], dtype=torch.float16)
@@ -107,14 +109,14 @@ def test_what_is_not_a_number() -> None:
     assert ratios(-right, value, size)[5] == math.inf  # an overflow of the other sign
 
 
-def test_what_is_exact_must_be_exact() -> None:
+def test_values_with_zero_expected_error_must_be_equal() -> None:
     exact = Expected(torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
     compare("x", torch.ones(3), exact)
     with pytest.raises(AssertionError, match=r"x: .*ours 1\.0000001"):
         compare("x", torch.tensor([1.0, 1.0000001, 1.0]), exact)
 
 
-def test_integers_are_measured_from_their_rounding() -> None:
+def test_integer_errors_are_measured_from_the_rounding_interval() -> None:
     value = torch.tensor([2.49, 2.5, 2.51, 100.0], dtype=torch.float64)
     size = torch.full((4,), 0.01, dtype=torch.float64)
     near = ratios(torch.tensor([2, 2, 3, 100], dtype=torch.int8), value, size)
@@ -122,7 +124,7 @@ def test_integers_are_measured_from_their_rounding() -> None:
     assert float(ratios(torch.tensor([3, 3, 2, 99], dtype=torch.int8), value, size).sqrt()[3]) == pytest.approx(50)
 
 
-def test_another_shape_is_said() -> None:
+def test_compare_raises_on_different_shapes() -> None:
     with pytest.raises(AssertionError, match="shapes"):
         compare("x", torch.ones(2), Expected(torch.ones(3), torch.ones(3)))
 
@@ -131,7 +133,7 @@ def test_another_shape_is_said() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_stored_number_is_off_by_its_rounding(dtype: torch.dtype) -> None:
+def test_expected_storage_error_matches_mean_rounding_error(dtype: torch.dtype) -> None:
     """stored() of drawn numbers, and rounding() of numbers whose logarithm is evenly distributed."""
     x = torch.exp2(torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 6 - 3)
     error = (x.to(dtype).double() - x).square()
@@ -140,7 +142,7 @@ def test_a_stored_number_is_off_by_its_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_number_below_the_normal_ones_may_be_zero(dtype: torch.dtype) -> None:
+def test_expected_error_of_subnormal_numbers_allows_flush_to_zero(dtype: torch.dtype) -> None:
     least = torch.finfo(dtype).smallest_normal
     lost = torch.rand(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * least
     assert float((lost.square() / stored(lost, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
@@ -149,7 +151,7 @@ def test_a_number_below_the_normal_ones_may_be_zero(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) -> None:
+def test_expected_output_error_matches_simulated_roundings(dtype: torch.dtype) -> None:
     """Weights and results that are rounded at random: the spread of each number is the size that is expected of it."""
     case = Case(q_len=(24,), kv_len=(40,), heads_q=1, heads_kv=1, dtype=str(dtype).removeprefix("torch."))
     args = arguments(case)
@@ -167,7 +169,7 @@ def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) ->
     assert float((ratio - 1).abs().amax()) < 0.1
 
 
-def test_errors_of_dropped_keys_move_what_is_kept() -> None:
+def test_expected_error_with_dropout_includes_dropped_keys() -> None:
     """Errors of large scores are in the divisor whether or not their keys are kept: beside drawn roundings."""
     case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, keep_prob=0.7, dropout="bits")
     args = arguments(case)
@@ -182,7 +184,7 @@ def test_errors_of_dropped_keys_move_what_is_kept() -> None:
     assert float(ratio.amax()) < 3
 
 
-def test_weights_of_integers_flip_by_one() -> None:
+def test_integer_weights_that_may_round_either_way_are_predicted() -> None:
     """Those that errors of their size can turn to the other side of a middle, and no others; the maximum's never."""
     case = FusedCase(q_len=(200,), kv_len=(40,), dim=32, dim_v=32, full=True)
     op = RECORDS["npu_fused_infer_attention_score"]
@@ -240,7 +242,7 @@ FAULTS: dict[str, Change] = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_right_is_right(dtype: str) -> None:
+def test_correct_long_call_passes_check(dtype: str) -> None:
     wanted, results = long_call(dtype)
     check(dtype, results, wanted)
 
@@ -248,7 +250,7 @@ def test_what_is_right_is_right(dtype: str) -> None:
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:
+def test_local_fault_in_a_long_call_fails_check(fault: str, dtype: str) -> None:
     wanted, results = long_call(dtype)
     results = {name: t.clone() for name, t in results.items()}
     FAULTS[fault](results)
@@ -259,7 +261,7 @@ def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("invalid", "says"), [(0.0, "rows are zero"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
 )
-def test_what_wrong_rows_look_like_is_said(invalid: float | None, says: str) -> None:
+def test_wrong_rows_are_described_as_zero_nan_or_copied(invalid: float | None, says: str) -> None:
     given = dict(zip("qkv", torch.randn(3, 1, 100, 1, 32), strict=True))
     out = fa.attention(**given)
     out[:, 60:64] = out[:, :1].clone() if invalid is None else invalid

@@ -149,7 +149,7 @@ def setting(*, listed: bool, sink: bool = False, heads: int = 3, lists: str = "r
 
 @pytest.mark.parametrize("lists", ["", "random", "repeated"])
 @pytest.mark.parametrize("grade", GRADES, ids=lambda g: g.words)
-def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -> None:
+def test_expected_loss_and_gradient_errors_match_simulated_roundings(grade: Rounds, lists: str) -> None:
     """Of every number of every output of a loss, over 2000 draws; products near 0, whose sign is open, left out."""
     x = setting(listed=bool(lists), lists=lists)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
@@ -177,7 +177,7 @@ def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -
 
 
 @pytest.mark.parametrize("grade", [GRADES[0], GRADES[2]], ids=lambda g: g.words)
-def test_scores_and_statistics(grade: Rounds) -> None:
+def test_expected_score_and_statistic_errors_match_simulated_roundings(grade: Rounds) -> None:
     """I, and max and sum of rows whose maximum is no near tie."""
     x = setting(listed=False)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
@@ -211,7 +211,7 @@ class _Choice:
         self.ratio = problem.ratio
 
 
-def test_a_product_whose_sign_is_open() -> None:
+def test_product_of_uncertain_sign_enlarges_expected_gradient_error() -> None:
     """Its gradient comes or does not: as far off as it is large, in up to half of all programs; expected is a half."""
     x = setting(listed=False)
     c, dtype, grade = compared(x, 0, slice(0, 7), torch.float64), torch.float32, GRADES[0]
@@ -236,7 +236,7 @@ def test_a_product_whose_sign_is_open() -> None:
     assert not errors.uncertain(zero, dtype, grade).open.any()
 
 
-def test_pieces_add_up_to_the_whole() -> None:
+def test_expected_errors_of_row_blocks_add_up_to_the_full_call() -> None:
     x = setting(listed=False)
     full = errors.wanted(x, 0, slice(0, 7), KERNEL)
     parts = [errors.wanted(x, 0, rows, KERNEL) for rows in (slice(0, 3), slice(3, 7))]
@@ -296,20 +296,20 @@ def right(name: str, inputs: dict[str, Any], outputs: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_cpu_back_end_is_right(dtype: str, seed: int) -> None:
+def test_cpu_back_end_results_are_judged_right(dtype: str, seed: int) -> None:
     for name, args in of_every_kind(dtype, seed):
         right(name, *results_of(name, args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_rows_are_right(dtype: str) -> None:
+def test_cpu_results_with_2048_keys_are_judged_right(dtype: str) -> None:
     right(CHOICE, *results_of(CHOICE, indexer(dtype, 64, 2048, top_k=300)))
     right(DENSE, *results_of(DENSE, loss(dtype, 64, 2048, 0)))
     right(LISTED, *results_of(LISTED, loss(dtype, 64, 2048, 200)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_golden_is_right_by_every_standard(dtype: str) -> None:
+def test_float64_reference_results_are_right_by_every_standard(dtype: str) -> None:
     """Rounded once: 0.5 % is little more than bfloat16's own rounding, and kernels round more than once."""
     for name, args in of_every_kind(dtype, 5):
         inputs, outputs = results_of(name, args, "golden")
@@ -320,7 +320,7 @@ def test_golden_is_right_by_every_standard(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_of_values(dtype: str) -> None:
+def test_indexer_backward_gradients_are_judged(dtype: str) -> None:
     """indexer_backward, which no record has: by pieces()."""
     call = selections.lowered_indexer(indexer(dtype, 60, 90, top_k=20))
     indices, values = selections.chosen(call, "cpu")
@@ -347,7 +347,7 @@ def failing(name: str, inputs: dict[str, Any], outputs: dict[str, Tensor]) -> li
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wrong_lists(dtype: str) -> None:
+def test_wrong_selected_indices_are_called_wrong(dtype: str) -> None:
     inputs, outputs = results_of(CHOICE, indexer(dtype, 70, 200, top_k=20))
     right(CHOICE, inputs, outputs)
     listed, values = outputs["sparse_indices_out"], outputs["sparse_values_out"]
@@ -370,7 +370,7 @@ def test_wrong_lists(dtype: str) -> None:
         assert failing(CHOICE, inputs, wrong) == ["sparse_indices_out"]
 
 
-def test_keys_out_of_sight_and_ties() -> None:
+def test_hidden_keys_and_wrong_tie_order_in_selections_are_called_wrong() -> None:
     """A row that sees three keys lists no fourth; of equal scores the smaller index comes first."""
     args = indexer("float32", 6, 6, top_k=6, exact=True)
     args["key"][0, 1] = args["key"][0, 0]
@@ -389,7 +389,7 @@ def test_keys_out_of_sight_and_ties() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_exchange_within_rounding_is_right(dtype: str) -> None:
+def test_swapped_keys_with_scores_within_rounding_are_right(dtype: str) -> None:
     """Keys all but alike, scored in float32: the order of the list is a matter of rounding, to no harm."""
     args = indexer(dtype, 40, 300, top_k=100)
     args["key"][:] = args["key"][:, :1] * (1 + 2.0**-9 * torch.rand(300)[None, :, None, None]).to(args["key"].dtype)
@@ -398,7 +398,7 @@ def test_an_exchange_within_rounding_is_right(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", [DENSE, LISTED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wrong_gradients(dtype: str, name: str) -> None:
+def test_wrong_loss_or_gradients_are_called_wrong(dtype: str, name: str) -> None:
     inputs, outputs = results_of(name, loss(dtype, 128, 160, 40 if name == LISTED else 0))
     right(name, inputs, outputs)
 
@@ -416,7 +416,7 @@ def test_wrong_gradients(dtype: str, name: str) -> None:
         assert failing(name, inputs, changed(output, place, factor)) == [output]
 
 
-def test_noise_is_of_the_lower_grades() -> None:
+def test_bfloat16_noise_fails_kernel_grade_and_passes_program_grade() -> None:
     """Gradients from a program in bfloat16 throughout are right, and said to be a program's."""
     inputs, outputs = results_of(DENSE, loss("bfloat16", 64, 96, 0))
     x = judging_indexer.setting_of(recorded(DENSE, inputs, outputs).lowered())

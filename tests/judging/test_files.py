@@ -55,7 +55,7 @@ VALUES = ("head_num=2", "input_layout=BSND", f"scale={SCALE}")
 OPTIONS = ("--op", "npu_fusion_attention", *(word for value in VALUES for word in ("--set", value)))
 
 
-def test_a_capture_and_a_broken_one(capture: Path, tmp_path: Path) -> None:
+def test_verify_accepts_a_capture_and_diagnoses_a_wrong_scale(capture: Path, tmp_path: Path) -> None:
     assert verify(capture)[0] == 0
     tensors, text = content_of(capture)
     attributes = json.loads(text["attributes"]) | {"scale": 1.0}
@@ -103,7 +103,7 @@ def msprobe(folder: Path, scale: float, kind: str = ".pt", **changes: Any) -> Pa
 
 
 @pytest.mark.parametrize("kind", [".pt", ".npy"])
-def test_a_dump_of_msprobe(kind: str, tmp_path: Path) -> None:
+def test_verify_reads_msprobe_dumps(kind: str, tmp_path: Path) -> None:
     assert verify(msprobe(tmp_path / "right", SCALE, kind))[0] == 0
     code, printed, _ = verify(msprobe(tmp_path / "wrong", 1.0, kind))
     assert code == 1
@@ -129,7 +129,7 @@ SAVES: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_plain_files_with_a_mapping(name: str, tmp_path: Path) -> None:
+def test_verify_maps_tensor_names_of_npz_safetensors_and_npy_files(name: str, tmp_path: Path) -> None:
     inputs, outputs = call()
     SAVES[name](tmp_path / name, {"a": inputs["query"], "key": inputs["key"], "c": inputs["value"],
                                   "o": outputs["attention_out"]})  # fmt: skip
@@ -147,7 +147,7 @@ def test_plain_files_with_a_mapping(name: str, tmp_path: Path) -> None:
     refused(tmp_path / name, what="say which operator")
 
 
-def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
+def test_verify_refuses_missing_invalid_and_incomplete_files(tmp_path: Path, capture: Path) -> None:
     refused(tmp_path / "absent", what="no such file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", what="no captures, no dump.json")
@@ -180,7 +180,7 @@ def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe has no name here")
 @pytest.mark.parametrize("name", ["pipe.safetensors", "pipe.npz", "dump.json"])
-def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_verify_refuses_named_pipes_without_blocking(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     end = os.open(tmp_path / name, os.O_RDWR)
     closing = threading.Timer(5, os.close, [end])  # whoever reads it nevertheless waits no longer than this
@@ -190,7 +190,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     os.close(end)
 
 
-def test_a_capture_of_a_newer_version(capture: Path, tmp_path: Path) -> None:
+def test_verify_refuses_newer_capture_versions_and_invalid_bits(capture: Path, tmp_path: Path) -> None:
     tensors, text = content_of(capture)
     newer = tmp_path / "newer.safetensors"
     safetensors.torch.save_file(tensors, newer, {**text, "version": "7"})
@@ -210,7 +210,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_no_pickle_is_run(tmp_path: Path) -> None:
+def test_verify_never_runs_pickles_without_unsafe_pickle_option(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
     folder = msprobe(tmp_path / "dump", SCALE)
     data = folder / "step0" / "rank0" / "dump_tensor_data"
@@ -237,7 +237,7 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
         *((name, "data_name") for name in ("", 3, "x.txt", "a\0b.pt")),
     ],
 )
-def test_paths_that_leave_the_folder(name: Any, what: str, tmp_path: Path) -> None:
+def test_verify_refuses_dump_paths_outside_the_folder(name: Any, what: str, tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "secret.pt")
     folder = msprobe(tmp_path / "dump", SCALE, input_kwargs={"pse": {"type": "torch.Tensor", "data_name": name}})
     (folder / "step0" / "rank0" / "dump_tensor_data" / "link.pt").symlink_to(tmp_path / "secret.pt")
@@ -266,12 +266,12 @@ DEEP = "[" * 5000
         (f'{{"data": {{"NPU.npu_fusion_attention.0.forward": {{"input_args": {"[" * 40 + "]" * 40}}}}}}}', "deep"),
     ],
 )
-def test_bad_dumps(text: str, what: str, tmp_path: Path) -> None:
+def test_verify_refuses_malformed_dump_json(text: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "dump.json").write_text(text)
     refused(tmp_path, what=what)
 
 
-def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_refuses_oversized_files_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that says it is large is refused before it is read."""
     bomb = tmp_path / "bomb.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -280,7 +280,7 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused(bomb, *OPTIONS, what="GiB of values, more than")
 
 
-def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
+def test_verify_error_messages_are_short_and_printable(capture: Path, tmp_path: Path) -> None:
     tensors, text = content_of(capture)
     for operator in ("x" * 100_000, "a\nb\x1b[31m"):
         safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
@@ -289,7 +289,7 @@ def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
         assert sentence.isprintable()
 
 
-def test_random_bytes(tmp_path: Path, capture: Path) -> None:
+def test_captures_with_random_bytes_never_crash_verify(tmp_path: Path, capture: Path) -> None:
     """A file that was changed anywhere is one sentence, a verdict, or nothing that can be seen."""
     full = capture.read_bytes()
     for seed in range(30):

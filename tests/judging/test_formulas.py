@@ -62,7 +62,7 @@ def agree_in_training(case: Any, args: dict[str, Any]) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=lambda case: case.id)
-def test_training(case: Any) -> None:
+def test_training_formulas_match_float64_reference(case: Any) -> None:
     agree_in_training(case, dense.operands(case))
 
 
@@ -73,7 +73,7 @@ DROPPED = replace(dense.PACKED, dim_rope=2, dtype="float16", sparse_mode=4, mask
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
-def test_elements_that_are_not_finite(name: str, value: float) -> None:
+def test_formulas_with_nan_and_infinite_inputs_match_float64_reference(name: str, value: float) -> None:
     """They reach no row that does not see them, nor one that drops them: 0 times NaN is NaN."""
     args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in dense.operands(DROPPED).items()}
     args[name][::3, 0] = value
@@ -81,14 +81,14 @@ def test_elements_that_are_not_finite(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("case", decode_cases.CASES[::2], ids=lambda case: case.id)
-def test_decoding(case: Any) -> None:
+def test_decode_formulas_match_float64_reference(case: Any) -> None:
     op = RECORDS["npu_incre_flash_attention"]
     assert op.lower is not None
     agree(op.lower(bind(op, decoding.arguments(case))))
 
 
 @pytest.mark.parametrize("case", fused_cases.CASES[::3], ids=lambda case: case.id)
-def test_fused(case: Any) -> None:
+def test_fused_inference_formulas_match_float64_reference(case: Any) -> None:
     newest = case.sink or case.latent or case.mode == 9
     op = fused_records.TORCH_V2 if newest else fused_records.TORCH_V1
     assert op.lower is not None
@@ -96,7 +96,7 @@ def test_fused(case: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"sink": True}, {"block": 2}, {"layout": "TND"}, {"dim_rope": 4}], ids=str)
-def test_selections(changes: dict[str, Any]) -> None:
+def test_sparse_attention_formulas_match_float64_reference(changes: dict[str, Any]) -> None:
     case = selections.SparseCase(**changes)
     args = selections.arguments(case)
     call = selections.lowered(args)
@@ -107,7 +107,7 @@ def test_selections(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"sink": True}, {"lists": "all"}, {"layout": "TND"}, {"shares_kv": False}], ids=str
 )
-def test_two_sources_of_keys(changes: dict[str, Any]) -> None:
+def test_compressed_attention_formulas_match_float64_reference(changes: dict[str, Any]) -> None:
     args = compressed.arguments(compressed.CompressedCase(**changes))
     call = compressed.lowered(args)
     result = agree(call)

@@ -18,7 +18,7 @@ from fusion_attention.npu import npu_fusion_attention
 
 
 @pytest.mark.parametrize("mode", [2, 3])
-def test_the_diagonal_of_the_other_corner(mode: int) -> None:
+def test_wrong_causal_alignment_is_diagnosed(mode: int) -> None:
     result = planted_call(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
     judgement = fa.diagnose(result.operator, result.inputs, result.outputs)
     assert [m.name for m in judgement.mistakes] == ["causal-alignment"]
@@ -30,7 +30,7 @@ def test_the_diagonal_of_the_other_corner(mode: int) -> None:
     assert fa.judge(result.operator, result.inputs, result.outputs).mistakes == ()
 
 
-def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
+def test_indistinguishable_mistakes_are_all_reported() -> None:
     """Every row sees the first 16 keys, so a mask that ends there is none, as is a diagonal 40 keys further."""
     result = planted_call(CAUSAL, "mask-ignored")
     judgement = diagnose(result.operator, result.inputs, result.outputs)
@@ -42,7 +42,7 @@ def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
     assert all(m.confirmed for m in judgement.mistakes)
 
 
-def test_a_mistake_and_noise() -> None:
+def test_mistake_is_diagnosed_despite_float16_noise() -> None:
     result = planted_call(replace(BASE, dtype="float32"), "scale-missing")
     result.outputs["attention_out"] = result.outputs["attention_out"].half().float()
     judgement = diagnose(result.operator, result.inputs, result.outputs)
@@ -51,7 +51,7 @@ def test_a_mistake_and_noise() -> None:
     assert judgement.mistakes[0].noisy
 
 
-def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
+def test_replay_of_captures_reports_right_or_wrong(tmp_path: Path) -> None:
     q = torch.randn(1, 70, 2, 16, requires_grad=True)
     mask = torch.ones(2048, 2048).triu(1).bool()
     with fa.capture(tmp_path) as recorded:
@@ -84,7 +84,7 @@ def of_rows(bad: torch.Tensor) -> list[str]:
     return Map(tally).sentences()
 
 
-def test_where_in_words() -> None:
+def test_error_location_is_described_by_heads_rows_and_tiles() -> None:
     none = torch.zeros(4, 256, dtype=torch.bool)
     assert of_rows(none) == []
     assert of_rows(~none) == ["all 4 heads", "all 256 rows"]
@@ -104,7 +104,7 @@ def test_where_in_words() -> None:
 
 @pytest.mark.parametrize("lane", [0, 3, 7])
 @pytest.mark.parametrize("by", [0.01, -0.01, torch.nan])
-def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
+def test_error_in_any_softmax_max_lane_is_wrong(lane: int, by: float) -> None:
     """CANN repeats a row's maximum and sum in eight lanes; its backward may read any of them."""
     result = planted_call(CAUSAL, "")
     top = result.outputs["softmax_max"]
@@ -115,7 +115,7 @@ def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 17])
-def test_an_output_that_nobody_wrote(rows: int) -> None:
+def test_unwritten_output_is_diagnosed(rows: int) -> None:
     """Where another mistake leaves zeros too, both are named."""
     q, k = torch.randn(1, rows, 2, 8), torch.randn(1, 2, 2, 8)
     judgement = fa.diagnose(
@@ -125,7 +125,7 @@ def test_an_output_that_nobody_wrote(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_coarser_dtype_is_no_excuse(dtype: torch.dtype) -> None:
+def test_output_rounded_to_a_coarser_dtype_is_wrong(dtype: torch.dtype) -> None:
     q = torch.randn(1, 16, 2, 64)
     out = fa.attention(q, q, q)
     inputs = dict.fromkeys("qkv", q)
@@ -142,7 +142,7 @@ def test_a_coarser_dtype_is_no_excuse(dtype: torch.dtype) -> None:
         ("attention", {**dict.fromkeys("kv", torch.ones(1, 2, 2, 4)), "q": "x"}, {"out": torch.ones(1)}, "not a call"),
     ],
 )
-def test_what_cannot_be_judged(
+def test_judge_raises_on_invalid_calls(
     operator: Any, inputs: dict[str, object], outputs: dict[str, torch.Tensor], what: str
 ) -> None:
     with pytest.raises(fa.JudgeError, match=what):

@@ -185,7 +185,7 @@ def right(name: str) -> Long:
 
 @pytest.mark.sampled(120)
 @pytest.mark.parametrize("seed", range(400))
-def test_a_local_fault_is_wrong(seed: int) -> None:
+def test_local_fault_in_a_long_result_is_called_wrong(seed: int) -> None:
     rng = random.Random(seed)
     long = right(rng.choice([*CALLS])).restored()
     fault = planted(long, rng)

@@ -39,7 +39,7 @@ def mode(copies: Copies) -> Roundings:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_an_exact_operation_runs_on_every_copy(name: str, copies: Copies, mode: Roundings) -> None:
+def test_exact_operations_are_applied_to_every_copy(name: str, copies: Copies, mode: Roundings) -> None:
     with mode:
         x = torch.full((3, 4, 5), 0.7, dtype=torch.float64) * 1.1  # errors alone order the elements of a copy
         result = EXACT[name](x)
@@ -52,7 +52,7 @@ def test_an_exact_operation_runs_on_every_copy(name: str, copies: Copies, mode: 
     same_bits(result, EXACT[name](x))
 
 
-def test_views_share_copies(copies: Copies, mode: Roundings) -> None:
+def test_writing_to_a_view_changes_the_copies_of_the_base(copies: Copies, mode: Roundings) -> None:
     with mode:
         x = torch.randn(4, 6, dtype=torch.float64) * 1.1
         before = copies.writable(x).clone()
@@ -64,7 +64,7 @@ def test_views_share_copies(copies: Copies, mode: Roundings) -> None:
     assert (after[:, 1:, ::2] != before[:, 1:, ::2]).all()
 
 
-def test_what_is_written_over_has_no_errors(copies: Copies, mode: Roundings) -> None:
+def test_overwritten_elements_have_no_rounding_errors(copies: Copies, mode: Roundings) -> None:
     with mode:
         x = torch.randn(4, 6, dtype=torch.float64) * 1.1
         x[0] = 2.5

@@ -37,7 +37,9 @@ def call() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors", "pt"])
-def test_every_result_of_a_file(kind: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_verify_judges_forward_and_backward_results_of_a_file(
+    kind: str, call: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     file = tmp_path / f"call.{kind}"
 
     def save(tensors: dict[str, torch.Tensor]) -> None:
@@ -59,7 +61,7 @@ def test_every_result_of_a_file(kind: str, call: dict[str, torch.Tensor], tmp_pa
 
 @pytest.mark.parametrize("name", ["out", "softmax_lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("with_out", [True, False])
-def test_a_result_alone(name: str, with_out: bool, call: dict[str, torch.Tensor]) -> None:
+def test_any_single_output_or_gradient_can_be_judged(name: str, with_out: bool, call: dict[str, torch.Tensor]) -> None:
     """Without `out` delta is made of the right output."""
     inputs: dict[str, Any] = {n: call[n] for n in ("q", "k", "v")} | {"band": fa.Band.causal()}
     if name.startswith("d"):
@@ -74,7 +76,7 @@ def test_a_result_alone(name: str, with_out: bool, call: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("names", [("dq", "dk", "dv"), ("dk",)])
-def test_gradients_of_keys_are_sums_over_blocks_of_rows(
+def test_key_gradients_summed_over_row_blocks_are_judged_right(
     names: tuple[str, ...], call: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "PAIRS", 500)
@@ -83,14 +85,14 @@ def test_gradients_of_keys_are_sums_over_blocks_of_rows(
     assert judgement.grade == "as exact as a kernel that sums in float32"  # not by the second pass, of keys alone
 
 
-def test_a_wrong_output_makes_no_gradient_wrong_that_follows_from_it(call: dict[str, torch.Tensor]) -> None:
+def test_wrong_input_out_makes_correct_dq_wrong_but_not_dv(call: dict[str, torch.Tensor]) -> None:
     """delta = dout . out of the file's output."""
     inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal(), "out": call["out"] * 0}
     assert not fa.judge("attention", inputs, {"dq": call["dq"]}).passes
     assert fa.judge("attention", inputs, {"dv": call["dv"]}).passes
 
 
-def test_rows_without_a_key(call: dict[str, torch.Tensor]) -> None:
+def test_rows_without_keys_may_have_infinite_lse_and_zero_gradients(call: dict[str, torch.Tensor]) -> None:
     """Their lse is -inf, or inf as flash-attn writes it, and their gradients are zeros."""
     q, k, v, dout = (call[n] for n in ("q", "k", "v", "dout"))
     band = fa.Band(hi=-1)
@@ -107,7 +109,7 @@ def test_rows_without_a_key(call: dict[str, torch.Tensor]) -> None:
     assert judgement.passes, judgement
 
 
-def test_nested_dicts_and_their_numbers(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_verify_reads_nested_dicts_and_reports_unused_entries(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "call.pt"
     inputs = {n: call[n] for n in ("q", "k", "v")} | {"scale": 0.25, "q_len": [40, 40]}
     torch.save({"inputs": inputs, "mine": {"o": call["out"]}, "grads": {"dk": call["dk"], "dout": call["dout"]},
@@ -133,7 +135,9 @@ def test_nested_dicts_and_their_numbers(call: dict[str, torch.Tensor], tmp_path:
         ("full", fa.Band.full()),
     ],
 )
-def test_bands_in_words(text: str, band: fa.Band, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_verify_parses_bands_written_as_text(
+    text: str, band: fa.Band, call: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     q, k, v = (call[n] for n in ("q", "k", "v"))
     torch.save({"q": q, "k": k, "v": v, "out": fa.attention(q, k, v, band=band)}, tmp_path / "call.pt")
     assert verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")[0] == 0
@@ -142,14 +146,14 @@ def test_bands_in_words(text: str, band: fa.Band, call: dict[str, torch.Tensor],
 @pytest.mark.parametrize(
     "text", ["causl", "window(x)", "window(", "__import__('os')", "full.real", "3", "window(1,2,3,4)"]
 )
-def test_words_that_are_no_band(text: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_verify_refuses_invalid_band_text(text: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
     torch.save(call, tmp_path / "call.pt")
     code, printed = verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")
     assert code == 2
     assert "band: expected full, causal, window(left, right)" in printed
 
 
-def test_packed_sequences_as_flash_attn_has_them(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_packed_lse_is_accepted_in_flash_attn_layout(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """softmax_lse is [N, T] there, and [T, N] here."""
     packed = {n: call[n].flatten(0, 1) for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
     lse = call["softmax_lse"].transpose(0, 1).flatten(1)
@@ -177,7 +181,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "code", "text"), WRONG)
-def test_dumps_of_no_call(
+def test_verify_reports_missing_wrong_and_nan_tensors(
     changes: dict[str, Any], code: int, text: str, call: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     content = {name: value for name, value in (call | changes).items() if value is not None}
@@ -186,7 +190,7 @@ def test_dumps_of_no_call(
     assert (got, text in printed) == (code, True), printed
 
 
-def test_files_that_cannot_be_read(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_verify_refuses_unreadable_pt_and_npz_files(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "call.pt"
     torch.save(call, file)
     content = file.read_bytes()

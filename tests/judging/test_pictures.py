@@ -25,7 +25,7 @@ def surface(z: torch.Tensor) -> Surface:
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 64), (17, 65), (40, 1000), (3, 129)])
 @pytest.mark.parametrize("most", [TERMINAL, PAGE])
-def test_every_error_is_in_its_cell(shape: tuple[int, int], most: tuple[int, int]) -> None:
+def test_heatmap_marks_a_wrong_element_in_the_right_cell(shape: tuple[int, int], most: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(sum(shape))
     for _ in range(5):
         head, row = (int(torch.randint(n, (), generator=generator)) for n in shape)
@@ -40,7 +40,7 @@ def test_every_error_is_in_its_cell(shape: tuple[int, int], most: tuple[int, int
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_has_a_mark_of_its_own(value: float) -> None:
+def test_heatmap_marks_nan_and_infinity_separately(value: float) -> None:
     q = torch.randn(2, 70, 3, 16)
     out = fa.attention(q, q, q)
     out[1, 64:, 2] = value
@@ -55,14 +55,14 @@ def test_what_is_not_finite_has_a_mark_of_its_own(value: float) -> None:
     assert page([judgement]).count("data:image/png;base64,") == 2  # the sequence that is right, too
 
 
-def test_right_outputs_are_not_drawn() -> None:
+def test_right_outputs_have_no_heatmap() -> None:
     q = torch.randn(1, 20, 2, 16)
     judgement = fa.judge("attention", dict.fromkeys("qkv", q), {"out": fa.attention(q, q, q)})
     assert judgement.pictures() == ""
     assert "png" not in judgement._repr_html_()
 
 
-def test_the_gradient_of_a_bias_is_rows_by_keys() -> None:
+def test_bias_gradient_heatmap_has_rows_by_keys() -> None:
     q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 64, 2, 8)
     bias = torch.zeros(1, 2, 40, 64, requires_grad=True)
     out = fa.attention(q, k, k, bias=bias)
@@ -79,7 +79,7 @@ def test_the_gradient_of_a_bias_is_rows_by_keys() -> None:
     assert all(line[0] == "·" != line[1] and line[2:] == "··" for line in marks[2:4])
 
 
-def test_a_bar_is_drawn_beyond_two_seconds_alone() -> None:
+def test_progress_bar_is_shown_only_after_two_seconds_on_a_terminal() -> None:
     for seconds, terminal, drawn in ((1.9, True, False), (2.1, True, True), (9.0, False, False)):
         text = io.StringIO()
         clock = mock.patch.object(progress.time, "monotonic", side_effect=[0.0, *[seconds] * 100])
@@ -94,7 +94,7 @@ def form(line: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_its_example_prints(tmp_path: Path) -> None:
+def test_docs_page_shows_the_output_of_the_find_the_bug_example(tmp_path: Path) -> None:
     """The lines of a program's output and of its source."""
     written = (ROOT / "docs" / "find_the_bug.md").read_text(encoding="utf-8").partition("## Gradients")[0]
     script = ROOT / "examples" / "find_the_bug.py"
@@ -109,7 +109,7 @@ def test_the_page_shows_what_its_example_prints(tmp_path: Path) -> None:
     assert all(line[1:].strip() in source for line in diff.splitlines())
 
 
-def test_the_mask_is_drawn_beside_the_error() -> None:
+def test_mask_is_drawn_with_the_error_heatmap() -> None:
     q = torch.randn(2, 32, 2, 16)
     out = fa.attention(q, q, q, band=fa.Band.causal())
     out[1, 3] = 0

@@ -23,7 +23,7 @@ def explained(recorded: Recording, outputs: dict[str, torch.Tensor]) -> Judgemen
     return diagnose(recorded.op.name, inputs, outputs)
 
 
-def test_every_call_of_the_example_is_right(captures: Captures) -> None:
+def test_captured_calls_of_train_v4_example_are_right(captures: Captures) -> None:
     """Forward and backward; probabilities of compressed keys have no formula of the judge."""
     judgeable = {
         "attention", "attention-backward", "compressed_attention", "compressed_attention-backward", "lightning_indexer",
@@ -40,19 +40,19 @@ def test_every_call_of_the_example_is_right(captures: Captures) -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_right_kernel_is_right(listed: bool, captures: Captures) -> None:
+def test_correct_compressed_attention_is_judged_right(listed: bool, captures: Captures) -> None:
     call = recording(captures, "compressed_attention", 0 if listed else 1)
     assert (call.args.get("sparse_indices") is not None) == listed
     assert explained(call, attended(call.args)).verdict == "right"
 
 
-def test_a_right_indexer_is_right(captures: Captures) -> None:
+def test_correct_indexer_is_judged_right(captures: Captures) -> None:
     call = recording(captures, "lightning_indexer")
     assert explained(call, chosen(call.args)).verdict == "right"
 
 
 @pytest.mark.parametrize("wrong", ["", "lse-sink", "scale-missing", EARLY])
-def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
+def test_planted_mistakes_of_sparse_flash_mla_are_diagnosed(wrong: str, captures: Captures) -> None:
     """The same call by CANN's name, with softmax_lse."""
     call = recording(captures, "compressed_attention", 1)
     q, k, c, sinks = (call.args[name] for name in ("query", "key", "key_compressed", "sinks"))
@@ -73,7 +73,7 @@ def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "compressor-halves", "compressor-first-window", "position-bias-missing"])
-def test_mistakes_of_the_compressor(wrong: str, captures: Captures) -> None:
+def test_planted_mistakes_of_compress_are_diagnosed(wrong: str, captures: Captures) -> None:
     calls = [recording(captures, "compress", n) for n in range(len(captures["compress"]))]
     call = next(c for c in calls if c.args["overlap"])
     bias = call.args["position_bias"]
@@ -93,7 +93,7 @@ def test_a_mistake_that_does_not_explain_all_errors_is_not_named(captures: Captu
     assert not result.mistakes, result
 
 
-def test_the_gradient_of_a_bias_is_a_sum_over_heads(tmp_path: Path) -> None:
+def test_position_bias_gradient_summed_over_heads_is_judged_right(tmp_path: Path) -> None:
     kv, gate, bias = (torch.randn(*shape, requires_grad=True) for shape in ((1, 8, 3, 4), (1, 8, 3, 4), (4, 4)))
     with fa.capture(tmp_path) as recorded:
         fa.compress(kv, gate, ratio=4, position_bias=bias).square().sum().backward()

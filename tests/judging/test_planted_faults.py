@@ -44,13 +44,13 @@ def diagnosed(call: Any) -> Judgement:
     return diagnose(call.operator, call.inputs, call.outputs)
 
 
-def test_there_are_as_many_faults_as_docs_say() -> None:
+def test_at_least_800_planted_faults_exist() -> None:
     assert len(FAULTS) >= 800
 
 
 @pytest.mark.sampled(80)
 @pytest.mark.parametrize(("module", "fault", "seed"), FAULTS)
-def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
+def test_planted_fault_is_diagnosed_by_name(module: ModuleType, fault: str, seed: int) -> None:
     call, names, words = module.planted(fault, seed)
     result = diagnosed(call)
     assert result.verdict == "wrong"
@@ -62,7 +62,7 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
 
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize(("module", "seed"), RIGHT, ids=lambda value: getattr(value, "__name__", value))
-def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
+def test_correct_results_have_no_diagnosed_mistakes(module: ModuleType, seed: int) -> None:
     result = diagnosed(module.right(seed))
     assert result.verdict == "right", result
     assert not result.mistakes
@@ -70,7 +70,7 @@ def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("case", "low"), NOISY)
-def test_noise_is_called_noise(case: Case, low: torch.dtype) -> None:
+def test_low_precision_results_are_called_noisy_without_mistakes(case: Case, low: torch.dtype) -> None:
     result = diagnosed(planted_call(case, "", low=low))
     exact = result.grade in ("as exact as a program in bfloat16", "as exact as a program in float16")  # of few sums
     assert result.verdict == ("right" if exact else "noisy"), result
@@ -80,13 +80,13 @@ def test_noise_is_called_noise(case: Case, low: torch.dtype) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("change", UNNAMED)
-def test_a_mistake_without_a_name_is_given_none(change: str, dtype: str) -> None:
+def test_unknown_mistakes_are_wrong_without_a_diagnosis(change: str, dtype: str) -> None:
     result = diagnosed(made_unnamed(replace(CAUSAL, dtype=dtype), change))
     assert result.verdict == "wrong", result
     assert not result.mistakes, result
 
 
-def test_different_faults_of_two_gradients_are_both_named() -> None:
+def test_different_faults_of_dq_and_dv_are_diagnosed_separately() -> None:
     call, *_ = planted_gradients.planted("dv of another head", 0)
     grads = {**call.outputs, "dq": 2 * call.outputs["dq"]}
     result = diagnosed(replace(call, outputs=grads))
@@ -95,7 +95,7 @@ def test_different_faults_of_two_gradients_are_both_named() -> None:
     assert "dv: rows-moved" in str(result)
 
 
-def test_an_overflow_of_products_is_named() -> None:
+def test_float16_overflow_of_score_products_is_diagnosed() -> None:
     q, k, v = (torch.randn(1, 2, 50, 64) for _ in range(3))
     q, k, v = (120 * q).half(), (80 * k).half(), v.half()
     scores = (q.float() @ k.float().mT).half().float() * 1e-3  # the fault: products of up to 3e5 in float16
@@ -106,7 +106,7 @@ def test_an_overflow_of_products_is_named() -> None:
 
 
 @pytest.mark.parametrize("what", ["q, k and v", "the output"])
-def test_flushed_denormals_are_named(what: str) -> None:
+def test_flushed_denormals_are_diagnosed(what: str) -> None:
     q, k, v = (torch.randn(1, 2, 40, 32) for _ in range(3))
     q, k, v = q.half(), k.half(), (v * (3e-5 if "v" in what else 2e-4)).half()
     least = 2**-14
@@ -118,7 +118,7 @@ def test_flushed_denormals_are_named(what: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(16, "16"), (64, "32 or 64")])
-def test_keys_behind_the_end_are_named(size: int, sizes: str) -> None:
+def test_reading_keys_past_the_sequence_end_is_diagnosed(size: int, sizes: str) -> None:
     q, k, v = (torch.randn(2, 45, 2, 32) for _ in range(3))
     more = -45 % size
     k2, v2 = (torch.cat((t.flatten(0, 1), torch.zeros(more, 2, 32))) for t in (k, v))

@@ -14,6 +14,6 @@ ONCE_WRONG = {353, 888, 890, 895}
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=() if n < EVERYDAY or n in ONCE_WRONG else pytest.mark.slow) for n in range(DRAWS)]
 )
-def test_right_gradients_are_called_right(seed: int) -> None:
+def test_correct_gradients_of_other_programs_are_judged_right(seed: int) -> None:
     program, result = right(seed)
     assert result.verdict == "right", (program, result)

@@ -14,13 +14,13 @@ EVERYDAY, DRAWS = 60, 2000
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=pytest.mark.slow if n >= EVERYDAY else ()) for n in range(DRAWS)]
 )
-def test_a_right_program_is_called_right(seed: int) -> None:
+def test_correct_outputs_of_other_programs_are_judged_right(seed: int) -> None:
     program, result = right(seed)
     assert result.verdict == "right", (program, result)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(5000, 5250)])
-def test_the_native_core_is_called_right(seed: int) -> None:
+def test_native_core_outputs_are_judged_right(seed: int) -> None:
     call = draw_call(seed)
     for variant in VARIANTS:
         got = native(call, variant)

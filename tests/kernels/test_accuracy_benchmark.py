@@ -3,7 +3,7 @@
 from benchmarks import accuracy
 
 
-def test_a_tiny_run() -> None:
+def test_accuracy_benchmark_runs_attention_and_indexer_with_triton() -> None:
     results = [*accuracy.rows(24, triton=True, families=("attention", "indexer"), dtypes=("bfloat16",))]
     assert {row.program for row in results} == {"Triton"}
     outputs = {name for row in results for name in row.z}
@@ -11,6 +11,6 @@ def test_a_tiny_run() -> None:
     assert all(tile < 3 for row in results for tile in row.tile.values()), results
 
 
-def test_a_call_that_the_kernels_refuse_has_no_row() -> None:
+def test_accuracy_benchmark_omits_calls_that_triton_refuses() -> None:
     results = [*accuracy.rows(24, triton=True, families=("decode, int8 cache",), dtypes=("float16",))]
     assert {row.call for row in results} == {0}  # scales of tokens want to lie in pages

@@ -30,7 +30,7 @@ def call_of(dtype: torch.dtype, empty_rows: str, seed: int) -> Call:
 @pytest.mark.parametrize(
     ("dtype", "empty_rows"), [(torch.float32, "mean"), pytest.param(torch.bfloat16, "zero", marks=pytest.mark.slow)]
 )
-def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
+def test_triton_chunk_partials_merge_to_whole_attention_and_gradients(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
         del call.args["sink"]
@@ -58,7 +58,7 @@ def halves(count: int, rng: random.Random) -> list[np.ndarray]:
     return np.array_split(np.array(rng.sample(range(count), count)), 2)
 
 
-def test_rows_apart_are_rows_together() -> None:
+def test_triton_attention_of_query_chunks_equals_whole_queries() -> None:
     call = call_of(torch.float32, "zero", 6)
     everything = call.keys(call.chunks("kv"))
     rows = call.chunks("q", lambda length: list(range(64, length, 64)))

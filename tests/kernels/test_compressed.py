@@ -28,12 +28,12 @@ ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for c
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id if isinstance(case, CompressedCase) else None)
-def test_cases(case: CompressedCase) -> None:
+def test_triton_compressed_attention_matches_reference(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, lowered(args), args["dy"], "triton"), wanted(case, args))
 
 
-def test_sequences_without_rows_and_keys() -> None:
+def test_triton_compressed_attention_without_rows_or_keys_has_empty_gradients() -> None:
     q, k, compressed = (torch.empty(1, 0, heads, 64).half().requires_grad_() for heads in (8, 1, 1))
     with fa.use_backend("triton"):
         fa.compressed_attention(q, k, compressed, ratio=4).sum().backward()

@@ -27,13 +27,13 @@ def compute(cache: Cache, operands: Operands, extents: Extents) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
-def test_caches(cache: Cache) -> None:
+def test_triton_decode_of_every_cache_form_matches_reference(cache: Cache) -> None:
     e, operands = cache.extents(), operands_on(cache, "cpu")
     compute(cache, operands, e)
     judge(cache, operands, e)
 
 
-def test_a_window_begins_in_the_middle_of_a_page() -> None:
+def test_triton_decode_ignores_keys_before_window_that_starts_inside_a_page() -> None:
     cache = Cache(kv_len=(400, 90), q_len=3, more={"bias": "slopes"})
     full, operands = cache.extents(), operands_on(cache, "cpu")
     compute(cache, operands, full)
@@ -52,7 +52,7 @@ def test_a_window_begins_in_the_middle_of_a_page() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
+def test_triton_decode_ignores_token_scales_before_the_window(dtype: str) -> None:
     cache = Cache(kv_len=(40, 25), dequant="token", dtype=dtype)
     full, operands = cache.extents(), operands_on(cache, "cpu")
     band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 9)
@@ -71,7 +71,7 @@ def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
 @pytest.mark.parametrize("dequant", ["none", "channel"])
-def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:
+def test_triton_decode_with_key_prefix_as_values_matches_reference(dims: tuple[int, int], dequant: str) -> None:
     cache = Cache(q_len=2, heads_q=8, dim_qk=dims[0], dim_v=dims[1], dequant=dequant, dtype="float16",
                   more={"shares_kv": True})  # fmt: skip
     operands = operands_on(cache, "cpu")
@@ -85,7 +85,7 @@ def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], deq
     judge(cache, operands, cache.extents())
 
 
-def test_a_cache_of_latents_by_the_public_integration() -> None:
+def test_triton_decode_of_latent_paged_kv_cache_matches_reference() -> None:
     cache = fa.PagedKVCache(1, 48, 8, dim_v=32, page_size=16, shares_kv=True, dtype=torch.bfloat16)
     sequences = [cache.allocate(), cache.allocate()]
     generator = torch.Generator().manual_seed(5)
@@ -102,7 +102,7 @@ def test_a_cache_of_latents_by_the_public_integration() -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-6, 10.0])
-def test_scales_of_any_size_leave_float16_its_digits(factor: float) -> None:
+def test_triton_decode_with_tiny_and_large_token_scales_keeps_accuracy(factor: float) -> None:
     cache = Cache(dequant="token", dtype="float16", dim_v=32, kv_len=(90, 20))
     operands = operands_on(cache, "cpu")
     assert operands.dequant_v is not None
@@ -111,7 +111,7 @@ def test_scales_of_any_size_leave_float16_its_digits(factor: float) -> None:
     judge(cache, operands, cache.extents())
 
 
-def test_small_scales_of_channels_leave_float16_its_digits() -> None:
+def test_triton_decode_with_tiny_channel_scales_keeps_accuracy() -> None:
     cache = Cache(dequant="channel", dtype="float16", kv_len=(90, 20))
     operands = operands_on(cache, "cpu")
     assert operands.dequant_k is not None
@@ -138,7 +138,7 @@ def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
+def test_decode_work_list_covers_every_visible_key_of_every_row_once(seed: int) -> None:
     generator = np.random.default_rng(seed)
     q_len = generator.integers(0, 12, 5)
     for _ in range(4):  # the same rows with other keys: the same buffer
@@ -166,7 +166,7 @@ def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
             assert (listed[first : first + count, 5] == count).all()
 
 
-def test_one_long_sequence_is_cut_where_its_neighbours_are_not() -> None:
+def test_decode_work_list_splits_a_long_sequence_among_short_sequences() -> None:
     keys = np.array([131072, *(1024,) * 63])
     zero = np.zeros(64, np.int64)
     e = Extents(zero + 1, keys, zero - INFINITE, keys, zero, keys - 1)
@@ -176,7 +176,7 @@ def test_one_long_sequence_is_cut_where_its_neighbours_are_not() -> None:
     assert (listed[listed[:, 2] > 0, 5] > 1).sum() == (listed[:, 0] == 0)[listed[:, 2] > 0].sum() >= 30
 
 
-def test_a_tile_of_keys_in_two_pages_or_far_apart_is_gathered() -> None:
+def test_decode_gathers_key_tiles_across_pages_or_with_huge_strides() -> None:
     operands, tile = operands_on(Cache(), "cpu"), shapes.Tile(16, 16, 4, 1)
     views = {"k": operands.k, "v": operands.v}
     assert launch_decode.within(Cache().problem, views, tile)
@@ -195,7 +195,7 @@ def test_a_tile_of_keys_in_two_pages_or_far_apart_is_gathered() -> None:
         ({"shares_kv": True, "kv_dtype": "int8"}, 128, "prefill int8"),
     ],
 )
-def test_the_table_that_a_tile_comes_from(more: dict[str, object], rows: int, table: str) -> None:
+def test_decode_tile_table_depends_on_row_count_and_cache_kind(more: dict[str, object], rows: int, table: str) -> None:
     problem = dataclasses.replace(PROBLEM, **more)  # type: ignore[arg-type]
     assert launch_decode.tables_for(problem, rows)[0] == table
     assert launch_decode.tables_for(problem, rows)[-1] == "decode"

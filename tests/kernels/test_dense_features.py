@@ -83,12 +83,12 @@ def judge(case: Case) -> None:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)
-def test_cases(case: Case) -> None:
+def test_triton_attention_with_each_feature_matches_reference(case: Case) -> None:
     judge(case)
 
 
 @pytest.mark.parametrize("case", [*LONGER, *slow(LONGEST)], ids=lambda case: case.id)
-def test_several_tiles(case: Case) -> None:
+def test_triton_attention_over_several_tiles_matches_reference(case: Case) -> None:
     judge(case)
 
 
@@ -103,7 +103,7 @@ def test_an_empty_batch_runs() -> None:
     judge(Case(q_len=(), kv_len=(), sink=True))
 
 
-def test_workspace_grows_with_length_not_with_its_square() -> None:
+def test_triton_backward_workspace_grows_linearly_with_length() -> None:
     def workspace(length: int) -> int:
         n = np.array([length])
         e = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)

@@ -41,7 +41,7 @@ FULL = {"sparse_mode": 0, "mask": "none", "dim_rope": 4}
     ("names", "more"),
     [(ALL, {}), *(pytest.param((name,), more, marks=pytest.mark.slow) for name, more in (("value", {}), ("dy", FULL)))],
 )
-def test_what_nan_costs_grows_with_the_rows_alone(
+def test_extra_loads_for_nan_inputs_grow_at_most_linearly_with_length(
     names: tuple[str, ...], more: dict[str, Any], loads: Callable[[], int]
 ) -> None:
     extra = []
@@ -59,7 +59,7 @@ def test_what_nan_costs_grows_with_the_rows_alone(
     assert extra[1] <= 1.7 * max(extra[0], 1)
 
 
-def test_a_diverged_run_is_goldens() -> None:
+def test_triton_attention_of_all_nan_inputs_matches_reference() -> None:
     case = case_of(20, dropout="philox", keep_prob=0.5)
     args = arguments(case)
     for name in ALL:
@@ -68,7 +68,7 @@ def test_a_diverged_run_is_goldens() -> None:
 
 
 @pytest.mark.parametrize("fill", [math.inf, -math.inf])
-def test_an_infinite_value_costs_nothing(fill: float, loads: Callable[[], int]) -> None:
+def test_infinite_value_does_not_cause_extra_loads(fill: float, loads: Callable[[], int]) -> None:
     """It makes an infinity of every row that sees it, and of no other one: nothing is to be formed anew."""
     q, k, v = (torch.randn(1, 32, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     spent = []
@@ -82,7 +82,7 @@ def test_an_infinite_value_costs_nothing(fill: float, loads: Callable[[], int]) 
     assert spent[0] == spent[1]
 
 
-def test_what_was_right_in_a_row_with_nan_keeps_its_bits() -> None:
+def test_finite_elements_of_output_row_with_nan_keep_same_bits() -> None:
     """A search that ends early has not met all keys: it decides nothing of other elements."""
     q, k, v = (torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     good = fa.attention(q, k, v, backend="triton")

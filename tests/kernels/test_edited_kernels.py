@@ -134,7 +134,7 @@ def mistakes(edit: Edit, folder: Path) -> set[str] | None:
 
 
 @pytest.mark.slow
-def test_edits_of_kernels_are_named(tmp_path: Path) -> None:
+def test_judge_report_names_faulty_edits_of_triton_kernels(tmp_path: Path) -> None:
     """Reports that do not name an edit name nothing."""
     reports: dict[str, set[str]] = {}
     for edit in EDITS:

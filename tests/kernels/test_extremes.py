@@ -23,7 +23,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.id)
-def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
+def test_triton_attention_with_tiny_and_huge_operands_matches_reference(case: Case, operand: str) -> None:
     for factor in FACTORS[::3]:
         args = scaled(case, operand, factor)
         if args is not None:
@@ -39,12 +39,12 @@ def test_huge_scores_have_finite_gradients() -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("keep_prob", TINY)
-def test_what_a_tiny_keep_prob_keeps(keep_prob: float) -> None:
+def test_triton_attention_with_tiny_keep_prob_and_drop_mask_matches_reference(keep_prob: float) -> None:
     judge_kept("float32", keep_prob, "triton")
 
 
 @pytest.mark.parametrize("keep_prob", TINY[::2])
-def test_a_tiny_keep_prob_keeps_nothing(keep_prob: float) -> None:
+def test_tiny_keep_prob_with_drawn_mask_returns_zero_output_and_gradients(keep_prob: float) -> None:
     x = torch.randn(1, 20, 2, 16, requires_grad=True)
     out = fa.attention(x, x, x, keep_prob=keep_prob, seed=1, backend="triton")
     assert not out.any()

@@ -61,20 +61,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
-def test_the_order_is_exact(case: IndexerCase) -> None:
+def test_triton_indexer_selects_keys_in_exact_order_for_integer_scores(case: IndexerCase) -> None:
     """Whole numbers add up alike everywhere."""
     args = operands(case)
     indices, values = chosen(lowered_indexer(args), "triton")
     ordered(case, args, indices, values, "triton")
 
 
-def test_no_row_has_more_candidates_than_are_counted() -> None:
+def test_indexer_candidate_count_never_exceeds_the_counter_limit() -> None:
     most = launch_indexer.candidates(shapes_sparse.MOST_CHOSEN, 2048)
     assert most <= indexer_choice.MOST_COUNTED.value
 
 
 @pytest.mark.parametrize("case", [EXACT[6], EXACT[8]], ids=lambda case: case.id)
-def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_indexer_sorts_lists_too_long_for_one_program(
+    case: IndexerCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh_plans(monkeypatch)
     monkeypatch.setattr(shapes_sparse, "MOST_SORTED", 2)
     args = operands(case)
@@ -83,21 +85,21 @@ def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, mo
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_what_is_chosen(case: IndexerCase) -> None:
+def test_triton_indexer_selection_matches_reference(case: IndexerCase) -> None:
     call = lowered_indexer(operands(case))
     check_index(call, {case.id: run(call, "triton")})
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [c for c in (*EXACT[3:5], *CASES) if not c.page], ids=lambda case: case.id)
-def test_gradients(case: IndexerCase) -> None:
+def test_triton_indexer_gradients_match_reference(case: IndexerCase) -> None:
     args = operands(case)
     call = lowered_indexer(args)
     backward = IndexerBackward(call, args["dy"], chosen(in_float64(call), "golden")[0])
     check_index(backward, {case.id: run(backward, "triton")})
 
 
-def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_indexer_is_bitwise_equal_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a token, is the least that a chunk holds."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
@@ -111,7 +113,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     same_bits(result[1], result[0])
 
 
-def test_no_list_makes_the_gradient_read_outside() -> None:
+def test_triton_indexer_gradient_ignores_list_entries_out_of_range() -> None:
     """Entries that nobody checked: those behind the band give nothing, the first negative one ends the list."""
     case = IndexerCase("TND", q_len=(3, 5), kv_len=(7, 20), top_k=9)
     args = operands(case)
@@ -121,7 +123,7 @@ def test_no_list_makes_the_gradient_read_outside() -> None:
     check_index(call, {case.id: run(call, "triton")})
 
 
-def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
+def test_triton_indexer_ranks_nan_first_and_drops_score_minus_infinity() -> None:
     case = IndexerCase("TND", q_len=(4,), kv_len=(40,), heads=1, top_k=36, exact=True, mode=0)
     args = cloned(operands(case))
     args["query"].fill_(1.0), args["weights"].fill_(1.0)

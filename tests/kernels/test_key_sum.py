@@ -44,7 +44,7 @@ def block_after_block(entries: list[int], rows: torch.Tensor, size: int) -> torc
     [*((name, 20, torch.float32) for name in LISTS), ("mixed", 300, torch.bfloat16)],
     ids=str,
 )
-def test_rows_are_added_in_their_order_for_any_number_of_chunks(
+def test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size(
     name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of two entries; whether others sum a key's blocks, or blocks of one token or of two, changes no bit."""
@@ -62,7 +62,7 @@ def test_rows_are_added_in_their_order_for_any_number_of_chunks(
             same_bits(total.total, want, f"{name} in blocks of {block}, chunks of {size}, hot from {hot} on")
 
 
-def test_every_key_is_written_where_its_view_lies() -> None:
+def test_key_sum_writes_only_the_key_rows_of_a_strided_view() -> None:
     """Two heads, an empty sequence, more keys than a tile, columns from the middle; nothing else is touched."""
     lengths, heads, dim, buffer = np.array([3, 0, 20]), 2, 3, 7
     e = Extents(lengths, lengths, lengths * 0, lengths * 0, lengths * 0, lengths * 0)
@@ -79,7 +79,7 @@ def test_every_key_is_written_where_its_view_lies() -> None:
     assert out[..., dim:].isnan().all()
 
 
-def test_no_keys_and_no_entries() -> None:
+def test_key_sum_without_keys_or_entries_is_zero() -> None:
     like = torch.zeros(1)
     KeySum(like, 0, 4).add(like.new_zeros(2, 4), torch.full((2,), NONE, dtype=torch.int32), 1)
     total = KeySum(like, 2, 4)
@@ -88,7 +88,7 @@ def test_no_keys_and_no_entries() -> None:
     assert launch_key_sum.workspace_bytes(2, 4, 9, 1) == total.total.nbytes + 3 * 4 * 3 + 4
 
 
-def test_a_hot_key_is_nobody_s_alone() -> None:
+def test_key_sum_limits_the_rows_and_blocks_summed_by_each_program() -> None:
     """No program adds up more rows than a block has, or than make a key hot, or more blocks than a chunk has."""
     tokens, slots = launch_key_sum.whole_blocks(300, 2048), 2048
     hot, blocks = launch_key_sum.parts_of(tokens * slots, slots)

@@ -29,21 +29,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("what", "name", "at", "fill"), not_finite.HIDDEN, ids=lambda value: str(value)[-12:])
-def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tuple[int, ...], fill: float) -> None:
+def test_triton_gradients_match_reference_if_zero_weights_hide_nan_or_inf(
+    what: Any, name: str, at: tuple[int, ...], fill: float
+) -> None:
     not_finite.hides(what, name, at, fill, run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("family", "case", "names"), not_finite.CASES, ids=lambda value: getattr(value, "id", None))
-def test_every_tensor(family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
+def test_triton_gradients_match_reference_for_nan_or_infinity_in_any_input(
+    family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool
+) -> None:
     not_finite.every_tensor(family, case, names, positive, run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
+def test_triton_underflowing_weight_still_passes_infinity_to_gradients(dtype: str) -> None:
     not_finite.outlasts(dtype, run)
 
 
-def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() -> None:
+def test_indexer_gradient_ignores_nan_dy_of_entries_without_visible_key() -> None:
     not_finite.entries_that_do_not_count(run)

@@ -24,22 +24,22 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(16, 2048), (2048, 16)])
-def test_training_attention_and_its_gradients(q_len: int, kv_len: int) -> None:
+def test_triton_training_attention_of_2048_tokens_matches_reference(q_len: int, kv_len: int) -> None:
     for long in dense("bfloat16", q_len, kv_len, **HERE), gradient("float16", q_len, kv_len, **HERE):
         assert not failing(long, [*pieces(long, seed=3)])
 
 
-def test_lists_of_far_keys_and_long_caches() -> None:
+def test_triton_sparse_attention_and_decode_of_many_keys_match_reference() -> None:
     for long in sparse("bfloat16", 4, 16384, backend="triton"), decode("bfloat16", (4097,), backend="triton"):
         assert not failing(long, [*pieces(long, seed=3)])
 
 
-def test_gradients_of_lists_of_far_keys() -> None:
+def test_triton_sparse_gradients_over_1200_keys_match_reference() -> None:
     long = sparse_gradient("bfloat16", 1, 1200, backend="triton", count=64, heads_q=2)
     assert not failing(long, [*pieces(long, seed=3)])
 
 
-def test_what_is_chosen_of_many_keys() -> None:
+def test_triton_indexer_selection_from_2500_keys_matches_reference() -> None:
     case = IndexerCase(q_len=(1,), kv_len=(2500,), heads=8, dim=16, top_k=20, dtype="bfloat16", weights="bfloat16")
     call = lowered_indexer(indexer_arguments(case))
     check_index(call, {case.id: run(call, "triton")})

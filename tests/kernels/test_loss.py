@@ -84,7 +84,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
-def test_cases(case: LossCase) -> None:
+def test_triton_indexer_loss_matches_reference(case: LossCase) -> None:
     judge(lowered(case, operands(case)))
 
 
@@ -93,12 +93,12 @@ def of_target(case: TargetCase, results: tuple[str, ...] = TARGET_RESULTS) -> Lo
 
 
 @pytest.mark.parametrize("case", TARGETS, ids=lambda case: case.id)
-def test_given_targets(case: TargetCase) -> None:
+def test_triton_target_loss_matches_reference(case: TargetCase) -> None:
     for results in (RESULTS, TARGET_RESULTS):
         judge(of_target(case, results))
 
 
-def test_a_target_that_counts_as_one() -> None:
+def test_triton_target_loss_with_unit_target_matches_reference() -> None:
     call = of_target(TARGETS[0])
     judge(replace(call, problem=replace(call.problem, unit_target=True)))
 
@@ -114,7 +114,9 @@ def judge(call: Loss) -> Results:
 @pytest.mark.parametrize(
     "case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7], TARGETS[2], TARGETS[3]], ids=lambda case: case.id
 )
-def test_chunks_change_no_bit(case: LossCase | TargetCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_indexer_loss_is_bitwise_equal_for_any_chunk_size(
+    case: LossCase | TargetCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     call = of_target(case) if isinstance(case, TargetCase) else lowered(case, operands(case))
@@ -127,7 +129,7 @@ def test_chunks_change_no_bit(case: LossCase | TargetCase, monkeypatch: pytest.M
     same_bits(result[1], result[0])
 
 
-def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_loss_buffers_of_every_tile_fit_the_announced_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tiles cut other chunks."""
     n, m = np.array([5000, 2048, 1, 300]), np.array([8192, 1, 100, 20000])
     e = Extents(n, m, *Band.causal().resolve(n, m), n * 0)
@@ -140,7 +142,7 @@ def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.
     assert launch_dense_kl_loss.warm_bytes(p, e) >= max(map(launching.bytes_of, taken))
 
 
-def test_no_list_makes_the_loss_read_outside() -> None:
+def test_triton_indexer_loss_ignores_list_entries_out_of_range() -> None:
     """Entries that nobody checked: those behind the band count nothing, the first negative one ends the list."""
     case = LossCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, lists="all", mode=0)
     args = cloned(operands(case))
@@ -163,13 +165,15 @@ REST = [pytest.param(*item, marks=pytest.mark.slow) for item in STRANGE if item 
 
 
 @pytest.mark.parametrize(("case", "name", "fill"), [*EVERYDAY, *REST])
-def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: LossCase, name: str, fill: float) -> None:
+def test_triton_indexer_loss_nan_or_infinity_reaches_exactly_reference_rows(
+    case: LossCase, name: str, fill: float
+) -> None:
     args = cloned(operands(case))
     args[name][(0, 3, *(0,) * (args[name].dim() - 2))] = fill
     assert any(not t.isfinite().all() for t in judge(lowered(case, args)).values())
 
 
-def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
+def test_indexer_key_of_minus_infinity_with_negative_products_scores_zero() -> None:
     """And no lane beyond the last head makes it NaN."""
     args = cloned(operands(CHOSEN))
     args["query_index"].abs_()
@@ -178,7 +182,7 @@ def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
+def test_triton_indexer_loss_of_weights_below_float16_range_matches_reference(count: int) -> None:
     """Differences are held in units of the largest weight, and no unit of such weights is a float."""
     case = LossCase(q_len=(6,), kv_len=(9,), count=count, dtype="float16")
     args = cloned(operands(case))
@@ -186,7 +190,7 @@ def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
     judge(lowered(case, args))
 
 
-def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
+def test_float16_indexer_loss_with_statistics_of_fewer_keys_matches_reference() -> None:
     """y is then more than 1: a product in float16 has room for 255 times as much."""
     case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
     args = cloned(operands(case))

@@ -51,7 +51,7 @@ REST = [item for item in REST if item not in EVERYDAY]
 @pytest.mark.parametrize(
     ("case", "name", "fill"), [*EVERYDAY, *(pytest.param(*item, marks=pytest.mark.slow) for item in REST)]
 )
-def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, fill: float) -> None:
+def test_triton_nan_or_infinite_element_reaches_exactly_the_reference_rows(case: Case, name: str, fill: float) -> None:
     """One element of a row of one head, in the middle of a tile."""
     args = arguments(case)
     calm = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name:
 
 @pytest.mark.parametrize("largest", [300.0, 3000.0])
 @pytest.mark.parametrize("name", ["value", "dy"])
-def test_an_infinity_outlasts_a_weight_that_no_float_holds(name: str, largest: float) -> None:
+def test_triton_infinity_survives_underflowing_attention_weight(name: str, largest: float) -> None:
     """Nor a double, of the second score. A key whose score is -inf is not seen at all."""
     case = Case(q_len=(3,), kv_len=(20,), heads_q=2, heads_kv=1, scale=1.0, dim_qk=4)
     args = arguments(case)
@@ -129,7 +129,7 @@ def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
-def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: float) -> None:
+def test_triton_float_mask_hides_nan_and_infinity(case: Case, name: str, fill: float) -> None:
     """Also a key whose infinite element alone makes its score -inf."""
     args = masked(case, name, fill)
     want = golden(case, args)
@@ -147,7 +147,7 @@ def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: floa
     ],
     ids=lambda cache: cache.id,
 )
-def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
+def test_triton_decode_of_nan_or_infinite_cached_value_matches_reference(cache: Cache, fill: float) -> None:
     """The last key of each sequence, which the last row alone sees."""
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cpu")
     calm = paged_decode_calls.expected(cache, operands, e)
@@ -165,7 +165,7 @@ def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
     check(cache.id, dict(zip(paged_decode_calls.NAMES, results(operands), strict=True)), wanted)
 
 
-def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recompute_kernels_do_not_change_finite_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits with and without the kernels that recompute."""
     case = dataclasses.replace(CASES[0], dtype="float32")
     args = arguments(case)

@@ -40,7 +40,7 @@ def updatable(problem: Problem, extents: Extents, op_kind: str = "attention_forw
 
 
 @pytest.mark.parametrize("cache", [Cache(q_len=2), Cache(dequant="token", dtype="float16")], ids=lambda cache: cache.id)
-def test_a_replayed_decode_computes_the_new_lengths(cache: Cache, replay: Callable[[], None]) -> None:
+def test_replayed_decode_after_plan_update_uses_new_lengths(cache: Cache, replay: Callable[[], None]) -> None:
     capacity = (40, 70, 33)
     cache = dataclasses.replace(cache, kv_len=capacity)
     operands, result = operands_on(cache, "cpu"), updatable(cache.problem, cache.extents())
@@ -77,7 +77,7 @@ def written(operands: Operands, grads: Grads) -> list[torch.Tensor]:
     return [view.keep[0] for view in views if view is not None]
 
 
-def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Callable[[], None]) -> None:
+def test_replayed_dense_plans_after_update_are_bitwise_equal_to_fresh_plans(replay: Callable[[], None]) -> None:
     """First captured on shorter lengths than it is replayed with: grids and lists have room for the plan's."""
     problem, capacity = Problem(2, 1, 16, 8, scale=0.3), (20, 40, 33)
     operands, grads = dense(problem)
@@ -102,7 +102,7 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
         assert written(operands, grads)[-1].any()
 
 
-def test_a_list_keeps_its_place_and_its_buffer() -> None:
+def test_updated_device_table_keeps_memory_address() -> None:
     device_tables = layout_table.DeviceTables(extents((20, 40, 33)))
     device_tables.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731

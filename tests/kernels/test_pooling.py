@@ -28,11 +28,11 @@ run = partial(eager.run, backend="triton")
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
-def test_results_and_gradients(case: Case, dtype: torch.dtype) -> None:
+def test_triton_pooling_results_and_gradients_match_float64(case: Case, dtype: torch.dtype) -> None:
     compare_with(str(case), computed(case, dtype, run), lambda: expected(case, dtype))
 
 
-def test_ranges_of_results_do_not_depend_on_what_else_is_computed() -> None:
+def test_triton_pooling_gradients_do_not_depend_on_requested_results() -> None:
     rows, gates, dout = (
         OVERLAPPING.rows(1, torch.float32),
         OVERLAPPING.rows(2, torch.float32),
@@ -46,7 +46,7 @@ def test_ranges_of_results_do_not_depend_on_what_else_is_computed() -> None:
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["rows", "gates", "dout"])
-def test_what_is_not_finite_reaches_what_it_reaches_in_float64(name: str, value: float) -> None:
+def test_triton_pooling_nan_and_infinity_appear_exactly_as_in_float64(name: str, value: float) -> None:
     case = OVERLAPPING
     given = {
         "rows": case.rows(1, torch.float32),
@@ -60,7 +60,7 @@ def test_what_is_not_finite_reaches_what_it_reaches_in_float64(name: str, value:
     same_where_not_finite({"all": got}, {"all": specified(case, **given)}, name)
 
 
-def test_bytes_of_scratch() -> None:
+def test_triton_pooling_workspace_bytes_match_formula() -> None:
     case = OVERLAPPING
     call = case.lowered(case.rows(1, torch.float32), case.rows(2, torch.float32), case.table())
     p, e = call.problem, call.extents

@@ -51,18 +51,18 @@ def compute(cache: Cache, operands: Operands) -> None:
 # --------------------------------------------------------------------------------------------------- devices and chips
 
 
-def test_a_gpu_computes_what_the_tables_hold(chip: pytest.MonkeyPatch) -> None:
+def test_triton_back_end_accepts_problem_within_tile_tables(chip: pytest.MonkeyPatch) -> None:
     assert backend.reasons_against(PROBLEM, CUDA) == []
 
 
-def test_a_device_without_triton_is_refused(chip: pytest.MonkeyPatch) -> None:
+def test_triton_back_end_is_refused_without_triton_package(chip: pytest.MonkeyPatch) -> None:
     chip.setitem(sys.modules, "triton", None)
     assert backend.reasons_against(PROBLEM, CUDA) == [
         "the triton back end needs the package triton, which is not installed."
     ]
 
 
-def test_other_devices_are_refused(chip: pytest.MonkeyPatch) -> None:
+def test_triton_back_end_refuses_cpu_old_and_amd_gpus(chip: pytest.MonkeyPatch) -> None:
     assert backend.reasons_against(PROBLEM, "cpu") == ["the triton back end computes device cuda, not cpu."]
     for major in (7, 11, 13):
         with_chip(chip, (major, 0), 227)
@@ -106,7 +106,7 @@ def test_a_head_dim_without_a_tile_is_refused(
         *(((10, 0), 227, 90), ((10, 3), 227, 90), ((12, 0), 99, 86), ((12, 1), 99, 86)),
     ],
 )
-def test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has(
+def test_gpu_capability_selects_tile_table_that_fits_shared_memory(
     capability: tuple[int, int], shared_kb: int, served_as: int, chip: pytest.MonkeyPatch
 ) -> None:
     with_chip(chip, capability, shared_kb)
@@ -115,13 +115,13 @@ def test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has(
         assert backend.reasons_against(dataclasses.replace(PROBLEM, dim_qk=dim, dim_v=dim), CUDA) == []
 
 
-def test_no_row_takes_more_memory_than_its_chip_has() -> None:
+def test_tile_tables_never_exceed_shared_memory_of_the_chip() -> None:
     for table in shapes.TABLES.values():
         for (chip_, _), rows in table.items():
             assert all(row[-1] <= shapes.CHIPS[chip_][1] for row in rows)
 
 
-def test_a_forward_is_not_refused_for_what_the_backward_takes(chip: pytest.MonkeyPatch) -> None:
+def test_forward_is_accepted_if_only_the_backward_lacks_a_tile(chip: pytest.MonkeyPatch) -> None:
     larger = dataclasses.replace(PROBLEM, dim_qk=768, dim_v=768)
     assert backend.reasons_against(larger, CUDA) == []
     with_chip(chip, (8, 9), 99)
@@ -133,9 +133,7 @@ def test_a_forward_is_not_refused_for_what_the_backward_takes(chip: pytest.Monke
 
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.3.1", "3.5.1", "3.9.0", "4.0.0", "3.10.0+git1"])
-def test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name(
-    version: str, chip: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_triton_version_is_refused_and_named(version: str, chip: pytest.MonkeyPatch) -> None:
     """Also one without knobs, which say whether kernels are interpreted."""
     chip.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     chip.setattr(backend, "interpreted", INTERPRETED)
@@ -146,12 +144,12 @@ def test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name(
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.7.0+git1234"])
-def test_the_tritons_that_compile_the_kernels(version: str, chip: pytest.MonkeyPatch) -> None:
+def test_triton_versions_3_6_to_3_8_are_accepted(version: str, chip: pytest.MonkeyPatch) -> None:
     chip.setattr(sys.modules["triton"], "__version__", version)
     assert backend.reasons_against(PROBLEM, CUDA) == []
 
 
-def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> None:
+def test_back_end_error_lists_every_reason_of_every_back_end(chip: pytest.MonkeyPatch) -> None:
     wrong = dataclasses.replace(
         PROBLEM,
         dim_qk=900,
@@ -171,7 +169,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
     assert message.count("triton: ") == 5
 
 
-def test_reasons_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_interpreter_lists_reasons_against_unsupported_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real tables
     assert backend.reasons_against(PROBLEM, "cpu") == []
     larger = dataclasses.replace(PROBLEM, dim_qk=600, dim_rope=300, dtype="int8", common_keys=3)
@@ -204,7 +202,7 @@ def test_a_cache_on_another_device_is_refused_before_anything_is_written() -> No
     assert results(elsewhere)[0].isnan().all()
 
 
-def test_rows_and_pages_do_not_mix() -> None:
+def test_triton_decode_refuses_rows_beside_pages_and_two_page_tables() -> None:
     operands, axis = operands_on(Cache(), "cpu"), np.zeros(3, np.int64)
     odd = dataclasses.replace(operands, v=RowView((torch.zeros(9),), axis, 1, axis, 16))
     with pytest.raises(BackendError, match="expected pages for k and v, got rows for v"):
@@ -215,7 +213,7 @@ def test_rows_and_pages_do_not_mix() -> None:
         compute(Cache(), two)
 
 
-def test_a_forward_without_rows_copies_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_and_indexer_without_query_rows_skip_layout_table_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph may then capture it as the first call, during which tables cannot be copied."""
     cache, index = Cache(q_len=0), lowered_indexer(indexer_arguments(IndexerCase(q_len=(0, 0), kv_len=(4, 4))))
     operands = operands_on(cache, "cpu")
@@ -236,14 +234,14 @@ def with_table(operands: Operands, table: torch.Tensor) -> Operands:
     )
 
 
-def test_a_table_that_points_anywhere_stays_in_the_pool() -> None:
+def test_triton_decode_survives_page_table_entries_out_of_range() -> None:
     cache = Cache(kv_len=(40,))
     operands = with_table(operands_on(cache, "cpu"), torch.tensor([[-5, 1 << 30, 2]], dtype=torch.int32))
     compute(cache, operands)
     assert results(operands)[0].shape == (1, 1, 4, 16)  # it came back: what it computed is anyone's
 
 
-def test_a_table_is_read_by_its_strides() -> None:
+def test_triton_decode_reads_strided_and_expanded_page_tables() -> None:
     """Cut out of a wider one, and one row for all sequences."""
     cache = Cache(kv_len=(40, 33))
     operands = operands_on(cache, "cpu")
@@ -260,7 +258,7 @@ def test_a_table_is_read_by_its_strides() -> None:
     judge(same, shared, same.extents())
 
 
-def test_without_a_page_no_key_is_read() -> None:
+def test_triton_decode_over_empty_page_pool_returns_zeros() -> None:
     cache = Cache(kv_len=(40,))
     operands = operands_on(cache, "cpu")
     assert isinstance(operands.v, PagedView)
@@ -272,7 +270,7 @@ def test_without_a_page_no_key_is_read() -> None:
     assert (top == -math.inf).all()
 
 
-def test_a_pool_is_measured_by_its_memory() -> None:
+def test_last_page_of_pool_is_derived_from_pool_memory() -> None:
     view = operands_on(Cache(), "cpu").k
     assert isinstance(view, PagedView)
     pages = view.pool.shape[0]
@@ -282,7 +280,7 @@ def test_a_pool_is_measured_by_its_memory() -> None:
     assert launch_decode.pool_of(view.over(torch.zeros(0)), 2) == -1
 
 
-def test_an_argument_that_no_kernel_takes() -> None:
+def test_launch_refuses_unknown_kernel_argument_names() -> None:
     with pytest.raises(TypeError, match="no kernel takes qurey, slope"):
         launch_dense.FAMILY.launch(
             launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.RECOMPUTE["recompute_out"][0]

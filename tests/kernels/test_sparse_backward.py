@@ -82,7 +82,7 @@ ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)]
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
-def test_cases(case: SparseCase) -> None:
+def test_triton_sparse_backward_matches_reference(case: SparseCase) -> None:
     judge(case)
 
 
@@ -90,7 +90,7 @@ SUMMED = ("dkey", "dvalue")
 LISTED = SparseCase("TND", dtype="bfloat16", lists="repeated", count=5, dim_rope=4, **TWO)
 
 
-def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_sparse_backward_is_bitwise_equal_in_chunks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that many tokens name, and name more than once."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     args = aligned(arguments(LISTED))
@@ -105,7 +105,7 @@ def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_what_no_list_should_hold_is_never_read(block: int) -> None:
+def test_triton_sparse_backward_ignores_list_entries_out_of_range(block: int) -> None:
     """Blocks behind the last key, the largest number there is, the smallest, and what stands behind it."""
     case = SparseCase(heads_q=2, count=6, block=block, mode=0, q_len=(3,), kv_len=(18,))
     args = arguments(case)
@@ -120,7 +120,7 @@ def test_what_no_list_should_hold_is_never_read(block: int) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-def test_what_is_not_finite_reaches_the_rows_and_keys_that_golden_gives_it_to(value: float) -> None:
+def test_triton_sparse_backward_nan_and_infinity_match_reference(value: float) -> None:
     case = SparseCase(lists="random", count=2, mode=0, heads_q=2, q_len=(6,), kv_len=(20,))
     args = arguments(case)
     args["value"][0, int(args["sparse_indices"][0, 0, 0, 1]), 0, 1] = value
@@ -133,7 +133,7 @@ def test_what_is_not_finite_reaches_the_rows_and_keys_that_golden_gives_it_to(va
         assert 0 < mine.isfinite().sum() < mine.numel(), name
 
 
-def test_a_scaled_loss_overflows_no_gradient_of_a_score() -> None:
+def test_float16_sparse_gradients_of_scaled_loss_do_not_overflow() -> None:
     case = SparseCase("TND", dtype="float16", scale=1e-3, dim_qk=16, dim_v=16, **TWO)
     args = arguments(case)
     args["dy"][:3] *= 4096  # of one sequence: the other one's gradients keep their small parts
@@ -143,7 +143,7 @@ def test_a_scaled_loss_overflows_no_gradient_of_a_score() -> None:
     assert args["dy"][:3].abs().max() > 10_000
 
 
-def test_gradients_of_keys_that_somebody_adds_up_are_not_rounded() -> None:
+def test_float32_sparse_key_gradients_are_not_rounded_to_bfloat16() -> None:
     case = SparseCase("TND", dtype="bfloat16", count=5, **TWO)
     args = arguments(case)
     call = lowered(args)
@@ -157,7 +157,7 @@ def test_gradients_of_keys_that_somebody_adds_up_are_not_rounded() -> None:
         assert (float32_sums[name] != rounded)[: sum(case.kv_len)].any(), name
 
 
-def test_the_public_function_trains() -> None:
+def test_sparse_attention_autograd_is_bitwise_equal_to_lowered_backward() -> None:
     case = SparseCase(dtype="bfloat16", count=5, dim_rope=4, sink=True, q_len=(3,), kv_len=(9,))
     args = arguments(case)
     leaves = leaves_of(args, *DIFFERENTIABLE)
@@ -170,7 +170,7 @@ def test_the_public_function_trains() -> None:
         same_bits(gradient, step["dsinks" if name == "dsink" else name])
 
 
-def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_sparse_backward_allocates_at_most_workspace_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(LISTED, sink=True, dtype="float16")
     call = lowered(arguments(case))
     taken: list[int] = []

@@ -10,7 +10,7 @@ from fusion_attention import npu
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 
-def test_lists_of_keys_and_their_gradients() -> None:
+def test_triton_sparse_flash_mla_with_key_lists_matches_reference() -> None:
     args = packed()
     dout = torch.randn_like(args["q"])
     npu.install()

@@ -67,7 +67,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEADS], ids=lambda case: case.id)
-def test_cases(case: SparseCase) -> None:
+def test_triton_sparse_forward_matches_reference(case: SparseCase) -> None:
     judge(case)
 
 
@@ -97,12 +97,14 @@ def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
-def test_lists_of_few_tokens_are_shared_out(case: SparseCase, split_grids: list[Any]) -> None:
+def test_triton_sparse_forward_splits_lists_of_few_tokens_among_programs(
+    case: SparseCase, split_grids: list[Any]
+) -> None:
     judge(case)
     assert next(grid for grid in split_grids if len(grid) == 2)[1] == -(-case.count // 16) > 1
 
 
-def test_shares_follow_from_sizes_alone() -> None:
+def test_sparse_list_split_depends_only_on_problem_sizes() -> None:
     """Of few tokens, and so that they fill the chip once."""
     p = Problem(128, 1, 512, 512, scale=0.1, dim_rope=64, shares_kv=True, select_count=2048)
     tile = shapes.Tile(64, 32, 8, 3)
@@ -118,7 +120,9 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: case.id)
-def test_rows_that_lie_further_apart_than_int32_counts(case: SparseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_sparse_forward_with_64_bit_row_offsets_returns_same_bits(
+    case: SparseCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = arguments(case)
     want = forward(args)
     far(monkeypatch)
@@ -126,7 +130,7 @@ def test_rows_that_lie_further_apart_than_int32_counts(case: SparseCase, monkeyp
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_no_list_makes_a_row_read_outside(block: int) -> None:
+def test_triton_sparse_forward_ignores_list_entries_out_of_range(block: int) -> None:
     """Entries that nobody checked: those beyond the last block name nothing, the first negative one ends the list."""
     case = SparseCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, block=block, mode=0, heads_kv=2, sink=True)
     args = arguments(case)
@@ -138,7 +142,7 @@ def test_no_list_makes_a_row_read_outside(block: int) -> None:
     check(case.id, dict(zip(RESULTS, run(call, "triton").values(), strict=True)), expected(call))
 
 
-def test_no_page_table_makes_a_row_read_outside() -> None:
+def test_triton_sparse_forward_clamps_page_table_entries_out_of_range() -> None:
     """Pages are clamped to the pool; rows that name no wild page stay as they are."""
     case = SparseCase("TND", page=16, q_len=(2, 2), kv_len=(33, 20), count=9, lists="all", mode=0)
     args = arguments(case)
@@ -150,7 +154,7 @@ def test_no_page_table_makes_a_row_read_outside() -> None:
 
 
 @pytest.mark.parametrize("int64", [False, True])
-def test_any_page_table_serves_keys_and_values_alike(int64: bool) -> None:
+def test_triton_sparse_forward_accepts_int64_and_strided_page_tables(int64: bool) -> None:
     """One of 64 bits, and one whose numbers do not stand side by side."""
     args = arguments(CASES[-1])
     want, table = forward(args), args["block_table"]
@@ -159,7 +163,7 @@ def test_any_page_table_serves_keys_and_values_alike(int64: bool) -> None:
 
 
 @pytest.mark.parametrize("names", [("key",), ("key", "value")])
-def test_pages_may_be_one_page(names: tuple[str, ...]) -> None:
+def test_triton_sparse_forward_accepts_expanded_page_pools(names: tuple[str, ...]) -> None:
     args = arguments(CASES[-1])
     for name in names:
         args[name] = args[name][:1].nan_to_num(0.5).expand(args[name].shape)
@@ -177,7 +181,7 @@ def test_a_second_run_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("name", "fill"), [("key", math.nan), ("value", math.inf), ("query", -math.inf)])
-def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
+def test_triton_sparse_forward_nan_and_infinity_match_reference(
     name: str, fill: float, request: pytest.FixtureRequest
 ) -> None:
     if name == "key":  # the statistics of one share are NaN
@@ -191,7 +195,9 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool, request: pytest.FixtureRequest) -> None:
+def test_triton_sparse_infinite_values_survive_underflowing_weights(
+    paged: bool, request: pytest.FixtureRequest
+) -> None:
     if paged:  # one share holds the largest weight, others infinities
         request.getfixturevalue("split_grids")
     page = {"page": 16} if paged else {}

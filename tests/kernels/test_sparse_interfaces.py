@@ -38,7 +38,7 @@ def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) ->
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("form", "stage"), [("grouped", "sparse"), ("latent", "sparse"), ("latent", "warmup")])
-def test_layers(form: str, stage: str) -> None:
+def test_sparse_attention_layers_on_triton_match_float64_layers(form: str, stage: str) -> None:
     layer = layer_of(form, stage)
     x, layer64 = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1)), copy.deepcopy(layer).double()
     with fa.use_backend("triton"):
@@ -68,6 +68,8 @@ def test_layers(form: str, stage: str) -> None:
         (Problem(2, 1, 16, 16, select_count=4, page_size=16), "attention_forward", []),
     ],
 )
-def test_what_is_refused(problem: Any, op_kind: str, words: list[str]) -> None:
+def test_triton_back_end_lists_reasons_against_unsupported_sparse_problems(
+    problem: Any, op_kind: str, words: list[str]
+) -> None:
     reasons = backend.reasons_against(problem, "cpu", op_kind)
     assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)

@@ -153,7 +153,7 @@ def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updated_sparse_plans_and_captured_graphs_equal_fresh_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
     for op_kind, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
         result, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
@@ -170,7 +170,7 @@ def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33])
-def test_no_length_takes_more_turns_than_were_planned(window: int) -> None:
+def test_dense_kl_loss_reads_at_most_the_planned_number_of_key_tiles(window: int) -> None:
     q, tile, most = np.array([1, 40]), Tile(16, 16, 4, 1), 90
     capacity = of_window(q, np.array([most, most]), window)
     buffer, turns = launch_dense_kl_loss.most_turns(capacity, tile), []

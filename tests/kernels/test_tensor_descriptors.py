@@ -48,7 +48,9 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     ],
     ids=lambda case: case.id,
 )
-def test_high_tiles(case: Case, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_tallest_tiles_by_descriptors_matches_reference(
+    case: Case, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shapes, "row_of", lambda *_: (HIGHEST, HIGHEST, 1))
     args = aligned(arguments(case))
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
@@ -69,7 +71,7 @@ def test_high_tiles(case: Case, by_descriptors: dict[Any, list[bool]], monkeypat
     ids=lambda case: case.id,
 )  # fmt: skip
 @pytest.mark.parametrize("tile", [LONG, pytest.param(HIGH, marks=pytest.mark.slow)], ids=["16 x 32", "32 x 16"])
-def test_rows_by_descriptors(
+def test_attention_of_rows_read_by_tensor_descriptors_matches_reference(
     case: Case, tile: shapes.Tile, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed sequences whose lengths are no multiples of anything, so that notes of rows lie apart too."""
@@ -93,7 +95,7 @@ def rows(*shape: int, seed: int = 3) -> torch.Tensor:
     ],
     ids=["apart", "expanded", "overlapping", "odd strides"],
 )
-def test_rows_that_no_descriptor_describes(
+def test_keys_with_unsupported_strides_are_read_by_pointers(
     key: torch.Tensor, described: bool, by_descriptors: dict[Any, list[bool]]
 ) -> None:
     q, v = rows(1, 20, 2, 16, seed=4), rows(1, 40, 2, 16, seed=5)
@@ -113,7 +115,7 @@ def test_rows_that_no_descriptor_describes(
     ],
     ids=["apart", "heads expanded", "tokens expanded", "odd strides"],
 )
-def test_gradients_that_no_descriptor_describes(
+def test_output_gradients_with_unsupported_strides_are_read_by_pointers(
     dout: torch.Tensor, described: list[list[bool]], by_descriptors: dict[Any, list[bool]]
 ) -> None:
     given = [rows(1, 20, 2, 16, seed=4), rows(1, 40, 1, 16, seed=5), rows(1, 40, 1, 16, seed=6)]
@@ -126,7 +128,7 @@ def test_gradients_that_no_descriptor_describes(
     check("gradients", results, {name: wanted[name] for name in results})
 
 
-def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_gradients_of_scaled_loss_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the kernels that recompute, which would form anew each row that did."""
     monkeypatch.setattr(launch_dense, "launch_recompute", lambda *_: [])
     case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=16, dim_v=16, scale=1e-3, **CAUSAL)
@@ -139,7 +141,7 @@ def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.Monk
     assert want["dq"].isfinite().all()
 
 
-def test_gradients_have_the_same_bits_by_descriptors_and_by_pointers(by_descriptors: dict[Any, list[bool]]) -> None:
+def test_gradients_are_bitwise_equal_by_descriptors_and_by_pointers(by_descriptors: dict[Any, list[bool]]) -> None:
     case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=24, dim_v=16, **CAUSAL)
     args = aligned(arguments(case))
     odd = args | {name: torch.nn.functional.pad(args[name], (0, 1))[..., :-1] for name in ("query", "dy")}
@@ -156,7 +158,7 @@ def gradients(band: Band) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "edge", [(1 << 31) - 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (41, (1 << 30) + 1))]
 )
-def test_edges_as_far_away_as_they_may_be(edge: int) -> None:
+def test_band_edges_near_int32_limits_act_as_unbounded_or_empty_bands(edge: int) -> None:
     """Kernels count rows in int32: an edge further away than there are rows and keys is where they end."""
     everything = gradients(Band())
     assert all(grad.any() for grad in everything)
@@ -164,7 +166,7 @@ def test_edges_as_far_away_as_they_may_be(edge: int) -> None:
     assert not any(grad.any() for band in (Band(lo=edge, hi=INFINITE), Band(hi=-edge)) for grad in gradients(band))
 
 
-def test_notes_of_rows_start_on_16_bytes() -> None:
+def test_backward_row_statistics_of_each_sequence_start_on_16_bytes() -> None:
     lengths = np.array([3, 0, 4, 9])
     e = Extents(lengths, lengths, lengths * 0 - INFINITE, lengths * 0 + 1, lengths * 0, lengths * 0)
     assert launch_dense.noted(e).tolist() == [4, 0, 4, 12]
@@ -173,5 +175,5 @@ def test_notes_of_rows_start_on_16_bytes() -> None:
 
 @pytest.mark.parametrize("parts", ["both", pytest.param("lse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sink", "lists"])
-def test_gradients_through_lse(name: str, parts: str) -> None:
+def test_triton_gradients_through_lse_match_formula(name: str, parts: str) -> None:
     judge(name, *(lists(torch.float32) if name == "lists" else dense(name, torch.float32)), parts, ("triton",))

@@ -21,12 +21,14 @@ def training() -> Results:
 
 
 @pytest.mark.parametrize(("op_kind", "results"), [("attention_forward", 3), ("attention_backward", 7)])
-def test_a_forgotten_element_is_missed(op_kind: str, results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_unwritten_result_element_fails_the_comparison(
+    op_kind: str, results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert forgets(monkeypatch, "triton", op_kind, training) == results
 
 
 @pytest.mark.parametrize("module", [launch_dense, launch_decode])
-def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_scratch_memory_is_poisoned(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
     given: list[torch.Tensor] = []
 
@@ -57,7 +59,7 @@ OF_LISTS = [
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "op_kind"), OF_LISTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_forgotten_element_of_lists_is_missed(
+def test_triton_unwritten_sparse_result_element_fails_the_comparison(
     family: Callable[[str], Results], op_kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert forgets(monkeypatch, "triton", op_kind, lambda: family("triton")) == FAMILIES[family, op_kind]

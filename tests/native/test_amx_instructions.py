@@ -123,7 +123,7 @@ def checked(path: str) -> None:
 @pytest.mark.slow  # disassembles the module
 @pytest.mark.skipif("v4+amx" not in _native.cpu_features()["built"], reason="the compiler does not know AMX")
 @pytest.mark.skipif(not (shutil.which("objdump") and shutil.which("readelf")), reason="no objdump or readelf")
-def test_tiles_multiply_and_nothing_undoes_it() -> None:
+def test_amx_code_multiplies_tiles_without_extra_tile_loads_or_stores() -> None:
     checked(str(Path(str(_native.__file__))))
 
 
@@ -145,9 +145,9 @@ LOOP = ["tileloadd (%rax,%rbx,1),%tmm4", "tileloadd (%rcx,%rbx,1),%tmm6", "tdpbf
         ([*LOOP, "tileloadd (%rax,%rbx,1),%tmm7", "jne 0"], "more traffic"),
     ],
 )
-def test_what_undoes_it_is_found(lines: list[str], fault: str) -> None:
+def test_amx_code_checker_reports_each_kind_of_inefficient_tile_loop(lines: list[str], fault: str) -> None:
     assert fault in " ".join(faults(written(*lines)))
 
 
-def test_plain_loops_have_no_fault() -> None:
+def test_amx_code_checker_accepts_efficient_tile_loop() -> None:
     assert not faults(written(CONFIG + " (%rax)", *LOOP, "jne 1", "tilestored %tmm0,(%rax,%rbx,1)", "ret"))

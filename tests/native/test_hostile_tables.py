@@ -82,7 +82,7 @@ def table() -> torch.Tensor:
     return torch.tensor([[3, 0, 8, 1, 5], [7, 2, 6, 4, 4]], dtype=torch.int32)
 
 
-def test_the_paths_compute() -> None:
+def test_paged_calls_with_valid_page_table_return_finite_nonzero_results() -> None:
     for call in PATHS:
         result = call(table(), KEYS)
         assert bool((result == result).all()), call.__name__
@@ -93,7 +93,7 @@ def test_the_paths_compute() -> None:
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (1, 2)], ids=str)
-def test_a_page_that_does_not_exist_is_named(call: Call, entry: int, place: tuple[int, int]) -> None:
+def test_error_names_position_of_page_table_entry_out_of_range(call: Call, entry: int, place: tuple[int, int]) -> None:
     bad = table()
     bad[place] = entry
     where = rf"{entry} at \[{place[0]}, {place[1]}\]"
@@ -104,7 +104,7 @@ def test_a_page_that_does_not_exist_is_named(call: Call, entry: int, place: tupl
 @pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [(1 << 32) + 3, -(1 << 32) + 3, 1 << 62, -(1 << 63)])
-def test_a_page_whose_low_bits_exist_does_not(call: Call, entry: int) -> None:
+def test_page_table_entry_with_valid_low_32_bits_but_wrong_high_bits_is_refused(call: Call, entry: int) -> None:
     bad = table().long()
     bad[0, 1] = entry
     with pytest.raises(fa.ContractError, match=NAMES):
@@ -114,7 +114,7 @@ def test_a_page_whose_low_bits_exist_does_not(call: Call, entry: int) -> None:
 @pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
-def test_entries_behind_the_last_page_are_not_read(call: Call, entry: int) -> None:
+def test_page_table_entries_behind_last_used_page_are_not_read(call: Call, entry: int) -> None:
     bad = table()
     bad[1, 3:] = entry
     same_bits(call(bad, KEYS), call(table(), KEYS))
@@ -135,7 +135,7 @@ def test_entries_behind_the_last_page_are_not_read(call: Call, entry: int) -> No
     ],
     ids=["few columns", "no column", "few rows", "one axis", "many rows", "three axes", "floats"],
 )
-def test_a_table_of_another_shape_is_an_error(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_page_table_of_wrong_shape_or_dtype_raises(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(fa.ContractError, match=f"{NAMES}|len"):
         call(change(table()), KEYS)
 
@@ -147,13 +147,13 @@ def test_a_table_of_another_shape_is_an_error(call: Call, change: Callable[[torc
     [[-1, 40], [70, -(1 << 63)], [LARGEST, 40], [70, (1 << 63) - 1], [81, 40], [70], [70, 40, 3], [1 << 40, 1 << 40]],
     ids=str,
 )
-def test_lengths_beyond_the_table_are_an_error(call: Call, lengths: Lengths) -> None:
+def test_kv_lengths_that_do_not_fit_the_page_table_raise(call: Call, lengths: Lengths) -> None:
     with pytest.raises(fa.ContractError, match=f"len|{NAMES}"):
         call(table(), lengths)
 
 
 @paths
-def test_strides_of_a_table_do_not_matter(call: Call) -> None:
+def test_page_table_strides_do_not_change_results(call: Call) -> None:
     want = call(table(), KEYS)
     same_bits(call(table().t().contiguous().t(), KEYS), want)
     wide = torch.full((4, 11), LARGEST, dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_strides_of_a_table_do_not_matter(call: Call) -> None:
 
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST])
-def test_a_table_that_changes_between_calls_is_checked_again(call: Call, entry: int) -> None:
+def test_page_table_changed_in_place_between_calls_is_checked_again(call: Call, entry: int) -> None:
     changing, want = table(), call(table(), KEYS)
     for _ in range(3):  # later calls are prepared
         call(changing, KEYS)

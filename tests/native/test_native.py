@@ -24,7 +24,7 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
-def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
+def test_forward_of_random_calls_matches_float64_reference(seed: int, softcap: float) -> None:
     call = with_cap(draw_call(seed), softcap)
     want = forward(call)
     for variant in VARIANTS:
@@ -32,7 +32,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> None:
+def test_forward_nan_and_infinity_appear_exactly_as_in_reference(seed: int) -> None:
     call = with_cap(draw_call(seed), 0.0 if seed < 1030 else 0.9)
     invalid(call, seed)
     want = forward(call)
@@ -41,7 +41,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_capped_score_is_exact_to_two_units_of_its_last_place(variant: str) -> None:
+def test_softcapped_score_is_within_two_ulps_of_tanh_formula(variant: str) -> None:
     """Of any size: a row of one key has it as its maximum. Scale and cap are powers of two, and round nothing."""
     sizes = torch.cat((torch.logspace(-30, 1.2, 4000), torch.linspace(0.5, 12, 4000), torch.tensor([math.inf])))
     q = torch.cat((sizes, -sizes)).view(1, -1, 1, 1)
@@ -60,7 +60,7 @@ def test_a_capped_score_is_exact_to_two_units_of_its_last_place(variant: str) ->
     assert torch.equal(got[q.flatten().abs() == math.inf], torch.tensor([16.0, -16.0]).double())
 
 
-def test_a_cap_far_above_the_scale_leaves_scores_as_they_are() -> None:
+def test_softcap_far_above_the_scale_leaves_scores_unchanged() -> None:
     """Their quotient is subnormal, and has few bits."""
     q = torch.tensor([3.0, -2.0]).view(1, 1, 1, 2) * 1e5
     k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).view(1, 3, 1, 2) * 1e5
@@ -88,7 +88,9 @@ LONG = ((200, 0, 3, 97), (311, 4, 0, 97))
     ],
     ids=["own", "shared", "waves"],
 )
-def test_many_threads_do_not_change_a_bit(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> None:
+def test_forward_on_up_to_64_threads_is_bitwise_equal_to_one_thread(
+    problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...]
+) -> None:
     band = Band.causal() if q_len == kv_len else None
     call = converted(make(problem, q_len, kv_len, band), problem.torch_dtype)
     want = native(call, threads=1)
@@ -98,7 +100,7 @@ def test_many_threads_do_not_change_a_bit(problem: Problem, q_len: tuple[int, ..
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> None:
+def test_forward_is_bitwise_equal_for_any_layout_and_thread_count(variant: str, dtype: str) -> None:
     problem = Problem(4, 2, 40, 24, 8, dtype, 0.2, "slopes", has_sink=True, dropout="philox", keep_prob=0.7)
     call = converted(make(problem, *LONG, Band.window(150, 3)), problem.torch_dtype)
     want = native(call, variant, packed=True, threads=1)
@@ -108,7 +110,7 @@ def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> No
 
 @pytest.mark.parametrize("keep_prob", [0.5, 0.999, 1e-6, 0.999999])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_drawn_bits_are_the_specified_ones(variant: str, keep_prob: float) -> None:
+def test_dropout_mask_of_forward_matches_philox_reference(variant: str, keep_prob: float) -> None:
     problem = Problem(3, 1, 4, 300, dropout="philox", keep_prob=keep_prob)
     extents, operands = unit_views(problem, 30, 300)
     operands = replace(operands, seed=-5, offset=2**32 + 77)
@@ -118,7 +120,7 @@ def test_drawn_bits_are_the_specified_ones(variant: str, keep_prob: float) -> No
     assert torch.equal(got, want)
 
 
-def test_a_table_rebuilds_earlier_rows() -> None:
+def test_forward_rebuilds_bias_rows_that_bias_table_does_not_store() -> None:
     call = make(Problem(2, 1, 8, 8, bias="table"), (1500, 1024, 70), (1500, 1024, 70), Band.causal())
     call = converted(call, torch.float32)
     want = forward(call)
@@ -128,7 +130,7 @@ def test_a_table_rebuilds_earlier_rows() -> None:
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(768, 768), (513, 17), (1, 768), (192, 128)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_head_dims_up_to_the_limit(dim: int, dim_v: int, dtype: str) -> None:
+def test_forward_of_head_dims_up_to_768_matches_float64_reference(dim: int, dim_v: int, dtype: str) -> None:
     problem = Problem(2, 1, dim, dim_v, dtype=dtype, scale=dim**-0.5)
     call = converted(make(problem, (13,), (70,), Band.causal()), problem.torch_dtype)
     want = forward(call)
@@ -138,7 +140,7 @@ def test_head_dims_up_to_the_limit(dim: int, dim_v: int, dtype: str) -> None:
 
 # A band so narrow that a sequence is packed in pieces: one thread carries what two of them share, 64 pack all of it.
 @pytest.mark.parametrize(("dtype", "dim_v"), [("float32", 136), ("bfloat16", 264)])
-def test_what_pieces_of_a_band_share_is_packed_once_or_twice(dtype: str, dim_v: int) -> None:
+def test_keys_shared_by_window_tiles_give_same_bits_on_1_and_64_threads(dtype: str, dim_v: int) -> None:
     rows = (1500, 900)
     problem = Problem(2, 1, 264, dim_v, dtype=dtype, scale=0.06)
     call = converted(make(problem, rows, rows, Band.window(170, 3)), problem.torch_dtype)
@@ -162,7 +164,7 @@ def test_calls_from_two_threads_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_near_the_largest_float_are_finite(dtype: torch.dtype) -> None:
+def test_forward_with_scores_near_float32_max_returns_exact_results(dtype: torch.dtype) -> None:
     q = torch.zeros(1, 1, 1, 8, dtype=dtype)
     q[..., :3] = 2.0**63  # with itself: 3 * 2^126 = 2.6e38
     v = torch.tensor([1.0, 2.0, 6.0], dtype=dtype)[None, :, None, None].expand(1, 3, 1, 8)
@@ -176,7 +178,7 @@ def test_scores_near_the_largest_float_are_finite(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("power", [14, 15, 20, 45])
-def test_beside_a_large_score_nothing_else_weighs_anything(variant: str, power: int, sign: int) -> None:
+def test_forward_returns_value_of_best_key_if_scores_are_huge(variant: str, power: int, sign: int) -> None:
     """Scores whose last bits are worth more than a weight can hold, and peaks that rise from step to step."""
     problem = Problem(2, 1, 16, 16, dtype="bfloat16", scale=1.0)
     call = converted(make(problem, (3, 40, 13), (33, 40, 1300)), problem.torch_dtype)
@@ -198,7 +200,7 @@ def test_beside_a_large_score_nothing_else_weighs_anything(variant: str, power: 
         ("attention_backward", "float32", 220_000_000),
     ],
 )
-def test_workspace_grows_with_length_not_with_its_square(op_kind: str, dtype: str, most: int) -> None:
+def test_attention_workspace_grows_linearly_with_sequence_length(op_kind: str, dtype: str, most: int) -> None:
     def workspace(length: int) -> int:
         n = np.array([length])
         extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
@@ -209,7 +211,7 @@ def test_workspace_grows_with_length_not_with_its_square(op_kind: str, dtype: st
 
 
 @pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
-def test_memory_that_is_not_there_is_an_error(op_kind: str) -> None:
+def test_workspace_too_large_to_allocate_raises_memory_error(op_kind: str) -> None:
     none, many = np.zeros(1, np.int64), np.array([1 << 48])
     problem, lengths = Problem(1, 1, 64, 64), (none + 1, many) if op_kind == "attention_forward" else (many, none + 1)
     extents = Extents(*lengths, none - INFINITE, none + INFINITE, none, none)
@@ -238,7 +240,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_sizes_that_disagree_are_an_error(name: str) -> None:
+def test_forward_refuses_operands_of_inconsistent_sizes(name: str) -> None:
     problem = Problem(1, 1, 4, 300, has_sink=True, has_blocked=True)
     extents, operands = unit_views(problem, 5, 300)
     blocked = MatrixView(torch.zeros(300, dtype=torch.uint8), *[np.zeros(1, np.int64)] * 3, 1)
@@ -252,7 +254,7 @@ def test_sizes_that_disagree_are_an_error(name: str) -> None:
     assert torch.equal(operands.out.sequence(0, 1, 5), out)
 
 
-def test_memory_of_another_dtype_is_an_error() -> None:
+def test_forward_refuses_operand_of_wrong_dtype() -> None:
     problem = Problem(1, 1, 4, 300)
     extents, operands = unit_views(problem, 5, 300)
     zero = np.zeros(1, np.int64)
@@ -265,7 +267,7 @@ def test_memory_of_another_dtype_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "message"), [({"heads_q": 3, "heads_kv": 2}, "no multiple"), ({"dim_qk": 0}, "head dim")]
 )
-def test_problems_that_do_not_fit_are_an_error(change: dict[str, Any], message: str) -> None:
+def test_schedule_refuses_invalid_head_counts_and_head_dims(change: dict[str, Any], message: str) -> None:
     problem = Problem(2, 2, 4, 4)
     n = np.array([5])
     extents = Extents(n, n, n - INFINITE, n + INFINITE, n * 0, n * 0)
@@ -273,7 +275,7 @@ def test_problems_that_do_not_fit_are_an_error(change: dict[str, Any], message: 
         cpu.schedule(replace(problem, **change), extents, "attention_forward")
 
 
-def test_tiles_outside_their_sequence_are_an_error() -> None:
+def test_forward_plan_refuses_tiles_outside_their_sequence() -> None:
     one, none = np.array([1]), np.array([0])
     problem = (1, 1, 4, 4, 0, 0, 1.0, 0, False, False, False, 0, 1.0, 65536, 0.0, False, False)
     extents = (one * 9, one * 9, none, one, none, none)

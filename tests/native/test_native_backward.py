@@ -55,7 +55,7 @@ def judge(call: Call, saved: Results, want: Results, got: dict[Any, Results]) ->
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
-def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
+def test_backward_of_random_calls_matches_float64_reference(seed: int, softcap: float) -> None:
     call = with_cap(draw_call(seed), softcap)
     saved = native(call)
     want = wanted(call, saved)
@@ -63,7 +63,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 
 
 @pytest.mark.parametrize("seed", range(2000, 2040))
-def test_what_is_not_finite_reaches_exactly_the_gradients_that_see_it(seed: int) -> None:
+def test_backward_nan_and_infinity_appear_exactly_as_in_reference(seed: int) -> None:
     call, rng = with_cap(draw_call(seed), 0.0 if seed < 2030 else 0.9), random.Random(seed)
     invalid(call, seed)
     if (tensors := [t for t in call.dout if t.numel()]) and rng.random() < 0.5:
@@ -83,7 +83,7 @@ def test_what_is_not_finite_reaches_exactly_the_gradients_that_see_it(seed: int)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> None:
+def test_backward_is_bitwise_equal_for_any_layout_and_thread_count(variant: str, dtype: str) -> None:
     problem = Problem(4, 2, 40, 24, 8, dtype, 0.2, "slopes", has_sink=True, dropout="philox", keep_prob=0.7)
     call = converted(make(problem, (200, 0, 3, 411), (311, 4, 0, 530), Band.window(350, 3)), problem.torch_dtype)
     saved = native(call)
@@ -97,7 +97,7 @@ def test_threads_and_layouts_do_not_change_a_bit(variant: str, dtype: str) -> No
     ("axes", "shared"),
     [("hij", False), ("hij", True), ("ij", True), ("hj", False), ("j", True), ("hi", False), ("i", True), ("", True)],
 )
-def test_every_form_of_dbias_is_the_same_for_any_threads(axes: str, shared: bool) -> None:
+def test_dbias_of_every_broadcast_shape_is_bitwise_equal_for_any_thread_count(axes: str, shared: bool) -> None:
     problem = Problem(6, 3, 16, 16, dtype="float32", scale=0.25, bias="matrix", bias_scaled=True)
     call = converted(make(problem, (400, 400, 400), (300, 300, 300), Band.causal(), axes, shared), torch.float32)
     saved = native(call)
@@ -107,7 +107,7 @@ def test_every_form_of_dbias_is_the_same_for_any_threads(axes: str, shared: bool
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_gradient_of_a_table_is_the_same_for_any_threads(shared: bool) -> None:
+def test_bias_table_gradient_is_bitwise_equal_for_any_thread_count(shared: bool) -> None:
     # Rows a thousand apart add to the same elements; sequences of other lengths to some of a shared table's.
     problem = Problem(4, 2, 8, 8, dtype="float32", scale=0.3, bias="table")
     call = converted(make(problem, (1300, 1300), (1300, 1300), Band.causal(), "hij", shared), torch.float32)
@@ -117,7 +117,7 @@ def test_the_gradient_of_a_table_is_the_same_for_any_threads(shared: bool) -> No
         same_bits(gradients(call, saved, threads=threads, shared=True), want)
 
 
-def test_sequences_that_share_a_bias_may_differ_in_length() -> None:
+def test_dbias_shared_by_unequal_sequences_is_equal_for_any_thread_count() -> None:
     # A tile that an earlier sequence does not reach comes after the one that reaches it, or waits for nobody.
     q_len, kv_len = [700, 100, 700, 390], [600, 300, 0, 600]
     q, dout = (torch.randn(sum(q_len), 2, 16) for _ in range(2))
@@ -147,7 +147,7 @@ BANDS = {
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("band", BANDS)
-def test_a_bias_of_one_pair_each_gets_its_gradient_written(band: str, dtype: str, scaled: bool) -> None:
+def test_unshared_dbias_is_written_with_zeros_for_hidden_pairs(band: str, dtype: str, scaled: bool) -> None:
     problem = Problem(2, 1, 24, 16, dtype=dtype, scale=0.2, bias="matrix", bias_scaled=scaled, has_blocked=scaled)
     call = converted(make(problem, (210, 0, 31), (330, 9, 288), BANDS[band]), problem.torch_dtype)
     saved = native(call)
@@ -172,7 +172,7 @@ def test_a_bias_of_one_pair_each_gets_its_gradient_written(band: str, dtype: str
 
 @pytest.mark.parametrize("size", [256, 96, 288])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_whole_lines_of_a_bias_gradient_are_what_their_pieces_are(dtype: torch.dtype, size: int) -> None:
+def test_dbias_bits_do_not_depend_on_cache_line_alignment_of_rows(dtype: torch.dtype, size: int) -> None:
     # The first call's rows begin where lines of the cache do, the second's nowhere.
     q, k, v, dout = (torch.randn(1, 2, size, 16, dtype=dtype) for _ in range(4))
     bias = torch.randn(1, 2, size, size, dtype=dtype, requires_grad=True)
@@ -187,7 +187,7 @@ def test_whole_lines_of_a_bias_gradient_are_what_their_pieces_are(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_large_results_have_the_bits_of_small_ones(dtype: torch.dtype) -> None:
+def test_gradients_of_large_batch_are_bitwise_equal_to_single_sequences(dtype: torch.dtype) -> None:
     # Together they are written past the caches, where they fill whole lines; one sequence's alone are not.
     lengths, heads = [300, 333, 7], 32 if dtype == torch.float32 else 64
     sizes = (heads, 72), (heads // 2, 72), (heads // 2, 64), (heads, 64)
@@ -207,7 +207,7 @@ def test_large_results_have_the_bits_of_small_ones(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", ["none", "matrix", "slopes", "slopes_sqrt"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_probability_of_an_only_key_is_exactly_one(variant: str, dtype: str, bias: str) -> None:
+def test_backward_of_row_with_single_key_uses_probability_exactly_one(variant: str, dtype: str, bias: str) -> None:
     # Scores like 1000 / 3: an ulp of them shows. dv is then dout, to the last bit.
     problem = Problem(2, 2, 33, 9, 5, dtype, 37.3, bias, bias_scaled=bias == "matrix")
     call = converted(make(problem, (1, 1), (1, 1), shift=7), problem.torch_dtype)
@@ -217,7 +217,7 @@ def test_the_probability_of_an_only_key_is_exactly_one(variant: str, dtype: str,
         same_bits(a, b.to(a.dtype))
 
 
-def test_rows_of_large_scores_beside_others() -> None:
+def test_backward_of_bfloat16_rows_with_large_scores_matches_reference() -> None:
     # Exponents of scores like these are rounded by more than bfloat16 leaves, those of their neighbours' are not.
     problem = Problem(2, 1, 24, 16, dtype="bfloat16", scale=0.2)
     call = converted(make(problem, (70,), (90,), Band.causal()), problem.torch_dtype)
@@ -229,7 +229,7 @@ def test_rows_of_large_scores_beside_others() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: str) -> None:
+def test_backward_with_rowless_sequence_between_others_is_equal_on_two_threads(variant: str) -> None:
     # One sequence's rows fill the memory; a single tile of keys meets them while another thread may pack the next ones.
     problem = Problem(1, 1, 128, 128, dtype="float32", scale=0.09)
     call = converted(make(problem, (9000, 0, 9000), (100, 10, 100), Band.full()), torch.float32)
@@ -239,7 +239,7 @@ def test_sequences_without_rows_do_not_let_others_into_memory_in_use(variant: st
         same_bits(gradients(call, saved, variant, threads=2), want)
 
 
-def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead() -> None:
+def test_backward_matches_reference_if_last_sequence_has_no_keys() -> None:
     problem = Problem(12, 3, 128, 128, dtype="float32", scale=0.09)
     call = converted(make(problem, (1, 200), (33, 0), Band.full()), torch.float32)
     saved = native(call)
@@ -258,7 +258,7 @@ def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead() -> None:
         ("bfloat16", 2100, Band.window(60, 8)),
     ],
 )
-def test_rows_take_the_places_of_rows_that_have_met_their_keys(dtype: str, size: int, band: Band) -> None:
+def test_backward_reuses_workspace_of_finished_rows_without_wrong_gradients(dtype: str, size: int, band: Band) -> None:
     # Also rows behind the last key, which meet nothing.
     problem = Problem(2, 1, 8, 8, dtype=dtype, scale=0.3)
     call = converted(make(problem, (size, 1100, 400), (size, 300, 900), band), problem.torch_dtype)
@@ -295,7 +295,7 @@ def bad_gradients() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
 
 
 @pytest.mark.parametrize("name", bad_gradients())
-def test_sizes_that_disagree_are_an_error(name: str) -> None:
+def test_backward_refuses_gradient_tensors_of_wrong_size_or_dtype(name: str) -> None:
     problem, extents, operands, grads = small()
     plan = cpu.schedule(problem, extents, "attention_backward")
     changes, kind, message = bad_gradients()[name]
@@ -306,14 +306,14 @@ def test_sizes_that_disagree_are_an_error(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_long_sequences_of_several_waves() -> None:
+def test_backward_of_long_sequences_in_several_waves_matches_reference() -> None:
     problem = Problem(2, 1, 128, 128, dtype="float32", scale=0.09)
     call = converted(make(problem, (9000, 40, 3000), (300, 70, 10), Band.full()), torch.float32)
     saved = native(call)
     judge(call, saved, wanted(call, saved), {"long": gradients(call, saved)})
 
 
-def test_a_table_serves_more_than_one_pair() -> None:
+def test_backward_refuses_to_write_bias_table_gradient_without_adding() -> None:
     call = converted(make(Problem(1, 1, 4, 4, bias="table"), (1030,), (1030,), Band.causal()), torch.float32)
     with pytest.raises(ValueError, match="dbias cannot be written once"):
         gradients(call, native(call), owned=True)

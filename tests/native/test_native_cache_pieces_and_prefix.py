@@ -75,7 +75,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("problem", PIECES, ids=str)
-def test_rows_in_pieces_give_the_bits_of_whole_rows(problem: Problem) -> None:
+def test_decode_of_cache_rows_split_in_pieces_is_bitwise_equal_to_whole_rows(problem: Problem) -> None:
     case = plain_case(problem, (1, 2, 9, 0), (600, 77, 300, 4))
     case.form = "pages"
     specified = forward(case.call)
@@ -85,7 +85,7 @@ def test_rows_in_pieces_give_the_bits_of_whole_rows(problem: Problem) -> None:
         judge(case.remade, want, specified, variant)
 
 
-def test_rows_in_pieces_that_are_not_finite_reach_the_rows_that_see_them() -> None:
+def test_nan_and_infinity_in_split_cache_rows_give_same_bits_as_in_whole_rows() -> None:
     problem = PIECES[0]
     case = plain_case(problem, (2, 1), (200, 77))
     case.form = "pages"
@@ -138,7 +138,7 @@ def draw_common(seed: int) -> tuple[Case, int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_common_keys_against_the_specification(seed: int) -> None:
+def test_decode_with_prefix_shared_by_sequences_matches_float64_reference(seed: int) -> None:
     case, common = draw_common(seed)
     want = forward(case.call)
     problem, operands = with_common(case, common, 16 if seed % 2 else 0)
@@ -169,7 +169,7 @@ def common_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...
     ],
     ids=str,
 )
-def test_neighbours_and_threads_do_not_change_a_bit_over_common_keys(problem: Problem, variant: str) -> None:
+def test_shared_prefix_decode_is_bitwise_equal_for_any_batch_and_thread_count(problem: Problem, variant: str) -> None:
     common, count = 4200, 21  # two runs of leaves; rows of two blocks and a sequence in both
     q_len = tuple([1, 1, 2, 0, 1, 5, 1] * 3)
     case = common_case(problem, q_len, tuple(common + 7 * b for b in range(count)), common)
@@ -184,7 +184,7 @@ def test_neighbours_and_threads_do_not_change_a_bit_over_common_keys(problem: Pr
         same_bits(ran(own, *with_common(own, common), variant), {name: [result[b]] for name, result in want.items()})
 
 
-def test_windows_behind_common_keys_cut_them_at_whole_tiles() -> None:
+def test_window_that_cuts_shared_prefix_matches_reference_and_sequence_alone() -> None:
     problem, common = COMMON[0], 1000
     lengths = tuple(common + n for n in (3, 300, 700))
     simple = make(problem, (1, 2, 1), lengths, Band.window(400, 0, "end"), seed=1)
@@ -201,7 +201,7 @@ def test_windows_behind_common_keys_cut_them_at_whole_tiles() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_scales_of_rows_against_the_specification(seed: int) -> None:
+def test_decode_with_scale_per_query_row_matches_float64_reference(seed: int) -> None:
     case = draw_case(seed)
     generator = torch.Generator().manual_seed(seed)
     scale = [(torch.randn(*t.shape[:2], 1, generator=generator)).float() for t in case.call.q]
@@ -215,7 +215,7 @@ def test_scales_of_rows_against_the_specification(seed: int) -> None:
         judge(sized, ran(case, problem, operands, variant), want, (variant, problem))
 
 
-def test_scales_of_tokens_lie_anywhere() -> None:
+def test_decode_reads_per_token_scales_from_rows_tensor_lists_and_pages() -> None:
     problem = Problem(8, 2, 64, 64, dtype="bfloat16", scale=0.1, page_size=16, kv_dtype="int8", dequant_k="token",
                       dequant_v="token")  # fmt: skip
     case = plain_case(problem, (1, 3), (300, 40))
@@ -242,7 +242,7 @@ def test_scales_of_tokens_lie_anywhere() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_mask_of_the_last_keys_alone(variant: str) -> None:
+def test_decode_mask_stored_for_last_keys_only_equals_full_mask(variant: str) -> None:
     problem = Problem(8, 2, 64, 64, dtype="bfloat16", scale=0.1, page_size=16, has_blocked=True)
     case = plain_case(problem, (5, 1, 3), (300, 64, 3))
     case.form = "pages"
@@ -263,7 +263,7 @@ def test_a_mask_of_the_last_keys_alone(variant: str) -> None:
     same_bits(ran(case, problem, replace(case.operands(), blocked=mask), variant), want)
 
 
-def test_what_the_core_is_told_wrongly_is_refused() -> None:
+def test_shared_prefix_with_rope_or_wrong_dtype_is_refused() -> None:
     case = common_case(COMMON[0], (1, 1), (50, 40), 20)
     problem, operands = with_common(case, 20)
     rope = converted(make(Problem(8, 2, 128, 128, 16, dtype="bfloat16"), (1, 1), (50, 40)), torch.bfloat16)

@@ -34,7 +34,7 @@ def beneath(case: Case, softcap: float) -> Case:
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(80)), *CAPPED[::2]])
-def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
+def test_decode_of_random_calls_matches_float64_reference(seed: int, softcap: float) -> None:
     case = beneath(draw_case(seed), softcap)
     want = forward(case.call)
     for variant in VARIANTS:
@@ -42,7 +42,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 
 
 @pytest.mark.parametrize("seed", range(1000, 1050))
-def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> None:
+def test_decode_nan_and_infinity_appear_exactly_as_in_reference(seed: int) -> None:
     case = beneath(draw_case(seed), 0.0 if seed < 1040 else 0.9)
     shares = case.problem.shares_kv
     if case.problem.kv_dtype:
@@ -60,7 +60,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
+def test_quantised_decode_of_tiny_and_huge_queries_matches_reference(kind: str, dtype: str) -> None:
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel"}
     problem = Problem(8, 2, 64, 64, dtype=dtype, scale=0.02, **form)
     case = plain_case(problem, (1, 1), (200, 129), seed=1)
@@ -81,7 +81,7 @@ def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dim", [40, 256, 257])
 @pytest.mark.parametrize("group", [1, 4, 6, 16])
-def test_float32_queries_meet_integers_as_exactly_as_floats(kind: str, dim: int, group: int) -> None:
+def test_float32_decode_over_int8_and_int4_cache_keeps_float32_accuracy(kind: str, dim: int, group: int) -> None:
     form = {"kv_dtype": kind, "dequant_k": "token", "dequant_v": "token" if dim % 2 else "channel"}
     problem = Problem(2 * group, 2, dim, dim, dtype="float32", scale=dim**-0.5, **form)
     case = plain_case(problem, (1, 2), (140, 129), seed=dim)
@@ -96,7 +96,7 @@ def test_float32_queries_meet_integers_as_exactly_as_floats(kind: str, dim: int,
         judge(case.remade, native(case, variant), want, variant)
 
 
-def test_values_whose_scales_turn_their_sign() -> None:
+def test_decode_with_negative_value_scales_matches_reference() -> None:
     form = {"kv_dtype": "int8", "dequant_k": "token", "dequant_v": "token"}
     case = plain_case(Problem(4, 2, 64, 64, dtype="float32", scale=0.1, **form), (1, 1), (300, 129))
     for scale in case.v.scale:
@@ -122,7 +122,7 @@ BASES = [
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("problem", BASES, ids=str)
-def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Problem) -> None:
+def test_decode_is_bitwise_equal_for_any_threads_batch_and_page_size(variant: str, problem: Problem) -> None:
     q_len, kv_len = (1, 1, 0, 2), (1300, 77, 5, 520)
     case = plain_case(problem, q_len, kv_len)
     want = native(case, variant, threads=1)
@@ -137,7 +137,7 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
 
 
 @pytest.mark.parametrize("problem", BASES, ids=str)
-def test_many_threads_share_the_leaves_of_a_sequence(problem: Problem) -> None:
+def test_decode_of_long_sequence_is_bitwise_equal_on_up_to_64_threads(problem: Problem) -> None:
     case = plain_case(problem, (1, 2), (9000, 600))  # three runs of leaves, two leaves
     scored = (case.k.scale or case.k.numbers)[0].view(-1)
     scored[-1] = math.inf  # some of the last run is computed again with care
@@ -147,7 +147,7 @@ def test_many_threads_share_the_leaves_of_a_sequence(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "int8"])
-def test_heads_that_are_met_together_do_not_touch_each_other(kind: str) -> None:
+def test_decode_infinity_in_one_kv_head_does_not_change_other_heads(kind: str) -> None:
     dequant = "channel" if kind else "none"
     form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
     case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
@@ -164,7 +164,7 @@ def test_heads_that_are_met_together_do_not_touch_each_other(kind: str) -> None:
         assert not got["out"][0][6:8].isfinite().any()
 
 
-def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_others_do_not() -> None:
+def test_sequences_with_many_rows_or_few_keys_use_the_dense_kernel() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1, empty_rows="mean")
     call = converted(make(problem, (1, 200, 0, 2, 3, 3), (300, 200, 4, 0, 33, 32), Band.causal()), torch.bfloat16)
     operands = load(call, torch.bfloat16, torch.float32)
@@ -182,7 +182,7 @@ EXACT = [name for name in VARIANTS if {"avx512_vnni", "asimddp"} & {*_native.cpu
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, 80])
-def test_rows_end_with_half_a_block_of_tiles(group: int) -> None:
+def test_decode_with_half_filled_last_block_of_rows_matches_reference(group: int) -> None:
     """Blocks of tile registers have 32 rows, and the last one 16 if the number of rows asks for it."""
     problem = Problem(2 * group, 2, 64, 64, dim_rope=32, dtype="bfloat16", scale=0.1, page_size=16)
     case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=group)
@@ -194,7 +194,7 @@ def test_rows_end_with_half_a_block_of_tiles(group: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dim", [8, 40, 72, 136])
 @pytest.mark.parametrize("group", [3, 4])
-def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int, dtype: str) -> None:
+def test_decode_of_3_or_4_query_heads_per_kv_head_matches_reference(group: int, dim: int, dtype: str) -> None:
     problem = Problem(2 * group, 2, dim, 24, dim_rope=16, dtype=dtype, scale=0.1, page_size=16)
     case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=dim)
     want = forward(case.call)
@@ -205,7 +205,7 @@ def test_three_and_four_rows_meet_lines_and_parts_of_lines(group: int, dim: int,
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dim", [16, 32, 80, 96, 128, 160, 256])
 @pytest.mark.parametrize("group", [3, 4])
-def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, dim: int, kind: str) -> None:
+def test_quantised_decode_of_grouped_heads_equals_each_head_alone(group: int, dim: int, kind: str) -> None:
     form = {"kv_dtype": kind, "dequant_k": "channel", "dequant_v": "channel", "page_size": 48}
     problem = Problem(2 * group, 2, dim, dim, dtype="bfloat16", scale=0.02, **form)
     case = plain_case(problem, (1, 1, 1, 1), (145, 7, 300, 128), seed=dim)
@@ -248,7 +248,7 @@ def test_an_int8_result_is_rounded_and_saturated(variant: str, rounding: str) ->
 
 
 @pytest.mark.parametrize(("rounding", "want"), [("tensor", [0, 2, 2, -2, 0, 127]), ("channel", [1, 2, 3, -3, -1, 127])])
-def test_halves_round_as_the_problem_says(rounding: str, want: list[int]) -> None:
+def test_int8_output_rounds_halves_to_even_per_tensor_and_away_per_channel(rounding: str, want: list[int]) -> None:
     problem = Problem(1, 1, 6, 6, dtype="float32", out_quant=rounding)
     value = torch.tensor([0.5, 1.5, 2.5, -2.5, -0.5, 400.0]).view(1, 1, 6)
     call = replace(make(problem, (1,), (1,)), k=[torch.zeros(1, 1, 6)], v=[value])
@@ -264,7 +264,7 @@ def test_halves_round_as_the_problem_says(rounding: str, want: list[int]) -> Non
 
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
 @pytest.mark.parametrize("band", [None, Band.causal(), Band.window(100, 0)], ids=str)
-def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backend: str) -> None:
+def test_updated_plan_is_bitwise_equal_to_fresh_plan(band: Band | None, backend: str) -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1)
     call = converted(make(problem, (1, 2), (900, 640), band), torch.bfloat16)
     device = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
         same_bits(*result, f"{lengths}")
 
 
-def test_rows_go_to_another_kernel_where_an_update_leaves_few_keys() -> None:
+def test_plan_update_switches_to_dense_kernel_for_few_keys() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1)
     call = converted(make(problem, (0, 4), (64, 64)), torch.bfloat16)
     plan = planning.plan(problem, call.extents, torch.device("cpu"), updatable=True)
@@ -302,7 +302,7 @@ def test_rows_go_to_another_kernel_where_an_update_leaves_few_keys() -> None:
         ([1], r"kv_len: expected 2 lengths"),
     ],
 )
-def test_an_update_beyond_the_capacity_changes_nothing(lengths: list[int], message: str) -> None:
+def test_plan_update_beyond_capacity_raises_and_leaves_plan_unchanged(lengths: list[int], message: str) -> None:
     problem = Problem(4, 2, 64, 64)
     extents = make(problem, (1, 1), (900, 640)).extents
     plan = planning.plan(problem, extents, torch.device("cpu"), updatable=True)
@@ -316,7 +316,7 @@ def test_an_update_beyond_the_capacity_changes_nothing(lengths: list[int], messa
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def test_what_the_decode_cannot_compute_is_a_reason() -> None:
+def test_cpu_back_end_refuses_dropout_over_paged_cache() -> None:
     problem = Problem(2, 2, 8, 8, page_size=16, dropout="philox", keep_prob=0.5)
     assert any("dropout" in reason for reason in cpu.reasons_against(problem, torch.device("cpu")))
 
@@ -329,7 +329,7 @@ def test_what_the_decode_cannot_compute_is_a_reason() -> None:
         (dict(out=None), "expected a view of contiguous rows"),
     ],
 )
-def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
+def test_decode_refuses_missing_operand_before_writing_output(change: dict[str, Any], message: str) -> None:
     problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=16, kv_dtype="int8")
     problem = replace(problem, dequant_k="channel", dequant_v="channel")
     case = plain_case(problem, (1,), (20,))
@@ -340,7 +340,7 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change:
     assert operands.out.sequence(0, 2, 1).isnan().all()
 
 
-def test_a_prepared_decode_takes_what_it_was_prepared_for() -> None:
+def test_prepared_decode_refuses_missing_extra_or_non_tensor_arguments() -> None:
     for page in (0, 16):
         problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=page)
         case = plain_case(problem, (1,), (20,))
@@ -370,7 +370,7 @@ def test_a_prepared_decode_takes_what_it_was_prepared_for() -> None:
         assert out.isnan().all()
 
 
-def test_every_operand_of_a_prepared_decode_is_named() -> None:
+def test_decode_prepare_refuses_operand_missing_in_tensor_names() -> None:
     problem = Problem(2, 1, 8, 8, dtype="bfloat16", has_sink=True)
     case = plain_case(problem, (1,), (20,))
     operands = case.operands()

@@ -44,7 +44,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.usefixtures("variant")
-def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
+def test_attention_with_tiny_and_huge_operands_matches_reference(case: Case, operand: str) -> None:
     for factor in FACTORS:
         args = scaled(case, operand, factor)
         if args is not None:
@@ -54,7 +54,7 @@ def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.usefixtures("variant")
-def test_subnormal_values_of_float32_keep_their_bits(rows: int) -> None:
+def test_subnormal_float32_values_are_not_flushed_to_zero(rows: int) -> None:
     """The judge lets programs flush them to zero; the core does not. Every partial sum is rounded to 2^-149."""
     keys, power = 300, 2.0**-130
     q, k, v = torch.randn(1, rows, 2, 32), torch.randn(1, keys, 2, 32), torch.randn(1, keys, 2, 32)
@@ -67,13 +67,13 @@ def test_subnormal_values_of_float32_keep_their_bits(rows: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("keep_prob", TINY)
 @pytest.mark.usefixtures("variant")
-def test_what_a_tiny_keep_prob_keeps(keep_prob: float, dtype: str) -> None:
+def test_attention_with_tiny_keep_prob_and_given_drop_mask_matches_reference(keep_prob: float, dtype: str) -> None:
     judge_kept(dtype, keep_prob, "cpu")
 
 
 @pytest.mark.parametrize("keep_prob", TINY)
 @pytest.mark.usefixtures("variant")
-def test_a_tiny_keep_prob_keeps_nothing(keep_prob: float) -> None:
+def test_tiny_keep_prob_with_drawn_mask_returns_zero_output_and_gradients(keep_prob: float) -> None:
     x = torch.randn(1, 40, 2, 16, requires_grad=True)
     for out in (
         fa.attention(x, x, x, keep_prob=keep_prob, seed=1, backend="cpu"),
@@ -86,7 +86,7 @@ def test_a_tiny_keep_prob_keeps_nothing(keep_prob: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("variant")
-def test_few_rows_and_many_keys(dtype: torch.dtype) -> None:
+def test_attention_of_1_and_70_rows_with_tiny_and_huge_values_is_accurate(dtype: torch.dtype) -> None:
     """Values are tiny or huge; one row is a decode's, 70 are not."""
     for factor in FACTORS:
         generator = torch.Generator().manual_seed(5)
@@ -100,7 +100,7 @@ def test_few_rows_and_many_keys(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("variant")
-def test_statistics_of_another_program_leave_gradients_of_huge_scores_finite() -> None:
+def test_inexact_saved_statistics_of_huge_scores_give_finite_gradients() -> None:
     """Its maxima lie some of a score's last bits below or above."""
     args = scaled(CASES[0], "query", 1e20)
     assert args is not None

@@ -62,7 +62,7 @@ def compressed(case: IndexerCase, seed: int) -> IndexerCase:
 
 
 @pytest.mark.parametrize("seed", range(45))
-def test_the_order_is_exact(seed: int) -> None:
+def test_indexer_selects_keys_in_exact_order_including_ties(seed: int) -> None:
     case = draw(seed, exact=True)
     case = compressed(case, seed) if seed >= 30 else case
     args, size = drawn(case), seed % 4 * 8
@@ -72,7 +72,7 @@ def test_the_order_is_exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50, 68))
-def test_chosen_keys_and_their_scores(seed: int) -> None:
+def test_indexer_selected_keys_and_scores_match_reference(seed: int) -> None:
     case = draw(seed, exact=False)
     call = lowered_indexer(drawn(compressed(case, seed) if seed >= 62 else case))
     check_index(call, {variant: run(call, variant) for variant in VARIANTS})
@@ -85,14 +85,14 @@ def judge(args: Args, indices: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("seed", range(68, 90))
-def test_gradients_against_the_formulas(seed: int) -> None:
+def test_indexer_gradients_match_reference(seed: int) -> None:
     case = draw(seed, exact=False)
     args = drawn(compressed(case, seed) if seed % 3 == 0 else case)
     judge(args, choose(args)[0])
 
 
 @pytest.mark.parametrize("seed", range(90, 96))
-def test_a_value_keeps_its_gradient_behind_entries_that_its_row_does_not_see(seed: int) -> None:
+def test_indexer_gradient_continues_after_list_entry_outside_the_band(seed: int) -> None:
     case = IndexerCase("TND", q_len=(9, 4), kv_len=(30, 12), heads=3, top_k=17)
     args, rng = drawn(case), torch.Generator().manual_seed(seed)
     lists = [torch.randint(-1 + seed % 2, n, (m, 1, 17), generator=rng).int() for m, n in ((9, 30), (4, 12))]
@@ -100,7 +100,7 @@ def test_a_value_keeps_its_gradient_behind_entries_that_its_row_does_not_see(see
     judge(args, torch.cat(lists))
 
 
-def test_threads_change_no_bit() -> None:
+def test_indexer_is_bitwise_equal_for_any_thread_count() -> None:
     for q_len, kv_len in (((1,), (5000,)), ((30, 0, 1), (700, 5, 3000))):
         args = drawn(IndexerCase("TND", 0, "bfloat16", q_len, kv_len, heads=40, dim=33, top_k=130))
         want = choose(args, threads=1)
@@ -112,7 +112,7 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("keys", "size"), [(5, 0), (1100, 0), (1100, 16), (300, 40)])
-def test_few_rows_choose_as_many_do(keys: int, size: int, dtype: str) -> None:
+def test_indexer_selection_of_few_rows_is_bitwise_equal_to_many_rows(keys: int, size: int, dtype: str) -> None:
     """Their keys are packed a panel at a time, by each row that meets them."""
     case = IndexerCase("TND", 0, dtype, (9,), (keys,), mode=0, heads=13, dim=33, top_k=130)
     args = drawn(case)
@@ -126,7 +126,7 @@ def test_few_rows_choose_as_many_do(keys: int, size: int, dtype: str) -> None:
             same_bits(choose(given, variant, threads), (indices[:rows], values[:rows]))
 
 
-def test_scores_that_are_no_numbers_have_a_place() -> None:
+def test_indexer_orders_nan_first_and_drops_keys_with_score_minus_infinity() -> None:
     args = drawn(IndexerCase("TND", q_len=(1,), kv_len=(7,), mode=0, heads=1, dim=1, top_k=6))
     args["query"].fill_(1), args["weights"].fill_(1)
     args["key"][:] = torch.tensor([0.0, math.inf, -0.0, math.nan, 2.0, math.nan, 2.0]).view(7, 1, 1)

@@ -73,14 +73,14 @@ def check(case: LossCase, args: Args, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("seed", range(22))
-def test_selected_keys_against_the_formulas(seed: int) -> None:
+def test_indexer_loss_over_selected_keys_matches_reference(seed: int) -> None:
     case = draw(seed, selected=True)
     case = compressed(case, seed) if seed >= 16 else case
     check(case, drawn(case), seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batches_of_rows_over_ranges_of_keys(dtype: str) -> None:
+def test_indexer_loss_of_row_batches_over_1100_keys_matches_reference(dtype: str) -> None:
     """Batches of 16 rows end inside sequences, and keys are more than the 512 whose sums are added together."""
     sizes = {"heads_q": 3, "dim_qk": 16, "heads": 5, "dim": 24, "scale": 0.2, "count": 300}
     for seed, (mode, lists) in enumerate(((0, "random"), (3, "random"), (0, "short"))):
@@ -90,14 +90,14 @@ def test_batches_of_rows_over_ranges_of_keys(dtype: str) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30, 48))
-def test_bands_against_the_formulas(seed: int) -> None:
+def test_indexer_loss_over_bands_matches_reference(seed: int) -> None:
     case = draw(seed, selected=False)
     case = compressed(case, seed) if seed >= 42 else case
     check(case, drawn(case), seed)
 
 
 @pytest.mark.parametrize("select_count", [0, 1, 3])
-def test_rows_of_one_key_give_nothing(select_count: int) -> None:
+def test_indexer_loss_and_gradients_of_rows_with_one_key_are_zero(select_count: int) -> None:
     """Whole numbers: scores, and the statistics of them, are exact, and both distributions are 1."""
     for dtype in DTYPES:
         sizes = {"heads_q": 3, "dim_qk": 1, "heads": 1, "dim": 1, "scale": 0.25}
@@ -119,7 +119,7 @@ def lse(case: LossCase, args: Args) -> Statistics:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(60, 76))
-def test_statistics_against_the_formulas(seed: int) -> None:
+def test_indexer_statistics_match_reference(seed: int) -> None:
     case = draw(seed, selected=False)
     case = compressed(case, seed) if seed >= 72 else case
     call = lse(case, drawn(case))
@@ -127,7 +127,7 @@ def test_statistics_against_the_formulas(seed: int) -> None:
 
 
 @pytest.mark.parametrize("selected", [True, False])
-def test_threads_change_no_bit(selected: bool) -> None:
+def test_indexer_loss_is_bitwise_equal_for_any_thread_count(selected: bool) -> None:
     sizes = {"heads_q": 6, "heads_kv": 2, "dim_qk": 40, "heads": 9, "dim": 33, "dim_rope": 8, "scale": 0.2}
     kv_len = (1200 if selected else 300, 5, 70)
     case = LossCase("TND", 0, "bfloat16", (160, 0, 33), kv_len, count=150 if selected else 0, **sizes)
@@ -140,7 +140,7 @@ def test_threads_change_no_bit(selected: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_key_that_is_no_number_reaches_only_rows_that_see_it(dtype: str) -> None:
+def test_indexer_loss_nan_key_reaches_only_rows_that_see_the_key(dtype: str) -> None:
     sizes = {"heads_q": 4, "heads_kv": 2, "dim_qk": 16, "heads": 5, "dim": 24, "scale": 0.2, "count": 0}
     case = LossCase("TND", 0, dtype, (150,), (170,), **sizes)
     args, at = drawn(case), 61
@@ -156,7 +156,7 @@ def test_a_key_that_is_no_number_reaches_only_rows_that_see_it(dtype: str) -> No
     assert dirty["loss"].isnan()
 
 
-def test_keys_of_minus_infinity_weigh_nothing() -> None:
+def test_indexer_loss_key_of_minus_infinity_gets_zero_gradient() -> None:
     sizes = {"heads_q": 1, "dim_qk": 4, "heads": 1, "dim": 4, "scale": 1.0, "count": 0}
     case = LossCase("TND", 0, "float32", (3,), (3,), mode=0, **sizes)
     args = drawn(case)
@@ -172,7 +172,7 @@ def test_keys_of_minus_infinity_weigh_nothing() -> None:
         assert (got["dkey_index"][1] == 0).all()
 
 
-def test_no_sequence_has_no_loss() -> None:
+def test_indexer_loss_of_empty_batch_is_zero() -> None:
     case = draw(3, selected=True)
     call = loss_of(case, drawn(case))
     empty = replace(call, extents=extents_of((), ()))
@@ -184,7 +184,7 @@ def test_no_sequence_has_no_loss() -> None:
 
 
 @pytest.mark.parametrize(("at", "name"), [(10, "values"), (26, "target")])
-def test_a_view_of_another_size_is_an_error(at: int, name: str) -> None:
+def test_indexer_loss_refuses_view_of_wrong_size(at: int, name: str) -> None:
     call = loss_of(case := LossCase(q_len=(3,), kv_len=(5,), count=2), drawn(case))
     filled = call.fill(call.results())
     plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, None)

@@ -31,7 +31,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(("what", "name", "at", "fill"), HIDDEN, ids=lambda value: str(value)[-12:])
-def test_what_a_weight_of_zero_hides_stays_hidden(
+def test_gradients_match_reference_if_zero_weights_hide_nan_or_infinity(
     what: Any, name: str, at: tuple[int, ...], fill: float, run: Any
 ) -> None:
     not_finite.hides(what, name, at, fill, run)
@@ -40,14 +40,16 @@ def test_what_a_weight_of_zero_hides_stays_hidden(
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("family", "case", "names"), [*CASES, *MORE], ids=lambda value: getattr(value, "id", None))
-def test_every_tensor(family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool, run: Any) -> None:
+def test_gradients_match_reference_for_nan_or_infinity_in_any_input(
+    family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool, run: Any
+) -> None:
     not_finite.every_tensor(family, case, names, positive, run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str, run: Any) -> None:
+def test_underflowing_weight_still_passes_infinity_to_gradients(dtype: str, run: Any) -> None:
     not_finite.outlasts(dtype, run)
 
 
-def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is(run: Any) -> None:
+def test_indexer_gradient_ignores_nan_dy_of_list_entries_without_visible_key(run: Any) -> None:
     not_finite.entries_that_do_not_count(run)

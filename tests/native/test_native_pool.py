@@ -63,7 +63,7 @@ CASES = [
     [*((case, torch.float32) for case in CASES), *((case, dtype) for case in CASES[::3] for dtype in DTYPES[1:])],
     ids=str,
 )
-def test_results_and_gradients(case: Case, dtype: torch.dtype) -> None:
+def test_pooling_results_and_gradients_match_float64(case: Case, dtype: torch.dtype) -> None:
     wanted = expected_of(lambda: expected(case, dtype), computed(case, dtype, core()))
     for variant in VARIANTS:
         for name, got, want in zip(NAMES, computed(case, dtype, core(variant)), wanted, strict=False):
@@ -82,7 +82,7 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_do_not_depend_on_threads_or_on_packing(dtype: torch.dtype, overlap: bool) -> None:
+def test_pooling_is_bitwise_equal_for_any_thread_count_and_packing(dtype: torch.dtype, overlap: bool) -> None:
     many = {"lengths": (1200, 0, 7, 333, 64), "size": 1203, "dim": 96, "heads": 1, "overlap": overlap}
     padded, packed = Case(**many), Case(**many, packed=True)
     with threads(1):
@@ -108,7 +108,7 @@ FILLS: dict[str, tuple[str, float]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("case", [Case(dim=20), Case(ratio=11, overlap=False, dim=20, heads=1)], ids=str)
-def test_what_is_not_finite_reaches_what_it_reaches_in_float64(case: Case, fill: str, variant: str) -> None:
+def test_pooling_nan_and_infinity_appear_exactly_as_in_float64(case: Case, fill: str, variant: str) -> None:
     given = {"rows": case.rows(1, torch.float32), "gates": case.rows(2, torch.float32)}
     given["dout"] = case.upstream(torch.float32)
     given["gates"][0, 6, :, 11:] -= 200  # weights that no float32 holds, beside the others
@@ -124,7 +124,7 @@ def test_what_is_not_finite_reaches_what_it_reaches_in_float64(case: Case, fill:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_large_values_and_gates_overflow_nothing(variant: str, overlap: bool) -> None:
+def test_pooling_of_large_values_and_gates_does_not_overflow(variant: str, overlap: bool) -> None:
     case = Case(overlap=overlap, lengths=(24,), size=24, heads=1)
     rows, gates = case.rows(1, torch.float32).sign() * 3.4e38, case.rows(2, torch.float32) * 1e30
     gates[:, ::2] = case.rows(2, torch.float32)[:, ::2]
@@ -139,7 +139,7 @@ def test_large_values_and_gates_overflow_nothing(variant: str, overlap: bool) ->
         compare_with("large", (got,), program)
 
 
-def test_bad_arguments_of_the_core_are_refused() -> None:
+def test_pooling_refuses_sequences_with_fewer_rows_than_their_windows() -> None:
     case = Case()
     call = case.lowered(case.rows(1, torch.float32), case.rows(2, torch.float32), None)
     more = replace(call, extents=replace(call.extents, q_len=call.extents.q_len + 4))

@@ -71,7 +71,7 @@ def draw(seed: int) -> Call:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pages_and_pieces_give_the_bits_of_rows(seed: int) -> None:
+def test_forward_over_pages_and_split_rows_is_bitwise_equal_to_plain_rows(seed: int) -> None:
     call, rng = draw(seed), random.Random(seed)
     p, size = call.problem, rng.choice([16, 48, 128])
     views: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def test_pages_and_pieces_give_the_bits_of_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_common_keys_and_shared_ones_give_the_bits_of_rows(seed: int) -> None:
+def test_forward_over_shared_prefix_or_shared_kv_is_bitwise_equal_to_plain_rows(seed: int) -> None:
     call, rng = draw(seed), random.Random(seed)
     p = replace(call.problem, dim_rope=0)
     common = rng.randint(0, min(call.extents.kv_len.tolist()))
@@ -114,7 +114,7 @@ def test_common_keys_and_shared_ones_give_the_bits_of_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_scales_of_rows_in_prompts(variant: str) -> None:
+def test_forward_over_cache_with_scale_per_query_row_matches_reference(variant: str) -> None:
     problem = Problem(6, 2, 64, 64, 16, dtype="bfloat16", scale=0.1, bias="matrix")
     call = converted(make(problem, (130, 3), (150, 70), Band.causal("end")), torch.bfloat16)
     scale = [torch.randn(*t.shape[:2], 1).float() for t in call.q]
@@ -125,7 +125,7 @@ def test_scales_of_rows_in_prompts(variant: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
-def test_threads_do_not_change_a_bit_of_a_prompt(threads: int) -> None:
+def test_forward_over_pages_is_bitwise_equal_for_any_thread_count(threads: int) -> None:
     problem = Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09)
     call = converted(make(problem, (700, 1, 130), (2500, 64, 131), Band.causal("end")), torch.bfloat16)
     views = {name: prepare(getattr(call, name), 128, "pages", 128, 7) for name in ("k", "v")}
@@ -133,7 +133,7 @@ def test_threads_do_not_change_a_bit_of_a_prompt(threads: int) -> None:
     same_bits(got, plainly(call, VARIANTS[-1], 1))
 
 
-def test_a_plan_of_other_sequences_is_refused() -> None:
+def test_decode_run_refuses_dense_plan_made_for_other_sequences() -> None:
     case = plain_case(Problem(4, 2, 64, 64, dtype="bfloat16", page_size=16), (200,), (200,))
     case.form = "pages"
     operands: Operands = case.operands()

@@ -37,7 +37,7 @@ def packed(
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_length_against_the_specification(dtype: str, band: Band | None) -> None:
+def test_short_sequences_of_every_length_match_float64_reference(dtype: str, band: Band | None) -> None:
     call = packed(dtype, band, EVERY if band is None else LENGTHS)
     want = forward(call)
     for variant in VARIANTS:
@@ -45,7 +45,7 @@ def test_every_length_against_the_specification(dtype: str, band: Band | None) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_keys_of_different_lengths_a_sink_and_rope(dtype: str) -> None:
+def test_short_sequences_with_sink_rope_and_unequal_lengths_match_reference(dtype: str) -> None:
     call = packed(dtype, Band.causal(), LENGTHS, LENGTHS[::-1], dim_rope=24, has_sink=True)
     want = forward(call)
     for variant in VARIANTS:
@@ -61,13 +61,13 @@ def in_general(call: Call) -> Call:
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits_are_those_of_the_way_that_longer_sequences_take(variant: str, dtype: str, band: Band | None) -> None:
+def test_short_sequence_path_is_bitwise_equal_to_general_path(variant: str, dtype: str, band: Band | None) -> None:
     call = packed(dtype, band, dim_rope=8)  # with rope no rows are the decode's
     same_bits(native(call, variant), native(in_general(call), variant))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neither_threads_nor_neighbours_change_a_bit(dtype: str) -> None:
+def test_short_sequences_are_bitwise_equal_for_any_thread_count_and_batch(dtype: str) -> None:
     call = packed(dtype, Band.causal())
     want = native(call, threads=1)
     for threads in (2, 3, 5, 8):
@@ -78,7 +78,7 @@ def test_neither_threads_nor_neighbours_change_a_bit(dtype: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_reaches_the_rows_that_see_it(dtype: str, value: float) -> None:
+def test_nan_and_infinity_in_short_sequences_reach_exactly_rows_of_reference(dtype: str, value: float) -> None:
     for name in ("q", "k", "v"):
         call = packed(dtype, Band.causal())
         for tensor in getattr(call, name)[::2]:
@@ -90,7 +90,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(dtype: str, value: floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_whose_product_with_the_factor_overflows(dtype: str) -> None:
+def test_short_sequences_with_overflowing_scores_equal_general_path(dtype: str) -> None:
     call = packed(dtype, None, dim_rope=8)
     for tensor in (*call.q[::2], *call.k[::2]):
         tensor.mul_(2.0**12 if dtype == "float16" else 2.0**61)
@@ -101,7 +101,7 @@ def test_scores_whose_product_with_the_factor_overflows(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 33])
-def test_memory_behind_a_sequence_is_not_met(length: int) -> None:
+def test_short_sequence_does_not_read_neighbouring_memory(length: int) -> None:
     """What lies around a sequence in a packed tensor is NaN."""
     rows = [torch.full((length + 64, 3, 64), math.nan, dtype=torch.bfloat16) for _ in range(3)]
     for i, tensor in enumerate(rows):
@@ -113,7 +113,7 @@ def test_memory_behind_a_sequence_is_not_met(length: int) -> None:
     assert out.isfinite().all()
 
 
-def test_sequences_of_few_keys_are_the_dense_forwards_and_their_plan_is_prepared() -> None:
+def test_short_prompts_use_the_dense_forward_and_single_rows_the_decode() -> None:
     problem = Problem(12, 12, 64, 64, dtype="bfloat16")
     call = make(problem, (16, 0, 3, 32), (16, 0, 3, 32))
     assert isinstance(cpu.schedule(problem, call.extents, "attention_forward"), ForwardPlan)

@@ -81,7 +81,7 @@ def draw(seed: int) -> SparseCase:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_calls_against_golden(seed: int) -> None:
+def test_sparse_attention_of_random_calls_matches_reference(seed: int) -> None:
     case = draw(seed)
     args = drawn(case)
     judge = Judge(case, args)
@@ -92,7 +92,7 @@ def test_random_calls_against_golden(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 16, 48])
 @pytest.mark.parametrize("seed", range(100, 106))
-def test_pages_change_no_bit(seed: int, size: int) -> None:
+def test_sparse_attention_is_bitwise_equal_for_any_page_size(seed: int, size: int) -> None:
     case = draw(seed)
     args = drawn(case)
     for variant in VARIANTS:
@@ -101,7 +101,7 @@ def test_pages_change_no_bit(seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_threads_and_layouts_change_no_bit(variant: str, dtype: str) -> None:
+def test_sparse_attention_is_bitwise_equal_for_any_thread_count_and_layout(variant: str, dtype: str) -> None:
     sizes = {"heads_q": 36, "dim_qk": 40, "dim_v": 24, "dim_rope": 8, "scale": 0.2, "block": 3, "count": 60}
     args = drawn(SparseCase("TND", 0, dtype, (40, 0, 3, 1), (311, 4, 0, 530), lists="wild", sink=True, **sizes))
     saved = forward(args, variant, 1)
@@ -113,7 +113,7 @@ def test_threads_and_layouts_change_no_bit(variant: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_that_a_list_repeats_are_added_in_one_order(dtype: str) -> None:
+def test_gradients_of_repeated_selected_keys_are_equal_for_any_thread_count(dtype: str) -> None:
     """Shared rows are keys' and values', so what a list adds twice is dk, dv, dk, dv or dk, dk, dv, dv."""
     sizes = {"heads_q": 8, "dim_qk": 32, "dim_v": 32, "scale": 0.2, "count": 300}
     case = SparseCase("TND", 0, dtype, (150,), (1500,), mode=0, shares_kv=True, lists="repeated", **sizes)
@@ -125,7 +125,7 @@ def test_keys_that_a_list_repeats_are_added_in_one_order(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_alone_uses_all_threads_and_the_same_bits(dtype: str) -> None:
+def test_sparse_attention_of_one_row_is_bitwise_equal_for_any_thread_count(dtype: str) -> None:
     sizes = {"heads_q": 128, "dim_qk": 64, "dim_v": 48, "dim_rope": 16, "scale": 0.1, "count": 400}
     case = SparseCase("TND", 0, dtype, (1,), (1000,), mode=0, **sizes)
     args = drawn(case)
@@ -139,7 +139,7 @@ def test_a_row_alone_uses_all_threads_and_the_same_bits(dtype: str) -> None:
 
 @pytest.mark.parametrize("heads", [5, 40, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
+def test_lists_of_lengths_around_block_and_chunk_sizes_match_reference(dtype: str, heads: int) -> None:
     """Rows that are whole vectors are gathered while others are multiplied; the rest, and values apart, are not."""
     lengths = [0, 1, 11, 12, 13, 23, 24, 25, 36, 47, 48, 49, 95, 96, 97, 108, 192, 205]
     sizes = {"heads_q": heads, "dim_qk": 96, "dim_v": 64, "dim_rope": 32, "scale": 0.08, "sink": heads == 5}
@@ -159,7 +159,7 @@ def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
 
 @pytest.mark.parametrize("dim_v", [25, 63, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_that_end_within_a_word_of_the_keys(dtype: str, dim_v: int) -> None:
+def test_sparse_backward_with_odd_value_dims_matches_reference(dtype: str, dim_v: int) -> None:
     """Two bfloat16 elements are a word: an odd value row is gathered by itself, and wants buffer of its own."""
     sizes = {"heads_q": 8, "dim_qk": 64, "dim_v": dim_v, "dim_rope": 8, "scale": 0.1, "sink": True}
     case = SparseCase("TND", 0, dtype, (9,), (40,), shares_kv=True, **sizes)
@@ -171,7 +171,7 @@ def test_values_that_end_within_a_word_of_the_keys(dtype: str, dim_v: int) -> No
 
 @pytest.mark.parametrize("dim_v", [4, 8, 16, 20, 32, 48, 64, 80, 96, 112])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_that_are_any_part_of_the_keys(dtype: str, dim_v: int) -> None:
+def test_sparse_forward_with_key_prefix_of_any_size_as_value_matches_reference(dtype: str, dim_v: int) -> None:
     sizes = {"heads_q": 8, "dim_qk": 128, "dim_v": dim_v, "dim_rope": 32, "scale": 0.1, "count": 40}
     case = SparseCase("TND", 0, dtype, (9,), (40,), mode=0, shares_kv=True, **sizes)
     args = drawn(case)
@@ -180,7 +180,7 @@ def test_values_that_are_any_part_of_the_keys(dtype: str, dim_v: int) -> None:
         judge(forward(args, variant))
 
 
-def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
+def test_order_of_selected_keys_changes_only_rounding_of_output() -> None:
     case = SparseCase(
         "TND", q_len=(6,), kv_len=(96,), mode=0, heads_q=16, dim_qk=64, dim_v=64, scale=0.125, count=96, lists="all"
     )
@@ -194,7 +194,7 @@ def test_the_order_of_a_list_and_other_rows_change_nothing_but_sums() -> None:
     same_bits(backward(args, ascending), saved)  # keys are added in their own order there
 
 
-def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it() -> None:
+def test_nan_key_reaches_exactly_the_rows_that_select_the_key() -> None:
     sizes = {"heads_q": 8, "dim_qk": 32, "dim_v": 32, "scale": 0.2, "count": 20}
     args = drawn(SparseCase("TND", 0, "bfloat16", (12,), (64,), mode=0, **sizes))
     named = int(args["sparse_indices"][3, 0, 0])
@@ -208,7 +208,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_infinite_values_outlast_weights_that_no_float_can_hold(variant: str, dtype: str) -> None:
+def test_infinite_values_stay_infinite_if_their_weights_underflow(variant: str, dtype: str) -> None:
     sizes = {"heads_q": 3, "dim_qk": 16, "dim_v": 5, "scale": 1.0, "sink": True, "count": 700, "lists": "all"}
     args = drawn(SparseCase("TND", 0, dtype, (5,), (700,), mode=0, **sizes))
     k, v = args["key"][:, 0], args["value"][:, 0]
@@ -232,7 +232,7 @@ def test_infinite_values_outlast_weights_that_no_float_can_hold(variant: str, dt
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("power", [14, 15, 20, 45])
-def test_beside_a_large_score_no_other_key_weighs_anything(variant: str, power: int, sign: int) -> None:
+def test_sparse_forward_returns_value_of_best_key_if_scores_are_huge(variant: str, power: int, sign: int) -> None:
     sizes = {"heads_q": 3, "dim_qk": 16, "dim_v": 16, "scale": 1.0, "count": 700, "lists": "all"}
     args = drawn(SparseCase("TND", 0, "bfloat16", (5,), (700,), mode=0, **sizes))
     k, number = args["key"][:, 0], 100 + torch.randperm(700, generator=torch.Generator().manual_seed(power))
@@ -261,14 +261,16 @@ WORKSPACES: list[tuple[Problem | IndexerProblem | IndexerLossProblem, tuple[str,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("problem", "op_kinds", "most"), WORKSPACES, ids=str)
-def test_memory_is_bounded(problem: Any, op_kinds: tuple[str, ...], most: int, dtype: str) -> None:
+def test_workspace_of_sparse_attention_and_indexer_is_bounded(
+    problem: Any, op_kinds: tuple[str, ...], most: int, dtype: str
+) -> None:
     dtypes = {"dtype": dtype} if isinstance(problem, Problem) else {"dtype": dtype, "weights_dtype": dtype}
     for op_kind in op_kinds:
         wanted = cpu.workspace_bytes(replace(problem, **dtypes), extents_of((32768,), (32768,)), op_kind)
         assert wanted < most * 1_000_000
 
 
-def test_what_this_back_end_does_not_compute_is_said() -> None:
+def test_cpu_back_end_lists_reasons_against_unsupported_sparse_problems() -> None:
     double: Any = {"dtype": "float64", "weights_dtype": "float64"}
     low: Any = {"dtype": "bfloat16"}
     for reasons, problem in [
@@ -282,7 +284,7 @@ def test_what_this_back_end_does_not_compute_is_said() -> None:
         assert len(cpu.reasons_against(problem, "cpu")) == reasons, problem
 
 
-def test_sizes_that_disagree_are_an_error() -> None:
+def test_sparse_forward_refuses_index_lists_of_wrong_size_or_dtype() -> None:
     call = lowered(drawn(SparseCase("TND", q_len=(3,), kv_len=(5,), heads_q=2, mode=0)))
     results = call.results()
     (operands,), plan = call.fill(results).operands, cpu.schedule(call.problem, call.extents, call.op_kind)

@@ -68,7 +68,7 @@ print(len(created))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_calls_between_torchs_own_create_no_threads() -> None:
+def test_calls_alternating_with_torch_operations_never_create_threads() -> None:
     assert run(CREATED) == "0\n"
 
 
@@ -101,7 +101,7 @@ print("done")
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FUSION_ATTENTION_CPU") == "amx_model", reason="the model takes longer")
-def test_a_signal_ends_a_long_call_and_the_next_one_is_right() -> None:
+def test_signal_interrupts_long_call_and_next_call_is_correct() -> None:
     """Each call takes 1.5 s or more: until its end no other answer came."""
     assert run(INTERRUPTED) == "done\n"
 
@@ -127,7 +127,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_a_handler_that_raises_nothing_may_compute_and_the_call_goes_on() -> None:
+def test_signal_handler_that_returns_may_compute_and_call_continues() -> None:
     assert run(HANDLED) == "done\n"
 
 
@@ -177,13 +177,15 @@ os.wait()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
-def test_a_child_of_fork_says_once_that_it_has_one_thread() -> None:
+def test_forked_child_warns_once_about_running_on_one_thread() -> None:
     assert run(WARNED) == "([], False)\n([], True)\n(['RuntimeWarning'], True) []\n"
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("value", "says"), [("always", ""), ("never", "expected 'always' or nothing, got 'never'")])
-def test_teams_are_always_or_by_experience(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_team_environment_variable_accepts_always_and_refuses_other_values(
+    value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUSION_ATTENTION_TEAM", value)
     call = "from support.families import families\ntry: families(40, 700)['backward']()\n"
     assert says in run(call + "except ValueError as error: print(error)\n")
@@ -207,7 +209,7 @@ RUNTIMES = [path for folder in sys.path for path in Path(folder).glob("*.libs/li
 
 
 @pytest.mark.skipif(not RUNTIMES, reason="no package brings a libgomp of its own")
-def test_a_runtime_that_all_see_is_the_one_that_torch_uses() -> None:
+def test_libgomp_loaded_before_torch_is_shared_by_torch_and_native_core() -> None:
     """Another libgomp was loaded before torch, for all to see: torch's calls go there, whatever torch brings."""
     command = [sys.executable, "-c", BEGIN + ANOTHER, str(RUNTIMES[0])]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
@@ -235,11 +237,11 @@ print("done")
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_memory_that_is_missing_for_many_threads_is_had_for_fewer() -> None:
+def test_too_little_memory_for_many_threads_falls_back_to_fewer_threads() -> None:
     assert run(SHORT) == "done\n"
 
 
-def test_a_plan_that_runs_refuses_to_change() -> None:
+def test_plan_update_raises_while_plan_runs() -> None:
     lengths = np.array([1 << 14])
     band = Band.causal().resolve(lengths * 0 + 1, lengths)
     case = plain_case(Problem(8, 2, 128, 128, dtype="bfloat16"), (1,), (1 << 14,))
@@ -268,7 +270,7 @@ def test_a_plan_that_runs_refuses_to_change() -> None:
     assert mine.extents.kv_len.tolist() == (lengths - 1).tolist()
 
 
-def test_a_thousand_threads_and_none() -> None:
+def test_1000_threads_give_same_bits_and_zero_threads_raise() -> None:
     call = families(20, 900)["forward"]
     want = call()
     torch.set_num_threads(1000)
@@ -323,5 +325,5 @@ print({text for text in said if "cannot be updated while it runs" not in text})
 
 
 @pytest.mark.slow
-def test_a_plan_refuses_to_change_beneath_a_signal_handler() -> None:
+def test_plan_update_in_signal_handler_raises_while_plan_runs() -> None:
     assert run(HANDLER) == "set()\n"

@@ -62,7 +62,7 @@ def speedup(program: Path, family: str, case: str, *threads: int) -> dict[int, f
 
 
 @pytest.mark.parametrize(("family", "case"), FLOORS)
-def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -> None:
+def test_simulated_speedup_on_8_to_64_threads_reaches_required_minimum(program: Path, family: str, case: str) -> None:
     result = speedup(program, family, case, 8, 16, 64)
     floors = dict(zip((8, 16, 64), FLOORS[family, case], strict=True))
     assert all(result[threads] >= floor for threads, floor in floors.items()), result
@@ -78,13 +78,13 @@ def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -
         ("loss", "4096 rows and keys, all", 100),
     ],
 )
-def test_no_clock_runs_faster_than_its_threads(program: Path, family: str, case: str, most: int) -> None:
+def test_simulated_speedup_never_exceeds_thread_count(program: Path, family: str, case: str, most: int) -> None:
     result = speedup(program, family, case, 1, 2, 3, most)
     assert result[1] == 1.0
     assert all(1.0 <= value <= threads * 1.0001 for threads, value in result.items()), result
 
 
-def test_threads_that_sleep_agree_with_the_clock(program: Path, tmp_path: Path) -> None:
+def test_simulated_speedup_agrees_with_sleeping_threads(program: Path, tmp_path: Path) -> None:
     sleeping = schedule.build(tmp_path, sleeps=True)
     for family, case in (("forward", "B1 N8 S1024 causal"), ("backward", "B1 N32/8 S2048 causal")):
         want = speedup(program, family, case, 2, 8)

@@ -19,7 +19,7 @@ BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
 NEEDS = FEATURES["needs"]
 
 
-def test_the_chosen_variant_is_the_strongest_that_is_fast() -> None:
+def test_chosen_instruction_set_is_strongest_fast_runnable_variant() -> None:
     """Intel's vector products of bfloat16 pairs are slow: what adds only these is not chosen there."""
     assert BUILT[0] == RUNNABLE[0] == "base"
     assert list(NEEDS) == BUILT
@@ -30,7 +30,7 @@ def test_the_chosen_variant_is_the_strongest_that_is_fast() -> None:
     assert FEATURES["chosen"] == [name for name in RUNNABLE if name not in slow][-1]
 
 
-def test_a_variant_runs_where_all_that_it_needs_is_found() -> None:
+def test_variant_is_runnable_if_cpu_has_all_required_features() -> None:
     known = set(re.findall(r'\{"(\w+)", ', (ROOT / "csrc/cpu_features.cpp").read_text(encoding="utf-8")))
     refused = {"v4+amx"} if FEATURES["tiles_refused"] else set()
     runs = [name for name in BUILT if set(NEEDS[name]) <= set(FEATURES["features"]) and name not in refused]
@@ -48,7 +48,7 @@ def capped(name: str, program: str) -> subprocess.CompletedProcess[str]:
 
 @uncapped
 @pytest.mark.parametrize("name", ["", *RUNNABLE])
-def test_the_environment_caps_the_processor(name: str) -> None:
+def test_environment_variable_caps_runnable_variants(name: str) -> None:
     run = capped(name, "import json\nfrom fusion_attention import _native\nprint(json.dumps(_native.cpu_features()))")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
@@ -62,7 +62,7 @@ def test_the_environment_caps_the_processor(name: str) -> None:
 @pytest.mark.sampled(12)
 @uncapped
 @pytest.mark.parametrize("name", ["nonsense", "v3 ", *(n for n in BUILT if n not in RUNNABLE and n != "amx_model")])
-def test_a_cap_that_does_not_run_here_lists_those_that_do(name: str) -> None:
+def test_invalid_variant_cap_raises_error_that_lists_runnable_variants(name: str) -> None:
     says = f"FUSION_ATTENTION_CPU: expected a variant that this machine runs ({', '.join(RUNNABLE)}), got '{name}'"
     run = capped(name, "from fusion_attention import _native")
     assert run.returncode == 1
@@ -74,7 +74,7 @@ def test_a_cap_that_does_not_run_here_lists_those_that_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("variant", RUNNABLE)
-def test_every_runnable_variant_computes_the_same(variant: str) -> None:
+def test_every_runnable_variant_computes_same_checksums(variant: str) -> None:
     i = np.arange(1003)
     x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
     expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
@@ -98,7 +98,7 @@ def test_a_variant_this_cpu_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", range(len(BUILT)))
-def test_a_weaker_cpu_refuses_what_it_lacks(count: int) -> None:
+def test_simulated_weaker_cpu_refuses_stronger_variants(count: int) -> None:
     """`within` plays a CPU that runs only the first variants."""
     for variant in BUILT[count:]:
         with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
@@ -106,24 +106,24 @@ def test_a_weaker_cpu_refuses_what_it_lacks(count: int) -> None:
 
 
 @pytest.mark.parametrize("variant", [None, 3, b"base", ["base"], "\ud800"])
-def test_a_variant_of_another_type_is_refused(variant: object) -> None:
+def test_variant_name_that_is_not_a_valid_str_is_refused(variant: object) -> None:
     with pytest.raises((TypeError, UnicodeError)):
         _native.variant_probe(variant)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", ["", "base\0", "v4 ", "é" * 10_000])
-def test_odd_names_are_unknown_variants(variant: str) -> None:
+def test_variant_name_with_odd_characters_is_refused(variant: str) -> None:
     with pytest.raises(ValueError, match="variant: expected one of base"):
         _native.variant_probe(variant)
 
 
-def test_the_answer_is_a_copy() -> None:
+def test_cpu_features_returns_a_copy() -> None:
     _native.cpu_features()["runnable"].clear()
     assert _native.cpu_features()["runnable"] == RUNNABLE
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
-def test_nothing_leaks_from_the_native_module() -> None:
+def test_native_module_exports_only_the_init_function() -> None:
     listing = subprocess.run(
         ["nm", "-D", "--defined-only", str(_native.__file__)], capture_output=True, text=True, check=True
     ).stdout

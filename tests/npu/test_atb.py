@@ -65,7 +65,7 @@ def buffer(rows: int = T, dim: int = DV) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_rows(dtype: torch.dtype) -> None:
+def test_packed_flash_attention_matches_naive_loops(dtype: torch.dtype) -> None:
     q, k, v, out = Q.to(dtype), K.to(dtype), V.to(dtype), buffer().to(dtype)
     keys, values, lower = packed(k), packed(v), causal(ROWS)
     npu._npu_flash_attention_unpad(q, k, v, ROWS, SCALE, N1, N2, out)
@@ -78,7 +78,7 @@ def test_packed_rows(dtype: torch.dtype) -> None:
         judge(out, keys, values, ROWS, lower, q)
 
 
-def test_a_mask_of_every_sequence() -> None:
+def test_flash_attention_with_one_mask_per_sequence_matches_naive_loops() -> None:
     mask = torch.rand(4, 5, 5, generator=GENERATOR) < 0.4
     mask[:, :, 0] = False
     out = buffer()
@@ -89,7 +89,7 @@ def test_a_mask_of_every_sequence() -> None:
     same_bits(again, out)
 
 
-def test_masks_in_fractals() -> None:
+def test_result_with_nz_mask_bitwise_equals_result_with_plain_mask() -> None:
     def fractals(mask: torch.Tensor) -> torch.Tensor:
         return torch.stack([mask[:, 16 * j : 16 * j + 16] for j in range(mask.shape[1] // 16)])[None]
 
@@ -114,13 +114,13 @@ def test_masks_in_fractals() -> None:
 
 
 @pytest.mark.parametrize("kernel", [0, 2, None])
-def test_a_choice_of_kernels_changes_nothing(kernel: int | None) -> None:
+def test_kernel_type_does_not_change_the_result(kernel: int | None) -> None:
     npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted := buffer())
     npu._npu_flash_attention_unpad_v2(Q, K, V, ROWS, SCALE, N1, N2, kernel_type=kernel, out=(out := buffer()))
     same_bits(out, wanted)
 
 
-def test_rows_behind_the_last_sequence_stay() -> None:
+def test_output_rows_after_the_last_sequence_are_not_written() -> None:
     rows, out = torch.tensor([2, 3]), buffer()
     npu._npu_flash_attention_unpad(Q, K, V, rows, SCALE, N1, N2, out)
     judge(out[:5], K[:5].split([2, 3]), V[:5].split([2, 3]), rows, everything, Q[:5])
@@ -129,7 +129,7 @@ def test_rows_behind_the_last_sequence_stay() -> None:
     assert not out.any()
 
 
-def test_rows_over_pages() -> None:
+def test_prefill_attention_over_paged_cache_matches_naive_loops() -> None:
     out, keys, values = buffer(), unpaged(PAGES, KEYS, TABLE), unpaged(VALUES, KEYS, TABLE)
     triangle = torch.ones(128, 128, dtype=torch.bfloat16).triu(1)
     npu._npu_flash_attention_qlens(Q, PAGES, VALUES, TABLE, triangle, ROWS, KEYS, N2, N1, SCALE, out)
@@ -149,7 +149,7 @@ def test_rows_over_pages() -> None:
     judge(out, keys, values, ROWS, lambda b, i, n: ~line[starts[b] + i, :n])
 
 
-def test_one_row_of_every_sequence() -> None:
+def test_paged_decode_attention_matches_naive_loops() -> None:
     some = KEYS > 0
     keys, table, q = KEYS[some], TABLE[some], Q[:3]
     ones, out = torch.ones(3, dtype=torch.int64), buffer(3)
@@ -169,7 +169,7 @@ def test_one_row_of_every_sequence() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_rows_are_stored(dtype: torch.dtype) -> None:
+def test_reshape_and_cache_writes_rows_to_slots_and_skips_negative_slots(dtype: torch.dtype) -> None:
     slots = [17, -1, 3, 127, 0, 64, 65, -7, 30, 31]
     key, value, pages, values = ((9 * t).to(dtype) for t in (K, V, PAGES, VALUES))
     wanted = [pages.clone(), values.clone()]
@@ -187,7 +187,7 @@ def test_rows_are_stored(dtype: torch.dtype) -> None:
     same_bits(flat, wanted[0])
 
 
-def test_rows_are_stored_in_pieces_of_another_dtype() -> None:
+def test_reshape_and_cache_writes_nz_caches_of_different_dtypes() -> None:
     """As a latent in int8 beside its positions in bfloat16, in the chip's format NZ."""
     key, value = (9 * torch.randn(3, 2, 64)).to(torch.int8), torch.randn(3, 1, 64).bfloat16()
     pages, values = torch.zeros(2, 4, 16, 32, dtype=torch.int8), torch.zeros(2, 4, 16, 16, dtype=torch.bfloat16)
@@ -202,7 +202,7 @@ def test_rows_are_stored_in_pieces_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("neox", [False, True])
-def test_positions_turn_rows(neox: bool) -> None:
+def test_rotary_embedding_matches_complex_rotation(neox: bool) -> None:
     angles = torch.rand(40, D // 2, generator=GENERATOR)
     cos, sin, positions = angles.cos(), angles.sin(), torch.randint(0, 40, (T,), generator=GENERATOR)
     query, key = Q.flatten(1).clone(), K.clone()
@@ -260,7 +260,7 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[str, Any], text: str) -> None:
+def test_invalid_call_raises_and_leaves_out_unwritten(name: str, changes: dict[str, Any], text: str) -> None:
     args = call(name, **changes)
     with pytest.raises(ContractError, match=f"{name}: .*{text}" if "query" not in text else text) as refused:
         getattr(npu, name)(**args)
@@ -270,7 +270,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[s
     assert args["out"].isnan().all()
 
 
-def test_rows_that_do_not_lie_end_to_end() -> None:
+def test_results_of_non_contiguous_tensors_bitwise_equal_contiguous() -> None:
     out, wanted = torch.full((N1, T, DV), math.nan).transpose(0, 1), buffer()
     npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted)
     apart = Q.repeat_interleave(2, -1)[..., ::2], K.transpose(0, 1).contiguous().transpose(0, 1), V

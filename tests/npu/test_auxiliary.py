@@ -43,7 +43,7 @@ FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Te
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_function_is_its_formula(name: str) -> None:
+def test_norms_swiglu_and_rotary_match_float64_formulas(name: str) -> None:
     ours, formula, args = FORMULAS[name]
     compare_with(name, ours(*args), lambda: formula(*(t.double() for t in args)))
 
@@ -61,7 +61,7 @@ BACKWARDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.T
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_backward_functions_are_autograd_s(name: str) -> None:
+def test_backward_functions_match_autograd(name: str) -> None:
     ours, formula, args, dy = BACKWARDS[name]
 
     def gradients() -> Any:
@@ -72,7 +72,7 @@ def test_backward_functions_are_autograd_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"])
-def test_caches_hold_the_rows_where_the_index_says(mode: str) -> None:
+def test_kv_rmsnorm_rope_cache_writes_rows_to_indexed_slots(mode: str) -> None:
     kv, gamma, angles = torch.randn(2, 1, 5, 48), torch.randn(32), torch.rand(2, 1, 5, 16)
     k, ckv = torch.zeros(6, 4, 1, 16), torch.zeros(6, 4, 1, 32)
     index = torch.tensor([4, 20, 8, 0] if "BLK" in mode else [4, 5, 6, -1, 20, 8, 9, 10, 11, 0])
@@ -92,7 +92,7 @@ def test_caches_hold_the_rows_where_the_index_says(mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_NZ"])
-def test_values_that_stand_apart_are_stored_as_they_are(mode: str, dtype: torch.dtype) -> None:
+def test_kv_rmsnorm_rope_cache_stores_separate_values_unchanged(mode: str, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(4)
     kv, gamma, v = (torch.randn(n, generator=draw).bfloat16() for n in ((2, 1, 3, 192), (192,), (2, 1, 3, 128)))
     angles = torch.rand(2, 1, 3, 64, generator=draw)
@@ -133,14 +133,14 @@ def test_values_that_stand_apart_are_stored_as_they_are(mode: str, dtype: torch.
                 assert ((line - (row.float() * scales[scale]).clamp(-128, 127)).abs() <= most).all()
 
 
-def test_nothing_is_written_by_a_wrong_call() -> None:
+def test_scatter_pa_kv_cache_with_invalid_slots_leaves_cache_unwritten() -> None:
     cache, rows = torch.zeros(3, 4, 2, 8), torch.ones(2, 2, 8)
     with pytest.raises(ValueError, match="numbers of slots of the cache"):
         npu.npu_scatter_pa_kv_cache(rows, rows, cache, cache.clone(), torch.tensor([0, 12]))
     assert not cache.any()
 
 
-def test_of_equal_places_the_last_row_stays() -> None:
+def test_scatter_with_duplicate_slots_keeps_the_last_row() -> None:
     """Rows are many, so that threads share them: which row stays must be no race."""
     slots = torch.arange(4096) % 7
     rows = torch.arange(4096.0).view(-1, 1, 1).expand(-1, 8, 64).contiguous()
@@ -154,7 +154,9 @@ def test_of_equal_places_the_last_row_stays() -> None:
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t[:]], ids=["leaf", "rows", "view"])
-def test_a_leaf_is_not_written_after_a_legal_call(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_scatter_into_leaf_raises_after_a_legal_call_of_same_signature(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Calls of one signature are checked once, but whether a tensor is a leaf at every call."""
     slots, rows = torch.tensor([[4], [0], [2]]), torch.ones(3, 8)
     size = 6 if view(torch.zeros(6, 8)).shape[0] == 5 else 5
@@ -165,7 +167,7 @@ def test_a_leaf_is_not_written_after_a_legal_call(view: Callable[[torch.Tensor],
     assert not leaf.any()
 
 
-def test_the_row_that_stays_alone_has_a_gradient() -> None:
+def test_scatter_nd_update_gradient_reaches_only_the_last_duplicate_row() -> None:
     updates = torch.ones(3, 2, requires_grad=True)
     npu.npu_scatter_nd_update(torch.zeros(4, 2), torch.tensor([[1], [3], [1]]), updates).sum().backward()
     assert updates.grad is not None
@@ -173,7 +175,7 @@ def test_the_row_that_stays_alone_has_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("slots", [[-1, 3, -5, 2], [-1, -1, -2, -3]])
-def test_rows_without_a_place_are_stored_nowhere(slots: list[int]) -> None:
+def test_scatter_pa_kv_cache_skips_rows_with_negative_slots(slots: list[int]) -> None:
     cache, rows = torch.full((2, 4, 1, 8), 7.0), torch.randn(4, 1, 8)
     want = cache.clone().view(8, 8)
     for slot, row in zip(slots, rows, strict=True):
@@ -183,7 +185,7 @@ def test_rows_without_a_place_are_stored_nowhere(slots: list[int]) -> None:
     assert torch.equal(cache.view(8, 8), want)
 
 
-def test_rows_are_read_before_any_is_written() -> None:
+def test_scatter_pa_kv_cache_reads_overlapping_rows_before_writing() -> None:
     """Rows of the cache that is written are moved as they were."""
     cache, values = torch.randn(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
     before = cache.clone().view(8, 8)
@@ -194,7 +196,7 @@ def test_rows_are_read_before_any_is_written() -> None:
     assert torch.equal(values.view(8, 8)[1:4], before[1:4])
 
 
-def test_a_mode_says_how_a_cache_lies_whose_shape_allows_both() -> None:
+def test_cache_mode_decides_the_layout_of_an_ambiguous_cache_shape() -> None:
     rows = torch.randn(1, 4, 16, dtype=torch.float16)  # as many heads as slots, as wide as the chip's pieces
     caches = [torch.zeros(2, 4, 4, 16, dtype=torch.float16) for _ in range(4)]
     npu.npu_scatter_pa_kv_cache(rows, rows, caches[0], caches[1], torch.tensor([1]), cache_mode="Norm")
@@ -203,7 +205,7 @@ def test_a_mode_says_how_a_cache_lies_whose_shape_allows_both() -> None:
     assert torch.equal(caches[2][0, :, 1], rows[0])
 
 
-def test_a_matrix_says_how_pairs_turn() -> None:
+def test_rotary_mul_with_rotate_matrix_matches_interleave_mode() -> None:
     matrix = torch.zeros(8, 8)
     for i in range(0, 8, 2):
         matrix[i + 1, i], matrix[i, i + 1] = -1, 1
@@ -215,7 +217,7 @@ def test_a_matrix_says_how_pairs_turn() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", [3, 4])
-def test_sections_of_positions(kinds: int) -> None:
+def test_mrope_with_sections_matches_naive_loops(kinds: int) -> None:
     sections = [3, 1, 4, 0][:kinds] if kinds == 3 else [3, 1, 2, 2]
     positions, table = torch.randint(0, 9, (kinds, 5)), torch.rand(9, 16)
     rows = torch.randn(5, 2 * 24)
@@ -243,7 +245,7 @@ def test_sections_of_positions(kinds: int) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_shapes_go_there_and_back(first: bool) -> None:
+def test_confusion_transpose_backward_inverts_forward(first: bool) -> None:
     x = torch.randn(2, 3, 4, 5)
     perm, shape = ((1, 2, 3, 0), (12, 10)) if first else ((2, 0, 1), (4, 6, 5))
     result = npu.npu_confusion_transpose(x, perm, shape, first)
@@ -306,7 +308,7 @@ SAVED: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_is_kept_for_a_gradient_is_what_the_chip_keeps(name: str) -> None:
+def test_bytes_saved_for_backward_do_not_exceed_those_of_the_chip(name: str) -> None:
     ours, _, given, beside = SAVED[name]
     saved_bytes: dict[int, int] = {}
 
@@ -323,7 +325,7 @@ def test_what_is_kept_for_a_gradient_is_what_the_chip_keeps(name: str) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", SAVED)
-def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool) -> None:
+def test_first_and_second_gradients_match_formulas(name: str, traced: bool) -> None:
     """Beside what torch's operators within the function give, as in a trace."""
     ours, formula, given, _ = SAVED[name]
     like = formula(*given)
@@ -342,7 +344,7 @@ def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool
     compare_with(name, got, lambda: derivatives(formula, torch.float64))
 
 
-def test_a_frozen_weight_costs_nothing() -> None:
+def test_unpermute_with_frozen_probs_saves_no_rows_for_backward() -> None:
     saved_bytes: list[int] = []
     rows, probs = ROWS.clone().requires_grad_(), PROBS.clone()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t, lambda t: t):
@@ -353,7 +355,7 @@ def test_a_frozen_weight_costs_nothing() -> None:
     assert torch.equal(rows.grad[POSITIONS.long()], probs.reshape(-1, 1).expand(-1, 128))
 
 
-def test_equal_places_share_a_row_and_its_gradient() -> None:
+def test_unpermute_gradient_accumulates_over_equal_positions() -> None:
     rows, positions = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 1, 7, 0])
     npu.npu_moe_token_unpermute(rows, positions, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
     assert rows.grad is not None
@@ -375,7 +377,9 @@ def test_equal_places_share_a_row_and_its_gradient() -> None:
          "Requires manual passing group_type"),
     ],
 )  # fmt: skip
-def test_refusals_are_torch_npus_errors_with_its_words(call: Callable[[torch.Tensor], object], text: str) -> None:
+def test_auxiliary_operator_errors_have_the_text_of_torch_npu(
+    call: Callable[[torch.Tensor], object], text: str
+) -> None:
     for kind in (RuntimeError, ValueError):
         with pytest.raises(kind, match=text):
             call(torch.randn(1, 4, 4, 4))

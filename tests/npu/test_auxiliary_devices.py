@@ -58,7 +58,9 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
 @pytest.mark.parametrize("name", AUXILIARY)
-def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_results_of_strided_or_npu_tensors_bitwise_equal_contiguous_cpu(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     original, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
     results = [AUXILIARY_INTERFACES[name](**args) for args in (original, changed)]
     want, got = (
@@ -85,7 +87,7 @@ def test_float64_is_refused(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
-def test_autocast_changes_nothing(name: str, device: str) -> None:
+def test_autocast_does_not_change_auxiliary_results(name: str, device: str) -> None:
     """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
     outside, within = (
         {key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2)

@@ -137,7 +137,7 @@ def check(call: Call, indices: Tensor, values: Tensor, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_padded_rows(call: Call) -> None:
+def test_lightning_indexer_of_padded_rows_matches_naive_loops(call: Call) -> None:
     given, words = padded(call), call.words()
     for side, lengths in (("q", call.rows), ("k", call.keys)):
         if len(set(lengths)) > 1:
@@ -147,7 +147,7 @@ def test_padded_rows(call: Call) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("pages", [0, 16])
-def test_packed_rows(call: Call, pages: int) -> None:
+def test_lightning_indexer_with_packed_rows_and_offset_matches_naive_loops(call: Call, pages: int) -> None:
     """Rows of a sequence behind those that count choose nothing, and are the next sequence's neighbours."""
     given = {"q": flat(call.q), "w": flat(call.w), "layout_q": "TND", "cu_seqlens_q": ends(call.q_room), **call.words()}
     if pages:
@@ -163,7 +163,7 @@ def test_packed_rows(call: Call, pages: int) -> None:
         same_bits(values, result[1])
 
 
-def test_an_offset_of_padded_rows() -> None:
+def test_output_idx_offset_shifts_indices_of_padded_rows() -> None:
     call = CALLS[2]
     given = {**padded(call), **call.words(), "topk": TOP}
     bare = lightning_indexer(**given)[0]
@@ -175,7 +175,7 @@ def test_an_offset_of_padded_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_values_are_not_rounded_to_the_dtype_of_the_rows(dtype: torch.dtype) -> None:
+def test_indexer_values_are_not_rounded_to_the_query_dtype(dtype: torch.dtype) -> None:
     """Weights in float32, scores in float32: those of rows that are whole numbers."""
     call = CALLS[3]
     given = padded(call)
@@ -188,7 +188,7 @@ def test_values_are_not_rounded_to_the_dtype_of_the_rows(dtype: torch.dtype) -> 
     assert not torch.equal(exact[1], exact[1].to(dtype).float())
 
 
-def test_values_come_if_asked_for_and_have_no_gradient() -> None:
+def test_indexer_values_are_optional_and_have_no_gradient() -> None:
     call = CALLS[2]
     given = {name: t.requires_grad_() for name, t in padded(call).items()}
     indices, values = lightning_indexer(**given, topk=TOP, **call.words() | {"return_value": 0})
@@ -197,7 +197,7 @@ def test_values_come_if_asked_for_and_have_no_gradient() -> None:
     assert indices.shape == (2, 23, 1, TOP)
 
 
-def test_a_compiled_call_is_the_call() -> None:
+def test_compiled_indexer_bitwise_equals_eager_indexer() -> None:
     call = CALLS[2]
     given, residual = padded(call), call.words()["cmp_residual_k"]
 
@@ -214,7 +214,7 @@ def test_a_compiled_call_is_the_call() -> None:
         same_bits(one, other)
 
 
-def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
+def test_residual_that_contradicts_the_token_count_warns() -> None:
     """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which keys of later tokens would be visible."""
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
     with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as rows, got 21 tokens"):
@@ -244,7 +244,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_calls_say_so(message: str) -> None:
+def test_invalid_indexer_call_error_names_parameter(message: str) -> None:
     given = {"q": torch.randn(2, 4, 2, 8), "k": torch.randn(2, 4, 1, 8), "w": torch.rand(2, 4, 2), "topk": 2}
     with pytest.raises(fa.ContractError, match=message):
         lightning_indexer(**given | WRONG[message])

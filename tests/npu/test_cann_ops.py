@@ -33,7 +33,7 @@ def test_every_metadata_function_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-def test_metadata_is_opaque(name: str, operators: Any) -> None:
+def test_metadata_functions_return_zeros_of_chip_shape_and_dtype(name: str, operators: Any) -> None:
     """Of both modules and of torch.ops, with lengths and without, of the chip's shape and dtype."""
     elements, given = OPAQUE[name]
     functions = [getattr(import_module(f"cann_ops_transformer{module}"), name) for module in ("", ".ops")]
@@ -49,7 +49,7 @@ def test_metadata_is_opaque(name: str, operators: Any) -> None:
         functions[0](*given, seqused=1)
 
 
-def test_every_function_is_in_both_modules_and_an_operator(operators: Any) -> None:
+def test_every_cann_function_is_in_package_ops_module_and_torch_ops(operators: Any) -> None:
     package, module = (import_module(f"cann_ops_transformer{suffix}") for suffix in ("", ".ops"))
     names = {name for name in vars(module) if not name.startswith("__")}
     assert names > {*OPAQUE, "lightning_indexer", "sparse_lightning_indexer_kl_loss_grad"}
@@ -57,7 +57,7 @@ def test_every_function_is_in_both_modules_and_an_operator(operators: Any) -> No
     assert {name for name in names if not hasattr(operators, name)} == {"flash_attn_metadata"}
 
 
-def test_lengths_of_operators_are_tensors() -> None:
+def test_operator_schemas_declare_lengths_as_tensors() -> None:
     """As the chip's schemas have them; the functions take lists too."""
     function = import_module("fusion_attention.npu.surface.cann_ops").FROM_RECORDS
     schema = schema_of(function["cann_ops_transformer.sparse_flash_mla"])
@@ -66,7 +66,7 @@ def test_lengths_of_operators_are_tensors() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_an_operator_is_the_function(device: str, operators: Any) -> None:
+def test_sparse_flash_mla_operator_matches_function_and_its_gradients(device: str, operators: Any) -> None:
     """Results, gradients through it, and its result in a trace."""
     q, k = torch.randn(1, 9, 2, 16, device=device), torch.randn(1, 9, 1, 16, device=device)
     sinks, words = torch.randn(2, device=device), {"ori_mask_mode": 4, "ori_win_left": 3, "ori_win_right": 0}
@@ -88,7 +88,7 @@ def test_an_operator_is_the_function(device: str, operators: Any) -> None:
     assert [list(t.shape) for t in meta] == [list(out.shape), []]
 
 
-def test_explain_reads_calls_of_the_package() -> None:
+def test_explain_accepts_calls_with_cann_ops_transformer_prefix() -> None:
     call = "sparse_flash_mla(bf16[1,8,64,512], bf16[1,8,1,512], sinks=f32[64], ori_mask_mode={})"
     for package in ("", "cann_ops_transformer.", "torch.ops.cann_ops_transformer."):
         result = fa.explain(package + call.format(1))

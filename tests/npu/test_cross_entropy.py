@@ -20,7 +20,7 @@ WEIGHT = torch.linspace(0.1, 1, 7)
     ("reduction", "smoothing", "weight", "ignored"),
     list(itertools.product(("mean", "sum", "none"), (0.0, 0.25), (None, WEIGHT), (-100, 2))),
 )
-def test_a_loss_and_its_gradient_are_torchs(
+def test_cross_entropy_loss_and_gradient_match_torch(
     reduction: str, smoothing: float, weight: torch.Tensor | None, ignored: int
 ) -> None:
     def golden(x: torch.Tensor) -> torch.Tensor:
@@ -55,14 +55,14 @@ def test_a_gradient_of_one_element_has_any_rank(reduction: str) -> None:
         same_bits(gradient(*shape), gradient(1))
 
 
-def test_half_precision_is_rounded_once() -> None:
+def test_bfloat16_loss_and_log_prob_are_rounded_once() -> None:
     x = X.bfloat16()
     loss, log_prob, *_ = npu.npu_cross_entropy_loss(x, Y)
     same_bits(loss, F.cross_entropy(x.float(), Y).bfloat16().reshape(1))
     same_bits(log_prob, x.float().log_softmax(1).bfloat16())
 
 
-def test_rows_that_all_are_ignored() -> None:
+def test_all_labels_ignored_has_nan_mean_zero_sum_and_zero_gradient() -> None:
     x, nothing = X.clone().requires_grad_(), torch.full((6,), -100)
     assert npu.npu_cross_entropy_loss(x, nothing)[0].isnan().all()
     total = npu.npu_cross_entropy_loss(x, nothing, reduction="sum")[0]
@@ -88,6 +88,6 @@ def test_rows_that_all_are_ignored() -> None:
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= label_smoothing < 1"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, object], text: str) -> None:
+def test_cross_entropy_invalid_argument_error_names_parameter(change: dict[str, object], text: str) -> None:
     with pytest.raises(ContractError, match=text):
         npu.npu_cross_entropy_loss(**{"input": X, "target": Y, **change})

@@ -27,7 +27,9 @@ def sorted_choices(ids: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("retained", [None, 0, 9, -3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_permute_and_back(retained: int | None, dtype: torch.dtype) -> None:
+def test_moe_token_permute_and_unpermute_match_naive_loops_with_gradients(
+    retained: int | None, dtype: torch.dtype
+) -> None:
     tokens, ids = torch.randn(T, H, requires_grad=True), routes().to(dtype)
     order = sorted_choices(ids)
     rows, positions = npu.npu_moe_token_permute(tokens, ids, retained)
@@ -53,7 +55,7 @@ def test_permute_and_back(retained: int | None, dtype: torch.dtype) -> None:
     compare_with(names, [out, dtokens, dprobs, other, again], golden)
 
 
-def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
+def test_unpermute_gradients_have_dtypes_of_float32_probs_and_bfloat16_rows() -> None:
     rows = torch.randn(T * K, H).bfloat16().requires_grad_()
     probs = torch.rand(T, K, requires_grad=True)
     out = npu.npu_moe_token_unpermute(rows, torch.randperm(T * K), probs)
@@ -61,7 +63,7 @@ def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
     assert (out.dtype, probs.grad.dtype, rows.grad.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
 
 
-def test_without_weights_no_row_is_kept() -> None:
+def test_unpermute_without_probs_saves_no_rows_for_backward() -> None:
     saved: list[torch.Tensor] = []
     rows = torch.randn(T * K, H, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -70,7 +72,7 @@ def test_without_weights_no_row_is_kept() -> None:
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_with_a_map(pads: bool) -> None:
+def test_permute_and_unpermute_with_routing_map_match_naive_loops(pads: bool) -> None:
     where = torch.zeros(T, E, dtype=torch.bool).scatter(1, routes(), True)
     tokens, probs = torch.randn(T, H, requires_grad=True), torch.rand(T, E, requires_grad=True)
     count = 3 * E if pads else T * K
@@ -100,7 +102,7 @@ def test_with_a_map(pads: bool) -> None:
     assert dtokens[:, 0].tolist() == [sum(t == u for _, u in pairs) for t in range(T)]
 
 
-def test_gating_by_groups() -> None:
+def test_gating_top_k_with_expert_groups_matches_naive_loops() -> None:
     x, bias = torch.randn(T, 8), torch.randn(8)
     y, expert, out = npu.npu_moe_gating_top_k(
         x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5
@@ -133,7 +135,7 @@ def test_gating_by_softmax_marks_finished_tokens() -> None:
 
 @pytest.mark.parametrize("bounds", [(), (1, 4)])
 @pytest.mark.parametrize("kind", [0, 1, 2])
-def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
+def test_init_routing_and_finalize_routing_match_naive_loops(bounds: tuple[int, ...], kind: int) -> None:
     x, ids = torch.randn(T, H), routes().int()
     start, end = bounds or (0, E)
     arguments: dict[str, Any] = {"expert_num": E, "active_expert_range": bounds, "expert_tokens_num_flag": True}

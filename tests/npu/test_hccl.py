@@ -59,7 +59,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["hccl", "cpu:gloo,npu:hccl"])
-def test_two_ranks_reduce_exchange_and_train(words: str, tmp_path: Path) -> None:
+def test_two_hccl_ranks_all_reduce_send_receive_and_train(words: str, tmp_path: Path) -> None:
     """The ranks do not import torch_npu: torch loads the chip's by itself."""
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -71,7 +71,7 @@ def test_two_ranks_reduce_exchange_and_train(words: str, tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
 
 
-def test_a_group_of_one_says_its_name_and_leaves_nothing_behind() -> None:
+def test_hccl_group_reports_its_name_and_uninstall_restores_backends() -> None:
     before = list(dist.Backend.backend_list), dict(dist.Backend.backend_capability), dict(dist.Backend._plugins)
     mesh = dist.init_device_mesh
     npu.install()

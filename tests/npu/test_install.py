@@ -15,7 +15,7 @@ from support.installed_state import modes, surroundings, there
 from fusion_attention import npu
 
 
-def test_uninstall_restores_everything() -> None:
+def test_uninstall_restores_torch_and_import_state() -> None:
     npu.install()
     torch.randn(2).npu()
     npu.uninstall()
@@ -36,7 +36,7 @@ def test_uninstall_restores_everything() -> None:
         torch.ones(1, device="npu")
 
 
-def test_modes_entered_later_survive() -> None:
+def test_torch_modes_entered_after_install_survive_uninstall() -> None:
     npu.install()
     torch.set_default_device("cpu")
     npu.uninstall()
@@ -45,7 +45,7 @@ def test_modes_entered_later_survive() -> None:
     assert not modes()
 
 
-def test_the_module_can_be_found(torch_npu: Any) -> None:
+def test_installed_torch_npu_is_found_by_importlib_and_metadata(torch_npu: Any) -> None:
     spec = importlib.util.find_spec("torch_npu")
     assert spec is not None
     assert spec.name == "torch_npu"
@@ -71,7 +71,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize("text", ["npu", "npu:0"])
-def test_device_strings(way: torch.device, text: str, tmp_path: Path) -> None:
+def test_npu_device_strings_are_accepted_by_torch_functions(way: torch.device, text: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, device=text)
     torch.save(x, tmp_path / "x.pt")
     layer = torch.nn.Linear(3, 3, device=text).to(text).npu()
@@ -94,7 +94,7 @@ def test_device_strings(way: torch.device, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["npu:8", "npu:99"])
 @pytest.mark.usefixtures("way")
-def test_a_device_that_is_not_there(text: str) -> None:
+def test_npu_index_beyond_last_device_raises(text: str) -> None:
     for use in (
         lambda: torch.zeros(1, device=text),
         lambda: torch.zeros(1, device="npu").to(text),
@@ -105,7 +105,7 @@ def test_a_device_that_is_not_there(text: str) -> None:
             use()
 
 
-def test_settings_of_the_runtime(torch_npu: Any) -> None:
+def test_runtime_settings_of_torch_npu_are_accepted(torch_npu: Any) -> None:
     device = torch.npu  # type: ignore[attr-defined]
     device.set_compile_mode(jit_compile=False)
     device.config.allow_internal_format = False
@@ -113,7 +113,7 @@ def test_settings_of_the_runtime(torch_npu: Any) -> None:
     assert "cpu" in device.get_device_name(0)
 
 
-def test_attention_under_the_mode(torch_npu: Any) -> None:
+def test_attention_on_npu_eager_or_compiled_bitwise_equals_cpu(torch_npu: Any) -> None:
     """Same bits, gradients too, and torch.compile(fullgraph=True) passes through the mode."""
     q = torch.randn(1, 6, 2, 16, device="npu").requires_grad_()
 
@@ -130,7 +130,7 @@ def test_attention_under_the_mode(torch_npu: Any) -> None:
     same_bits(gradient, torch.autograd.grad(want.sum(), q)[0])
 
 
-def test_a_real_torch_npu_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_raises_if_a_real_torch_npu_is_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch_npu.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     before = surroundings()
@@ -140,7 +140,7 @@ def test_a_real_torch_npu_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("device", ["meta", "host:1", "cuda:99" if torch.cuda.is_available() else "cuda"])
-def test_a_device_that_cannot_compute_is_refused(device: str) -> None:
+def test_install_refuses_unsupported_devices(device: str) -> None:
     with pytest.raises(
         ValueError, match=r'npu.install: device: expected "cpu", "host", or "cuda" where there is one, got'
     ):

@@ -53,7 +53,7 @@ def npu_works(device: str = "host") -> bool:
 # ------------------------------------------------------------------------------------------------------------- threads
 
 
-def test_another_thread_uninstalls() -> None:
+def test_uninstall_works_after_install_in_another_thread() -> None:
     assert elsewhere(host, npu_works) == [None, True]
     assert "torch_npu" in sys.modules
     npu.uninstall()
@@ -63,7 +63,7 @@ def test_another_thread_uninstalls() -> None:
     assert npu_works()
 
 
-def test_this_thread_installs_and_another_one_uninstalls() -> None:
+def test_uninstall_in_another_thread_removes_the_npu_device() -> None:
     host()
     elsewhere(npu.uninstall)
     assert not there()
@@ -74,7 +74,7 @@ def test_this_thread_installs_and_another_one_uninstalls() -> None:
     assert len(modes()) == 1
 
 
-def test_every_thread_that_installs_knows_npu() -> None:
+def test_host_alias_npu_works_only_in_threads_that_called_install() -> None:
     host()
     result = elsewhere(npu_works, host, npu_works, host, lambda: len(modes()))
     assert result == [False, None, True, None, 1]
@@ -86,7 +86,7 @@ def test_every_thread_that_installs_knows_npu() -> None:
         assert pool.submit(npu_works).result() is True
 
 
-def test_eight_threads_at_once() -> None:
+def test_eight_threads_install_and_uninstall_concurrently() -> None:
     start = threading.Barrier(8, timeout=60)
 
     def work(i: int) -> bool:
@@ -108,7 +108,7 @@ def test_eight_threads_at_once() -> None:
 # --------------------------------------------------------------------------------------------------------------- modes
 
 
-def test_installed_inside_a_device_context() -> None:
+def test_install_inside_torch_device_context_keeps_the_context() -> None:
     with torch.device("meta"):
         host()
         assert torch.ones(2).device.type == "meta"
@@ -122,7 +122,7 @@ def test_installed_inside_a_device_context() -> None:
 
 
 @pytest.mark.parametrize("enter", [host, npu.uninstall, lambda: (npu.uninstall(), host())])
-def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
+def test_install_and_uninstall_inside_modes_keep_the_mode_stack(enter: Callable[[], Any]) -> None:
     host()
     outer, inner = Recorded(), Recorded()
     with outer, torch.device("meta"), inner:
@@ -136,7 +136,7 @@ def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
     assert len(modes()) == (1 if there() else 0)
 
 
-def test_a_default_device_from_before_can_be_taken_back() -> None:
+def test_default_device_set_before_install_can_be_reset() -> None:
     torch.set_default_device("meta")
     try:
         host()
@@ -154,7 +154,7 @@ def test_a_default_device_from_before_can_be_taken_back() -> None:
     torch.set_default_device(None)
 
 
-def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
+def test_install_and_uninstall_tolerate_a_popped_npu_mode() -> None:
     host()
     torch.overrides._pop_mode()
     assert not npu_works()
@@ -174,7 +174,9 @@ STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set
 
 
 @pytest.mark.parametrize(("device", "step"), [*(("host", step) for step in STEPS), ("cpu", "register"), ("cpu", "set")])
-def test_an_interrupted_install_leaves_nothing(device: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_install_restores_the_previous_state(
+    device: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt(step)
 
@@ -188,7 +190,7 @@ def test_an_interrupted_install_leaves_nothing(device: str, step: str, monkeypat
     assert npu_works(device)
 
 
-def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_uninstall_still_restores_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise KeyboardInterrupt
 
@@ -205,7 +207,7 @@ def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyP
     assert len(modes()) == 1
 
 
-def test_what_others_changed_meanwhile_is_theirs() -> None:
+def test_uninstall_keeps_patches_made_by_other_code() -> None:
     host()
     below = torch.load
     torch.load = theirs = functools.partial(below)
@@ -218,7 +220,7 @@ def test_what_others_changed_meanwhile_is_theirs() -> None:
     torch.load = below.__wrapped__  # type: ignore[attr-defined]
 
 
-def test_another_torch_npu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_error_names_another_loaded_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
         before = surroundings()

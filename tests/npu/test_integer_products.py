@@ -23,7 +23,7 @@ def test_rows_without_elements_have_no_scale() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
-def test_dynamic_quant(mode: str) -> None:
+def test_dynamic_quant_matches_formula_in_each_mode(mode: str) -> None:
     x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
     x[0, 3], x[..., 5] = 0, 0
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
@@ -34,7 +34,7 @@ def test_dynamic_quant(mode: str) -> None:
     same_bits(y, (smoothed / peak).nan_to_num(0).round().to(torch.int8))
 
 
-def test_dynamic_quant_of_four_bits_and_groups() -> None:
+def test_dynamic_quant_int4_with_grouped_smooth_scales_matches_naive_loops() -> None:
     x, smooth, ends = torch.randn(M, K), torch.rand(E, K) + 0.5, torch.tensor([2, 2, M], dtype=torch.int32)
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, group_index=ends, dst_type=torch.quint4x2)
     assert (y.dtype, list(y.shape)) == (torch.int32, [M, K // 8])
@@ -53,7 +53,7 @@ QUANTIZED = [
 
 @pytest.mark.parametrize(("dtype", "divides"), QUANTIZED)
 @pytest.mark.parametrize("axis", [1, -2, -1])
-def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
+def test_npu_quantize_matches_naive_loops(dtype: torch.dtype, divides: bool, axis: int) -> None:
     x = torch.randn(2, M, K).bfloat16()
     x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = torch.nan, 1e30, -torch.inf
     of = (axis if axis == -2 else -1) if not divides else axis
@@ -81,7 +81,7 @@ def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("integer_bias", [True, False])
-def test_quant_matmul(dtype: torch.dtype | None, integer_bias: bool) -> None:
+def test_quant_matmul_int8_matches_integer_arithmetic(dtype: torch.dtype | None, integer_bias: bool) -> None:
     x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
     scale, rows = torch.rand(N) * 1e-5, torch.rand(M)
     bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if integer_bias else torch.randn(N)
@@ -94,7 +94,7 @@ def test_quant_matmul(dtype: torch.dtype | None, integer_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_sums_are_not_scaled(biased: bool) -> None:
+def test_quant_matmul_int32_output_is_not_scaled(biased: bool) -> None:
     x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
     bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if biased else None
     call: dict[str, Any] = {"pertoken_scale": torch.rand(M), "output_dtype": torch.int32}
@@ -116,7 +116,7 @@ def nibbles(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_of_four_bits(transposed: bool) -> None:
+def test_quant_matmul_int4_matches_integer_arithmetic(transposed: bool) -> None:
     x1, x2 = torch.randint(-8, 8, (2, M, K), dtype=torch.int32), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
     packed = npu.npu_convert_weight_to_int4pack(x2.T.contiguous()).T if transposed else nibbles(x2)
     same_bits(npu.npu_convert_weight_to_int4pack(x2), nibbles(x2))
@@ -126,7 +126,7 @@ def test_products_of_four_bits(transposed: bool) -> None:
     same_bits(out, ((x1.long() @ x2.long()).float() * scale * rows.unsqueeze(1) + bias).bfloat16())
 
 
-def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
+def test_quant_matmul_int8_rows_by_blockwise_int4_weight_matches_float64() -> None:
     x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
     scale, rows, offset = torch.rand(4, 8 * N), torch.rand(M, 1), torch.randn(8 * N)
     packed, sizes = npu.npu_convert_weight_to_int4pack(x2), [0, 0, K // 4]
@@ -156,7 +156,7 @@ def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_scales_as_integers(mode: int) -> None:
+def test_trans_quant_param_encodes_scale_and_offset_as_int64(mode: int) -> None:
     bits = torch.tensor([0x3F801000, 0x3F803000, 0x3F800FFF, 0x3F801001, 0x7F7FFFFF, 1, 0], dtype=torch.int32)
     scale = torch.cat((torch.randn(9), -bits.view(torch.float32), bits.view(torch.float32)))
     offset = torch.cat((torch.randn(len(scale) - 6) * 99, torch.tensor([-1e9, 1e9, 0.5, 1.5, -256.5, 255.5])))
@@ -167,7 +167,7 @@ def test_scales_as_integers(mode: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
+def test_matmuls_accept_scales_encoded_as_64_bit_integers(dtype: torch.dtype) -> None:
     x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-128, 128, (K, N)).to(torch.int8)
     scale, offset = (torch.rand(N) - 0.5) * 1e-2, torch.randint(-256, 256, (N,)).float()
     truncated = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
@@ -195,7 +195,7 @@ def of_groups(ends: list[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_groups_of_rows(kind: int, transposed: bool) -> None:
+def test_grouped_matmul_over_row_groups_matches_naive_loops_with_gradients(kind: int, transposed: bool) -> None:
     x = torch.randn(M, K, requires_grad=True)
     weight = (torch.randn(E, N, K).transpose(1, 2) if transposed else torch.randn(E, K, N)).requires_grad_()
     ends = [4, 4, 7]
@@ -217,7 +217,7 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
     same_bits(listed[0], y)
 
 
-def test_groups_of_sums_and_lists() -> None:
+def test_grouped_matmul_over_k_groups_and_tensor_lists_matches_naive_loops() -> None:
     x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
     (result,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
     x64, dwide = x.double(), dy.double()
@@ -228,7 +228,7 @@ def test_groups_of_sums_and_lists() -> None:
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_integers_in_groups(act: int) -> None:
+def test_quantised_grouped_matmul_with_activation_matches_formula(act: int) -> None:
     ends = [3, 5, M]
     weight = torch.randint(-127, 128, (E, K, N)).to(torch.int8)
     scale, shift, bias = torch.rand(E, N) * 1e-2, torch.randn(E, N), torch.randn(E, N)
@@ -253,7 +253,7 @@ def test_integers_in_groups(act: int) -> None:
 
 @pytest.mark.parametrize("packed", ["no", "rows", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_blocks_are_rounded_to_the_rows(dtype: torch.dtype, packed: str) -> None:
+def test_grouped_matmul_rounds_blockwise_dequantised_weight_to_row_dtype(dtype: torch.dtype, packed: str) -> None:
     x, weight = torch.randn(M, K).to(dtype), torch.randint(-8, 8, (E, K, 8 * N), dtype=torch.int32)
     scale, shift = (torch.randn(E, 4, 8 * N).to(dtype) for _ in range(2))
     given = {"no": weight.to(torch.int8), "rows": nibbles(weight), "columns": nibbles(weight.mT).mT}[packed]
@@ -275,7 +275,7 @@ def test_weights_of_blocks_are_rounded_to_the_rows(dtype: torch.dtype, packed: s
     compare_with("[y, parts]", [y, parts], golden)
 
 
-def test_integers_without_scale_and_of_four_bits() -> None:
+def test_grouped_matmul_of_unscaled_int8_and_scaled_int4_matches_formula() -> None:
     x, weight = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-8, 8, (E, K, 8 * N), dtype=torch.int32)
     bias, ends = torch.randint(-(2**30), 2**30, (E, 8 * N), dtype=torch.int32), [3, 5, M]
     call: dict[str, Any] = {"group_list": ends, "split_item": 2}
@@ -291,7 +291,7 @@ def test_integers_without_scale_and_of_four_bits() -> None:
     compare_with("y", y, lambda: torch.cat(want) * rows.double().unsqueeze(1))
 
 
-def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
+def test_grouped_matmul_accepts_group_pairs_and_empty_optional_lists() -> None:
     x, weight = torch.randn(M, K), torch.randn(E, K, N)
     empty: dict[str, Any] = {p.name: [] for p in GROUPED.tensors() if p.optional}
     call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
@@ -312,7 +312,7 @@ def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 2])
-def test_a_trace_meets_all_matrices(kind: int) -> None:
+def test_compiled_grouped_matmul_matches_eager(kind: int) -> None:
     x, weight = torch.randn(M, K), torch.randn(E, K, N)
     ends = torch.tensor([4, 4, 7] if kind == 0 else [[0, 4], [2, 3], [1, 0]])
 
@@ -333,7 +333,7 @@ def test_a_trace_meets_all_matrices(kind: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"), [(None, "Requires manual passing group_type"), (1, "The group type must be")]
 )
-def test_a_group_type_that_there_is_not(kind: int | None, text: str) -> None:
+def test_grouped_matmul_with_missing_or_invalid_group_type_raises(kind: int | None, text: str) -> None:
     call: dict[str, Any] = {"group_list": torch.tensor([1, 2]), "group_type": kind, "split_item": 2}
     with pytest.raises(RuntimeError, match=text):
         npu.npu_grouped_matmul([torch.ones(2, 4)], [torch.ones(2, 4, 3)], **call)

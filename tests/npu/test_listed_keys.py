@@ -18,7 +18,7 @@ def cann(torch_npu: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
-def test_lists_of_keys_and_their_gradients(backend: str, cann: Any) -> None:
+def test_listed_keys_output_and_gradients_match_reference(backend: str, cann: Any) -> None:
     """Repeated entries, entries behind a count, empty lists, keys that no list names; rows without keys are 0."""
     args = packed()
     dout = torch.randn_like(args["q"])
@@ -29,7 +29,7 @@ def test_lists_of_keys_and_their_gradients(backend: str, cann: Any) -> None:
         assert not rows[3:5].any()
 
 
-def test_padded_and_paged_keys_have_the_bits_of_packed_ones(cann: Any) -> None:
+def test_results_with_padded_or_paged_keys_bitwise_equal_packed_keys(cann: Any) -> None:
     args = packed()
     args["ori_kv"] = args["ori_kv"].nan_to_num()
     want, _ = cann.sparse_flash_mla(**args)
@@ -53,7 +53,7 @@ def test_padded_and_paged_keys_have_the_bits_of_packed_ones(cann: Any) -> None:
     same_bits(torch.cat([out[b, :n] for b, n in enumerate(ROWS)]), want, "padded")
 
 
-def test_lists_without_counts_end_at_their_first_hole(cann: Any) -> None:
+def test_key_lists_without_topk_length_end_at_first_minus_one(cann: Any) -> None:
     args = packed()
     slot = torch.arange(6)
     lists = args["ori_sparse_indices"].masked_fill(slot >= args["ori_topk_length"][..., None], -1)
@@ -71,6 +71,6 @@ def test_lists_without_counts_end_at_their_first_hole(cann: Any) -> None:
         ({"cmp_mask_mode": 3}, r"cmp_mask_mode: expected 0 without cmp_kv"),
     ],
 )
-def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+def test_invalid_listed_keys_call_error_names_parameter(change: dict[str, Any], message: str, cann: Any) -> None:
     with pytest.raises(fa.ContractError, match=message):
         cann.sparse_flash_mla(**{**packed(), **change})

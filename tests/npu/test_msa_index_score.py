@@ -64,7 +64,7 @@ def paged(keys: list[Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("init", "local"), [(0, 0), (0, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("layout", ["BBND", "BBND without heads", "BNBD", "TND"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
-def test_scores(dtype: torch.dtype, layout: str, init: int, local: int, mode: int) -> None:
+def test_msa_index_score_matches_naive_loops(dtype: torch.dtype, layout: str, init: int, local: int, mode: int) -> None:
     q, keys = drawn(sum(ROWS), HEADS, DIM), [drawn(n, DIM) for n in KEYS]
     given: dict[str, Any] = {"actual_seq_qlen": ends(ROWS), "actual_seq_klen": list(KEYS), "layout_key": layout[:4]}
     if layout == "TND":
@@ -87,7 +87,7 @@ def test_scores(dtype: torch.dtype, layout: str, init: int, local: int, mode: in
     same_bits(msa_index_score(query, key.to(dtype), blocks, **given, **words), wanted(q, keys, 16, mode, init, local))
 
 
-def test_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_small_row_chunks_bitwise_equal_scores_in_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(70, HEADS, DIM), drawn(300, 1, DIM)
     given = {"actual_seq_qlen": [0, 70], "actual_seq_klen": [0, 300], "layout_key": "TND"}
     blocks = torch.zeros(1, dtype=torch.int32)
@@ -96,7 +96,7 @@ def test_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     same_bits(msa_index_score(q, k, blocks, **given), want)
 
 
-def test_it_is_an_operator_of_torch_on_device_npu(torch_npu: Any) -> None:
+def test_msa_index_score_on_npu_bitwise_equals_cpu(torch_npu: Any) -> None:
     q, k, blocks = drawn(2, HEADS, DIM).npu(), drawn(200, 1, DIM).npu(), torch.tensor([1], dtype=torch.int32).npu()
     given = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
     result = import_module("cann_ops_transformer").msa_index_score(q, k, blocks, **given)
@@ -104,7 +104,7 @@ def test_it_is_an_operator_of_torch_on_device_npu(torch_npu: Any) -> None:
     same_bits(result.cpu(), msa_index_score(q.cpu(), k.cpu(), blocks.cpu(), **given))
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_msa_index_score_invalid_argument_error_names_parameter() -> None:
     q, k, blocks = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
     given: dict[str, Any] = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
     for change, message in (

@@ -25,7 +25,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_many_ask_and_one_compiles(compiler: Path, tmp_path: Path) -> None:
+def test_concurrent_builds_run_the_compiler_once(compiler: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         results = set(pool.map(lambda _: build.library(), range(4)))
     assert [Path(path).read_text() for path in results] == ["made\n"]
@@ -34,7 +34,7 @@ def test_many_ask_and_one_compiles(compiler: Path, tmp_path: Path) -> None:
     assert left == ["lock", "npu.so"]
 
 
-def test_another_torch_or_source_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_folder_depends_on_torch_version_and_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = build.folder()
     assert torch.__version__ in before.name
     (tmp_path / "cpp").mkdir()
@@ -47,7 +47,7 @@ def test_another_torch_or_source_is_another_folder(tmp_path: Path, monkeypatch: 
     assert build.folder() != before
 
 
-def test_what_cannot_be_compiled_says_why(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_error_shows_compiler_or_folder_problem(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.write_text('#!/bin/sh\necho "memory.h:3: error: no such thing" >&2\nexit 1\n')
     with pytest.raises(build.BuildError, match=r"to compile device npu for torch .*, got: memory.h:3: error: no such"):
         build.library()
@@ -73,7 +73,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_without_a_compiler_a_note_says_what_remains() -> None:
+def test_install_without_compiler_warns_once_and_aliases_cpu() -> None:
     with pytest.warns(ContractWarning, match='got none. Until then "npu" is another name of cpu') as warned:
         npu.install()
     npu.install()  # and says nothing more

@@ -29,7 +29,7 @@ def compiling(function: Callable[..., Any], devices: list[Any], **options: Any) 
     return torch.compile(function, backend=compiled._compiling(SimpleNamespace(below=below), "cpu"), **options)  # type: ignore[arg-type]
 
 
-def test_a_graph_is_compiled_for_the_cpu() -> None:
+def test_compiled_npu_graph_runs_on_cpu_and_returns_npu_tensors() -> None:
     x, w = (torch.randn(3, 3, device="npu", requires_grad=True) for _ in range(2))
     devices: list[Any] = []
 
@@ -47,7 +47,7 @@ def test_a_graph_is_compiled_for_the_cpu() -> None:
         same_bits(mine.cpu(), theirs.cpu())
 
 
-def test_a_view_of_an_argument_is_a_view() -> None:
+def test_compiled_function_returns_views_of_its_argument() -> None:
     x = torch.zeros(2, 3, device="npu")
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,14 +62,14 @@ def test_a_view_of_an_argument_is_a_view() -> None:
     assert turned.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
-def test_sizes_that_change_are_symbols() -> None:
+def test_dynamic_compile_handles_changing_sizes() -> None:
     call = compiling(lambda x: torch.softmax(x, -1) @ x.T, [], dynamic=True)
     for rows in (3, 5, 4):
         x = torch.randn(rows, 2, device="npu")
         same_bits(call(x).cpu(), (torch.softmax(x, -1) @ x.T).cpu())
 
 
-def test_other_devices_are_not_its_concern() -> None:
+def test_cpu_graph_compiles_and_mixed_npu_cpu_graph_raises() -> None:
     devices: list[Any] = []
     x = torch.ones(2, 2)
     assert compiling(lambda x: x + 1, devices)(x).device.type == "cpu"
@@ -80,7 +80,7 @@ def test_other_devices_are_not_its_concern() -> None:
     assert devices == ["cpu"]
 
 
-def test_inductor_is_wrapped_while_the_device_is_installed() -> None:
+def test_inductor_is_wrapped_only_while_npu_is_installed() -> None:
     module = importlib.import_module("torch._inductor.compile_fx")
     inside = module.compile_fx
     npu.uninstall()
@@ -88,7 +88,7 @@ def test_inductor_is_wrapped_while_the_device_is_installed() -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_trains_under_inductor() -> None:
+def test_transformer_layer_gradients_under_inductor_match_float64() -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     x = torch.randn(2, 5, 16)
@@ -108,7 +108,7 @@ LENGTHS: list[list[int] | torch.Tensor] = [[2, 6], torch.tensor([2, 6])]
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["list", "host tensor"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_lengths_stay_in_host_memory(backend: str, lengths: list[int] | torch.Tensor) -> None:
+def test_compiled_attention_accepts_lengths_in_host_memory(backend: str, lengths: list[int] | torch.Tensor) -> None:
     x = torch.randn(6, 2, 16, device="npu", requires_grad=True)
 
     def call(x: torch.Tensor) -> Any:
@@ -126,7 +126,7 @@ WAYS = [partial(compiling, devices=[]), pytest.param(torch.compile, marks=pytest
 
 
 @pytest.mark.parametrize("compiler", WAYS, ids=["in its place", "inductor"])
-def test_lengths_that_a_graph_returns_are_the_hosts(compiler: Callable[..., Any]) -> None:
+def test_compiled_graph_returns_host_lengths_on_the_host(compiler: Callable[..., Any]) -> None:
     x, lengths = torch.randn(2, 2, 8, 16, device="npu"), torch.tensor([8, 5])
 
     def call(x: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -138,7 +138,7 @@ def test_lengths_that_a_graph_returns_are_the_hosts(compiler: Callable[..., Any]
         same_bits(got.cpu(), want.cpu())
 
 
-def test_lengths_stay_there_under_modes_and_in_captured_graphs(torch_npu: Any) -> None:
+def test_host_lengths_work_under_flop_counter_and_in_npu_graph(torch_npu: Any) -> None:
     x, lengths = torch.randn(6, 2, 16, device="npu"), torch.tensor([2, 6])
 
     def call() -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_lengths_stay_there_under_modes_and_in_captured_graphs(torch_npu: Any) -
     same_bits(result.cpu(), want)
 
 
-def test_programs_that_compile_for_the_chip(torch_npu: Any) -> None:
+def test_torchair_and_npugraph_ex_backends_compile_with_gradients(torch_npu: Any) -> None:
     torchair = importlib.import_module("torchair")
     config = importlib.import_module("torchair.configs.compiler_config").CompilerConfig()
     config.mode, config.experimental_config.frozen_parameter = "reduce-overhead", True

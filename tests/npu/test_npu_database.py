@@ -124,16 +124,16 @@ def judge(op: Any, dtype: torch.dtype) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", range(EVERYDAY))
 @pytest.mark.filterwarnings("ignore")
-def test_an_operator_of_torch(row: int) -> None:
+def test_torch_operator_on_npu_bitwise_equals_cpu(row: int) -> None:
     judge(*drawn(EVERYDAY)[row])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", range(LARGE))
 @pytest.mark.filterwarnings("ignore")
-def test_an_operator_of_torch_of_many(row: int) -> None:
+def test_torch_operator_on_npu_bitwise_equals_cpu_in_large_sample(row: int) -> None:
     judge(*drawn(LARGE)[row])
 
 
-def test_what_is_left_apart_is_in_the_database() -> None:
+def test_excluded_operators_exist_in_torch_operator_database() -> None:
     assert APART.keys() <= {title(op) for op in database()}

@@ -43,7 +43,7 @@ def device() -> Any:
         ("many", None, 8),
     ],
 )
-def test_as_many_as_a_launcher_starts_processes(
+def test_device_count_follows_local_world_size_and_visible_devices(
     processes: str | None, named: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LOCAL_WORLD_SIZE", processes), ("ASCEND_RT_VISIBLE_DEVICES", named)):
@@ -61,7 +61,7 @@ def test_as_many_as_a_launcher_starts_processes(
         device().set_device(count)
 
 
-def test_a_program_may_name_devices_before_it_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices_are_read_at_first_use_of_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     npu.uninstall()
     npu.install()
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5")
@@ -75,7 +75,7 @@ def test_a_program_may_name_devices_before_it_uses_one(monkeypatch: pytest.Monke
 # --------------------------------------------------------------------------------------------------- tensors on numbers
 
 
-def test_what_is_made_lies_where_it_was_asked_for() -> None:
+def test_results_are_on_the_npu_index_of_their_inputs() -> None:
     x = torch.ones(2, 3, device="npu:1")
     tensors = [x.to("npu:1"), x + 1, x.mT, x.sum(), torch.zeros_like(x), x.new_ones(2), x.clone(), torch.cat([x, x])]
     tensors += [
@@ -101,7 +101,7 @@ def test_what_is_made_lies_where_it_was_asked_for() -> None:
     assert device().current_device() == 0
 
 
-def test_the_chosen_device_is_meant_where_no_number_stands() -> None:
+def test_npu_without_index_means_the_current_device() -> None:
     x = torch.ones(2, device="npu:3")
     device().set_device("npu:2")
     assert torch.accelerator.current_device_index() == device().current_device() == 2
@@ -119,7 +119,7 @@ def test_the_chosen_device_is_meant_where_no_number_stands() -> None:
         assert pool.submit(device().current_device).result() == 0
 
 
-def test_copies_go_from_one_to_another_and_gradients_back() -> None:
+def test_copies_between_npu_devices_propagate_gradients_back() -> None:
     x = torch.randn(3, device="npu:1", requires_grad=True)
     weight = torch.randn(3, requires_grad=True)
     there = x.to("npu:2")
@@ -137,7 +137,7 @@ def test_copies_go_from_one_to_another_and_gradients_back() -> None:
     assert (copied.device.type, torch.ops.aten.copy(y, copied).device) == ("cpu", y.device)
 
 
-def test_a_program_with_a_layer_on_each_device() -> None:
+def test_layers_on_three_npu_devices_train_together() -> None:
     layers = [torch.nn.Linear(4, 4, device=f"npu:{i}") for i in range(3)]
     optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], foreach=True)
     rows = torch.randn(2, 4)
@@ -151,14 +151,14 @@ def test_a_program_with_a_layer_on_each_device() -> None:
         assert layer.weight.device == layer.weight.grad.device == torch.device("npu", i)
 
 
-def test_library_functions_give_gradients_where_their_tensors_are() -> None:
+def test_attention_gradient_is_on_the_device_of_its_input() -> None:
     q = torch.randn(1, 4, 2, 16, device="npu:5", requires_grad=True)
     npu.npu_fusion_attention(q, q, q, 2, "BSND")[0].sum().backward()
     assert q.grad is not None
     assert str(q.grad.device) == "npu:5"
 
 
-def test_a_tensor_left_on_the_host_is_named() -> None:
+def test_mixed_device_error_names_the_argument_on_cpu() -> None:
     x, mask = torch.ones(1, 4, 2, 16, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
     for call, name in (
         (lambda: npu.npu_fusion_attention(x, x, x.cpu(), 2, "BSND"), "value"),
@@ -169,7 +169,7 @@ def test_a_tensor_left_on_the_host_is_named() -> None:
             call()
 
 
-def test_every_device_has_the_hosts_generator() -> None:
+def test_rng_states_and_seeds_of_npu_devices_match_cpu_generator() -> None:
     device().manual_seed(3)
     assert len(device().get_rng_state_all()) == 8
     state = device().get_rng_state("npu:1")
@@ -193,7 +193,7 @@ def test_every_device_has_the_hosts_generator() -> None:
 # ---------------------------------------------------------------------------------------- what mixes devices unnoticed
 
 
-def test_indices_come_from_the_host_or_the_same_device() -> None:
+def test_index_on_a_device_other_than_cpu_or_the_same_raises() -> None:
     x, host_index = torch.arange(4.0), torch.tensor([0, 2])
     index = host_index.npu()
     for refused in (
@@ -220,7 +220,7 @@ def test_indices_come_from_the_host_or_the_same_device() -> None:
     assert y.tolist() == [6, 1, 6, 3]
 
 
-def test_memory_of_another_device_is_refused() -> None:
+def test_set_with_storage_of_another_device_raises() -> None:
     there = torch.ones(3, device="npu")
     for refused in (
         lambda: torch.empty(0).set_(there),
@@ -237,7 +237,7 @@ def test_memory_of_another_device_is_refused() -> None:
 # ------------------------------------------------------------------------------------- streams, events, memory, threads
 
 
-def test_streams_and_events_are_torchs() -> None:
+def test_npu_streams_and_events_are_torch_streams_and_events() -> None:
     stream, event = device().Stream("npu:1"), device().Event(enable_timing=True)
     assert isinstance(stream, torch.Stream)
     assert isinstance(event, torch.Event)
@@ -263,7 +263,7 @@ def test_streams_and_events_are_torchs() -> None:
     torch.ones(2).npu().record_stream(stream)
 
 
-def test_the_current_stream_is_a_threads_own() -> None:
+def test_current_stream_is_thread_local() -> None:
     here = Barrier(2)
 
     def enter(first: bool) -> bool:
@@ -286,7 +286,7 @@ def test_the_current_stream_is_a_threads_own() -> None:
     assert device().current_stream() == device().default_stream()
 
 
-def test_devices_that_are_not_there() -> None:
+def test_device_functions_refuse_missing_devices() -> None:
     calls = "memory_allocated max_memory_allocated memory_reserved memory_stats mem_get_info get_device_properties "
     calls += "get_device_name get_device_capability synchronize current_stream default_stream get_rng_state set_device "
     calls += "reset_peak_memory_stats Stream"
@@ -298,7 +298,7 @@ def test_devices_that_are_not_there() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.accelerator, "memory_stats"), reason="since torch 2.9")
-def test_memory_of_the_accelerator() -> None:
+def test_torch_accelerator_memory_functions_work_on_npu() -> None:
     memory = torch.accelerator
     for call in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
         assert getattr(memory, call)() is None
@@ -311,7 +311,7 @@ def test_memory_of_the_accelerator() -> None:
         memory.memory_allocated(9)
 
 
-def test_a_backward_leaves_autograds_threads_as_they_were() -> None:
+def test_backward_keeps_autograd_multithreading_enabled() -> None:
     x = torch.ones(3, device="npu", requires_grad=True)
     y = (x * 2).sum()
     y.backward()
@@ -323,7 +323,7 @@ def test_a_backward_leaves_autograds_threads_as_they_were() -> None:
     npu.install()
 
 
-def test_autograds_own_profiler(capfd: pytest.CaptureFixture[str]) -> None:
+def test_autograd_profiler_records_npu_time(capfd: pytest.CaptureFixture[str]) -> None:
     x = torch.ones(3, device="npu", requires_grad=True)
     with torch.autograd.profiler.profile(use_device="npu") as profile:
         (x * x).sum().backward()

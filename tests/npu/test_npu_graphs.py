@@ -21,7 +21,7 @@ def captured(graph: Any, call: Any) -> Any:
         return call()
 
 
-def test_a_replay_is_an_eager_call_into_the_same_outputs() -> None:
+def test_graph_replay_into_same_outputs_bitwise_equals_eager_call() -> None:
     """Views, writes in place and through views, memory that starts empty, attention, and a product."""
     x = torch.randn(1, 6, 2, 16)
 
@@ -44,7 +44,7 @@ def test_a_replay_is_an_eager_call_into_the_same_outputs() -> None:
     assert [t.data_ptr() for t in result] == addresses
 
 
-def test_a_training_step() -> None:
+def test_replayed_training_step_bitwise_equals_eager_step() -> None:
     """Forward, gradients and the optimizer in one graph."""
     weight, x = torch.randn(4, 4), torch.randn(3, 4)
     ours, eager = (torch.nn.Parameter(weight.clone()) for _ in range(2))
@@ -80,7 +80,7 @@ def decode(pages: torch.Tensor, query: torch.Tensor, lengths: list[int], out: li
 
 
 @pytest.mark.parametrize("first", ["update", "replay"])
-def test_what_serving_programs_do_between_two_tokens(first: str) -> None:
+def test_graph_task_update_changes_decode_lengths_of_a_replay(first: str) -> None:
     """Lengths of a captured call are given anew; a replay that began before waits for them at an ExternalEvent."""
     pages, query = torch.randn(8, 16, 64), torch.randn(2, 4, 64)
     out = [torch.empty(2, 4, 64), torch.empty(0)]
@@ -108,7 +108,7 @@ def test_what_serving_programs_do_between_two_tokens(first: str) -> None:
         same_bits(after, decode(pages, query * 2, lengths, None) + 1)
 
 
-def test_what_a_replay_could_not_do_again() -> None:
+def test_graph_capture_refuses_host_reads_and_data_dependent_shapes() -> None:
     graph = device().NPUGraph()
     with pytest.raises(RuntimeError, match=r"expected a captured graph, got none"):
         graph.replay()
@@ -129,7 +129,7 @@ def test_what_a_replay_could_not_do_again() -> None:
             missing()
 
 
-def test_what_is_begun_and_ended_in_the_wrong_order() -> None:
+def test_graph_capture_and_task_calls_in_wrong_order_raise() -> None:
     graph, npu_ = device().NPUGraph(), device()
     with pytest.raises(RuntimeError, match="expected a capture of this graph"):
         graph.capture_end()

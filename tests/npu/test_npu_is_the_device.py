@@ -40,7 +40,7 @@ YES = (
 )  # fmt: skip
 
 
-def test_every_form_says_yes(torch_npu: Any) -> None:
+def test_device_checks_of_programs_are_true_on_npu(torch_npu: Any) -> None:
     module = torch.nn.Linear(2, 2).npu()
     names = {"torch": torch, "x": torch.ones(2, device="npu"), "y": torch.ones(2), "m": module}
     names |= {"d": module.weight.device}

@@ -10,7 +10,7 @@ from fusion_attention.testing.estimated_rounding_errors import compare_with
 pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
-def test_a_module_that_moves_keeps_its_parameters() -> None:
+def test_module_to_npu_keeps_parameter_identity_and_sharing() -> None:
     """As on its way to CUDA: a weight that layers share stays one, and an optimizer that was made before updates it."""
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = weight = first.weight
@@ -29,14 +29,14 @@ def test_a_module_that_moves_keeps_its_parameters() -> None:
     assert (weight.dtype, weight.device.type, second.weight is weight) == (torch.float16, "npu", True)
 
 
-def test_a_tensor_becomes_no_sparse_one() -> None:
+def test_assigning_sparse_data_to_npu_tensor_raises() -> None:
     x = torch.ones(2, device="npu")
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         x.data = torch.ones(2).to_sparse()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32])
-def test_integers_are_counted(dtype: Any) -> None:
+def test_histc_counts_integers_on_npu(dtype: Any) -> None:
     """Mixtures of experts do so on every device but a CPU, which has no such kernel."""
     ids = torch.tensor([0, 3, 1, 3, 3, 7, 2, 0, 200]).to(dtype)
     counts = torch.histc(ids.npu(), bins=8, min=0, max=7)
@@ -48,7 +48,7 @@ def test_integers_are_counted(dtype: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_an_encoder_packs_no_rows() -> None:
+def test_transformer_encoder_with_padding_mask_on_npu_matches_float64() -> None:
     """In evaluation torch would pack them into a nested tensor, wherever a mask hides the ends of rows."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2).npu().eval()
@@ -59,7 +59,7 @@ def test_an_encoder_packs_no_rows() -> None:
     compare_with("rows", got[~hidden], lambda: model(rows.double(), src_key_padding_mask=hidden)[~hidden])
 
 
-def test_memory_that_a_stream_uses() -> None:
+def test_record_stream_accepts_npu_tensors_and_raises_for_cpu_tensors() -> None:
     x = torch.ones(2, device="npu")
     for stream in (torch.npu.Stream(), torch.npu.current_stream(), torch.Stream("npu")):  # type: ignore[attr-defined]
         x.record_stream(stream)

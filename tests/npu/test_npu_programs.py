@@ -66,7 +66,7 @@ def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str
 
 
 @pytest.mark.parametrize("way", ["script", "module"])
-def test_a_program_runs_as_python_runs_it(
+def test_runner_passes_arguments_name_path_and_exit_code_like_python(
     way: str, process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its arguments, its name, the folder that it imports from, and its exit code."""
@@ -92,7 +92,7 @@ def test_a_program_runs_as_python_runs_it(
     assert os.environ[subprocesses.PATH].split(os.pathsep)[0] == str(Path(subprocesses.__file__).parent)
 
 
-def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None:
+def test_runner_options_before_the_program_set_device_and_strict(process: None, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(
         "import torch, fusion_attention.settings as s\n"
@@ -112,7 +112,7 @@ def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None
         ([], "the following arguments are required: program"),
     ],
 )
-def test_what_cannot_be_run_is_one_sentence(
+def test_runner_reports_missing_program_or_device_as_usage_error(
     arguments: list[str], message: str, process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -122,7 +122,7 @@ def test_what_cannot_be_run_is_one_sentence(
     assert subprocesses.DEVICE not in os.environ
 
 
-def test_beside_another_torch_npu_nothing_is_run(
+def test_runner_exits_if_another_torch_npu_is_loaded(
     process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
@@ -182,7 +182,7 @@ def folder(tmp_path: Path) -> Path:
         (f"{ELSEWHERE}; import torch, importlib.util as u; assert u.find_spec('torch_npu') is None", "None False"),
     ],
 )
-def test_a_child_finds_torch_npu_once_it_has_torch(
+def test_child_process_installs_torch_npu_on_demand(
     program: str, expected: str, folder: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(subprocesses.PATH, str(folder))
@@ -196,7 +196,7 @@ def test_a_child_finds_torch_npu_once_it_has_torch(
     assert text.strip() == expected
 
 
-def test_an_environments_own_sitecustomize_is_read(folder: Path) -> None:
+def test_sitecustomize_of_the_environment_is_still_executed(folder: Path) -> None:
     text = run(
         "-c", "import sys; print(sys.own)", path=os.pathsep.join([str(Path(subprocesses.__file__).parent), str(folder)])
     )
@@ -220,7 +220,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_processes_that_a_program_starts(tmp_path: Path) -> None:
+def test_spawned_child_process_computes_on_npu(tmp_path: Path) -> None:
     """They do not import torch_npu: torch loads the chip's by itself."""
     (tmp_path / "spawns.py").write_text(SPAWNS)
     text = run("-m", "fusion_attention.npu", tmp_path / "spawns.py")
@@ -252,7 +252,7 @@ OPTION = ("-m", "pytest", "-p", "no:fusion_attention", "-p", "fusion_attention.f
 
 
 @pytest.mark.slow
-def test_a_run_of_pytest(tmp_path: Path) -> None:
+def test_pytest_option_fake_npu_installs_torch_npu(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_of_the_chip.py").write_text(TESTS)
     text = run(*OPTION, "--fake-npu", "--rootdir", tmp_path, tmp_path, code=1)
@@ -262,7 +262,7 @@ def test_a_run_of_pytest(tmp_path: Path) -> None:
     assert "1 failed, 2 passed" in text
 
 
-def test_a_run_without_the_option_loads_nothing(tmp_path: Path) -> None:
+def test_pytest_without_option_fake_npu_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test_nothing():\n    assert not {'torch', 'fusion_attention.npu'} & set(sys.modules)"
     )
@@ -270,13 +270,13 @@ def test_a_run_without_the_option_loads_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_xdist_and_the_plugin_by_name(tmp_path: Path) -> None:
+def test_pytest_plugin_loaded_by_name_works_in_xdist_workers(tmp_path: Path) -> None:
     (tmp_path / "test_of_the_chip.py").write_text(TESTS)
     words = ("-m", "pytest", "-p", "fusion_attention.npu.pytest", "-p", "no:cacheprovider", "-n", "2")
     assert "1 failed, 2 passed" in run(*words, "--rootdir", tmp_path, tmp_path, code=1)
 
 
-def test_a_mock_object_in_its_place_is_named(torch_npu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_plugin_warns_of_a_mocked_torch_npu(torch_npu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plugin.pytest_collection_finish()

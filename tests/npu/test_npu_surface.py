@@ -27,7 +27,7 @@ def imported(name: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------- profiling
 
 
-def test_a_profile_under_the_words_of_the_chip(torch_npu: Any, tmp_path: Path) -> None:
+def test_torch_npu_profiler_writes_trace_with_mstx_marks_and_ranges(torch_npu: Any, tmp_path: Path) -> None:
     profiler, mstx = imported("torch_npu.profiler"), imported("torch_npu").npu.mstx
     settings = profiler._ExperimentalConfig(
         profiler_level=profiler.ProfilerLevel.Level1,
@@ -63,7 +63,7 @@ def test_a_profile_under_the_words_of_the_chip(torch_npu: Any, tmp_path: Path) -
     assert profiler.supported_activities() == {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU}
 
 
-def test_a_counter_of_operations(torch_npu: Any) -> None:
+def test_flops_counter_starts_pauses_resumes_and_stops(torch_npu: Any) -> None:
     counter = imported("torch_npu.utils.flops_count").FlopsCounter()
     x = torch.ones(4, 8)
     with counter:
@@ -84,7 +84,9 @@ def test_a_counter_of_operations(torch_npu: Any) -> None:
     assert counter.get_flops() == [0, 0]
 
 
-def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_version_dtype_and_format_queries_return_host_values(
+    torch_npu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free, total = torch_npu.npu.mem_get_info()
     assert 0 < free <= total
     assert torch_npu.npu.memory.mem_get_info is torch_npu.npu.mem_get_info
@@ -117,7 +119,7 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
+def test_transfer_to_npu_redirects_cuda_calls_until_uninstall(torch_npu: Any, tmp_path: Path) -> None:
     imported("torch_npu.contrib.transfer_to_npu")
     saved = tmp_path / "saved"
     torch.save(torch.randn(3, 4, device="npu"), saved)
@@ -174,7 +176,7 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_for_cuda_compiles(torch_npu: Any, fresh: None) -> None:
+def test_transfer_to_npu_function_compiles_with_fullgraph(torch_npu: Any, fresh: None) -> None:
     imported("torch_npu.contrib.transfer_to_npu")
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -184,7 +186,7 @@ def test_a_program_for_cuda_compiles(torch_npu: Any, fresh: None) -> None:
     assert layer(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_nothing_is_transferred_unasked(torch_npu: Any) -> None:
+def test_cuda_calls_are_not_redirected_without_transfer_to_npu_import(torch_npu: Any) -> None:
     assert torch.randn is vars(torch)["randn"]
     assert importlib.util.find_spec("torch_npu.contrib.transfer_to_npu") is not None
     assert "torch_npu.contrib.transfer_to_npu" not in sys.modules
@@ -195,7 +197,7 @@ def test_nothing_is_transferred_unasked(torch_npu: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ other packages
 
 
-def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
+def test_mindspeed_attention_functions_match_torch_npu(torch_npu: Any) -> None:
     ring = imported("mindspeed.ops.npu_ring_attention_update")
     attention = imported("mindspeed.ops.fusion_attention_v2")
     q, k = torch.randn(2, 6, 1, 32)
@@ -225,7 +227,7 @@ def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
     assert importlib.util.find_spec("mindspeed") is None
 
 
-def test_mindspeeds_gradients_are_added(torch_npu: Any) -> None:
+def test_mindspeed_matmul_add_accumulates_into_the_gradient(torch_npu: Any) -> None:
     x, dy = torch.randn(5, 4).bfloat16(), torch.randn(5, 3).bfloat16()
     grad = torch.ones(3, 4)
     imported("mindspeed.ops.npu_matmul_add").npu_matmul_add_fp32(x, dy, grad)
@@ -236,7 +238,7 @@ def test_mindspeeds_gradients_are_added(torch_npu: Any) -> None:
     same_bits(grouped, torch.cat(want))
 
 
-def test_no_distribution_is_claimed_beside_torch_npus(torch_npu: Any) -> None:
+def test_mindspeed_has_no_package_version_and_missing_names_raise(torch_npu: Any) -> None:
     """Programs that ask for a version of MindSpeed learn that it is not installed."""
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("mindspeed")
@@ -251,7 +253,7 @@ def cann() -> Any:
     return imported("cann_ops_transformer.ops")
 
 
-def test_cann_attention_of_packed_rows(torch_npu: Any) -> None:
+def test_cann_flash_attn_of_packed_rows_matches_attention(torch_npu: Any) -> None:
     """Ends with a 0 before them; lse head by head; gradients; rows without keys."""
     ends, heads = torch.tensor([0, 3, 7], dtype=torch.int32, device="npu"), 2
     q, k, v = (t.npu().requires_grad_() for t in torch.randn(3, 7, heads, 16))
@@ -270,7 +272,7 @@ def test_cann_attention_of_packed_rows(torch_npu: Any) -> None:
     same_bits(near, fa.attention(q, k, v, layout="TND", q_len=[3, 4], scale=0.25, band=fa.Band(lo=-1)))
 
 
-def test_cann_attention_of_padded_rows(torch_npu: Any) -> None:
+def test_cann_flash_attn_of_padded_rows_matches_attention(torch_npu: Any) -> None:
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 16)
     used = torch.tensor([2, 0], dtype=torch.int32)
     words = {"layout_q": "BNSD", "layout_kv": "BNSD", "seqused_kv": used, "return_softmax_lse": True}
@@ -283,7 +285,7 @@ def test_cann_attention_of_padded_rows(torch_npu: Any) -> None:
     assert none.tolist() == [0.0]
 
 
-def test_cann_operators_around(torch_npu: Any) -> None:
+def test_cann_partial_rotary_and_moe_token_permute_match_torch_npu(torch_npu: Any) -> None:
     x, r1, r2 = torch.randn(2, 3, 2, 8), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
     leaf = x.clone().requires_grad_()
     turned = leaf * 1
@@ -300,7 +302,7 @@ def test_cann_operators_around(torch_npu: Any) -> None:
     assert (rows.shape, positions.tolist(), scale.numel()) == ((4, 8), [2, 0, 3, 1], 0)
 
 
-def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
+def test_unsupported_cann_arguments_and_functions_raise_named_errors(torch_npu: Any) -> None:
     q, ends, ops = torch.randn(1, 4, 2, 8), torch.tensor([0, 4]), cann()
     k = q[:, :, :1]
     refused: dict[str, Any] = {

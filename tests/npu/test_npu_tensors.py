@@ -39,7 +39,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_views_share_memory_and_what_is_changed_in_place() -> None:
+def test_npu_views_share_memory_and_version_counter() -> None:
     x = torch.zeros(2, 3, device="npu")
     view, row, taken, detached = x.view(6), x[1], x.T, x.detach()
     row.fill_(2)
@@ -53,7 +53,7 @@ def test_views_share_memory_and_what_is_changed_in_place() -> None:
     assert view[5] == 4
 
 
-def test_memory_is_resized_replaced_and_emptied_under_every_view() -> None:
+def test_resize_set_and_data_assignment_change_npu_storage() -> None:
     x = torch.arange(4.0, device="npu")
     view = x.view(2, 2)
     x.resize_(6)[4:] = 9
@@ -70,7 +70,7 @@ def test_memory_is_resized_replaced_and_emptied_under_every_view() -> None:
     assert x.tolist() == [3, 3]
 
 
-def test_somebody_elses_memory_is_not_resized() -> None:
+def test_resizing_foreign_memory_on_npu_raises() -> None:
     host = torch.from_numpy(numpy.arange(3.0))
     x = torch.ops.fusion_attention_npu.to_npu(host, [])
     for resize in (lambda: x.resize_(100), lambda: x.untyped_storage().resize_(800)):
@@ -79,7 +79,7 @@ def test_somebody_elses_memory_is_not_resized() -> None:
     assert x.add_(1).tolist() == host.tolist() == [1, 2, 3]
 
 
-def test_a_copy_to_the_host_and_back_is_a_copy() -> None:
+def test_copies_between_cpu_and_npu_do_not_share_memory() -> None:
     x = torch.ones(3, device="npu")
     for copied in (x.cpu(), x.to("cpu"), x.cpu().npu(), x.clone()):
         x.zero_()
@@ -88,7 +88,7 @@ def test_a_copy_to_the_host_and_back_is_a_copy() -> None:
     assert x.npu() is x.to("npu") is x.to("npu:0") is x
 
 
-def test_a_change_of_what_a_backward_needs_is_noticed() -> None:
+def test_inplace_change_of_saved_npu_tensor_raises_in_backward() -> None:
     x = torch.ones(3, device="npu", requires_grad=True)
     y = x.exp()
     y.view(3)[0] = 1
@@ -96,7 +96,7 @@ def test_a_change_of_what_a_backward_needs_is_noticed() -> None:
         y.sum().backward()
 
 
-def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None:
+def test_parameter_view_in_inference_mode_is_not_an_inference_tensor() -> None:
     for device in ("cpu", "npu"):
         weight = torch.ones(2, 3, device=device, requires_grad=True)
         with torch.inference_mode():
@@ -106,7 +106,7 @@ def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_attention_under_a_transformation() -> None:
+def test_sdpa_on_npu_under_vmap_and_func_grad_matches_cpu() -> None:
     """torch asks which kernel to take with tensors that have no memory."""
     call = torch.nn.functional.scaled_dot_product_attention
     rows = torch.randn(2, 3, 2, 4, 8)
@@ -116,7 +116,7 @@ def test_attention_under_a_transformation() -> None:
 
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_recurrent_layers(layer: type[torch.nn.Module]) -> None:
+def test_recurrent_layers_on_npu_match_cpu(layer: type[torch.nn.Module]) -> None:
     """torch asks devices such as this one for fused kernels of them."""
     model = layer(3, 4, 2, bidirectional=True)
     x = torch.randn(5, 2, 3)
@@ -137,7 +137,7 @@ def test_recurrent_layers(layer: type[torch.nn.Module]) -> None:
 # -------------------------------------------------------------------------------------------------- copies on the disk
 
 
-def test_deep_copies_and_pickles() -> None:
+def test_deepcopy_and_pickle_keep_values_types_and_views_of_npu_tensors() -> None:
     x = torch.randn(2, 3, device="npu")
     both = {"x": x, "view": x[1], "weight": torch.nn.Parameter(x)}
     copied, unpickled = copy.deepcopy(both), pickle.loads(pickle.dumps(both))
@@ -161,7 +161,7 @@ WHERE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_files(where: str, tmp_path: Path) -> None:
+def test_torch_load_maps_npu_tensors_to_map_location(where: str, tmp_path: Path) -> None:
     place, result = WHERE[where]
     x = torch.randn(2, 3, device="npu:3")
     torch.save({"x": x, "view": x[1]}, tmp_path / "x.pt")
@@ -172,7 +172,7 @@ def test_files(where: str, tmp_path: Path) -> None:
     assert not loaded["view"].any()
 
 
-def test_files_of_other_devices(tmp_path: Path) -> None:
+def test_torch_load_of_npu_file_needs_install_or_map_location_cpu(tmp_path: Path) -> None:
     torch.save(torch.ones(2), tmp_path / "x.pt")
     assert str(torch.load(tmp_path / "x.pt", map_location="npu").device) == HERE
     torch.save(torch.ones(2, device="npu"), tmp_path / "x.pt")
@@ -185,7 +185,7 @@ def test_files_of_other_devices(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "x.pt", map_location="cpu").tolist() == [1, 1]
 
 
-def test_pinned_memory() -> None:
+def test_pin_memory_works_for_cpu_tensors_and_raises_for_npu_tensors() -> None:
     unpinned = torch.arange(4)
     pinned = unpinned.pin_memory()
     assert [t.is_pinned() for t in (unpinned, pinned, pinned[2:], pinned.clone(), torch.ones(3, pin_memory=True))] == [
@@ -202,7 +202,7 @@ def test_pinned_memory() -> None:
 # ------------------------------------------------------------------------------------------------- chance, and numbers
 
 
-def test_a_generator_draws_what_the_hosts_draws() -> None:
+def test_npu_generator_draws_same_numbers_as_cpu_generator() -> None:
     generator, host = torch.Generator("npu").manual_seed(3), torch.Generator().manual_seed(3)
     assert str(generator.device) == HERE
     for draw in (torch.randn, torch.rand):
@@ -223,7 +223,7 @@ def test_a_generator_draws_what_the_hosts_draws() -> None:
         same(one, torch.bernoulli(torch.full((20,), 0.5)))
 
 
-def test_autocast() -> None:
+def test_npu_autocast_casts_dtypes_independently_of_cpu_autocast() -> None:
     layer = torch.nn.Linear(4, 4).npu()
     x = torch.randn(2, 4, device="npu")
     with torch.autocast("npu", torch.bfloat16):
@@ -247,7 +247,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("other", ["cpu", "npu:1"])
-def test_mixed_devices_are_torchs_own_error(other: str) -> None:
+def test_operands_on_different_devices_raise_the_error_of_torch(other: str) -> None:
     x, y = torch.ones(2, 2, device="npu"), torch.ones(2, 2, device=other)
     calls: list[Callable[[], Any]] = [lambda: x + y, lambda: y @ x, lambda: torch.cat([x, y]), lambda: x.add_(y)]
     calls += [lambda: torch.where(x > 0, x, y), lambda: npu.npu_fusion_attention(x, y, x, 1, "TND")]
@@ -265,14 +265,14 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def test_a_class_of_its_own_among_others() -> None:
+def test_attention_on_npu_keeps_the_tensor_subclass_of_the_query() -> None:
     q = torch.randn(1, 2, 4, 8)
     want, got = (attention(rows.as_subclass(_Subclass), rows, rows) for rows in (q, q.npu()))
     assert type(want) is type(got) is _Subclass
     same(got, want)
 
 
-def test_scaled_dot_product_attention_is_computed_here() -> None:
+def test_patched_sdpa_on_npu_bitwise_equals_attention() -> None:
     q = torch.randn(1, 2, 4, 8)
     call = torch.nn.functional.scaled_dot_product_attention
     with patched():
@@ -282,7 +282,7 @@ def test_scaled_dot_product_attention_is_computed_here() -> None:
     same_bits(got.cpu(), attention(q, q, q, layout="BNSD"))
 
 
-def test_a_generator_of_another_device_is_torchs_own_error() -> None:
+def test_generator_of_another_device_raises_the_error_of_torch() -> None:
     with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator but found 'cpu'"):
         torch.randn(2, device="npu", generator=torch.Generator())
     with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'npu'"):
@@ -300,13 +300,13 @@ def test_a_generator_of_another_device_is_torchs_own_error() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_other_layouts_are_refused(make: Callable[[torch.Tensor], Any], what: str) -> None:
+def test_sparse_quantized_and_nested_npu_tensors_are_refused(make: Callable[[torch.Tensor], Any], what: str) -> None:
     with pytest.raises(NotImplementedError, match=f"device npu: expected strided tensors, got one of layout .*{what}"):
         make(torch.ones(2, 2, device="npu"))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tensor_without_plain_memory_has_no_alias() -> None:
+def test_sparse_tensor_cannot_be_aliased_between_npu_and_cpu() -> None:
     one = torch.ones(1, device="npu")
     odd = torch.sparse_csr_tensor(torch.tensor([0, 1], device="npu"), one.long() * 0, one)
     cross = torch.ops.fusion_attention_npu
@@ -316,7 +316,7 @@ def test_a_tensor_without_plain_memory_has_no_alias() -> None:
     assert cross.to_npu(host, [host.to_sparse(), odd]).tolist() == [1]
 
 
-def test_the_host_cannot_read_it_unasked() -> None:
+def test_numpy_of_npu_tensor_raises() -> None:
     with pytest.raises(TypeError, match="can't convert npu:0 device type tensor to numpy"):
         torch.ones(2, device="npu").numpy()
 
@@ -324,7 +324,7 @@ def test_the_host_cannot_read_it_unasked() -> None:
 # --------------------------------------------------------------------------------------- processes, threads, uninstall
 
 
-def test_tensors_outlive_uninstall() -> None:
+def test_npu_tensors_compute_after_uninstall_but_new_tensors_raise() -> None:
     x = torch.ones(2, 2, device="npu", requires_grad=True)
     y = (x * 3).sum()
     npu.uninstall()
@@ -345,7 +345,7 @@ def test_tensors_outlive_uninstall() -> None:
     assert (x.detach() + torch.ones(2, 2, device="npu")).tolist() == [[2, 2], [2, 2]]
 
 
-def test_from_one_way_to_the_other_and_back() -> None:
+def test_install_switches_between_npu_device_and_host_alias() -> None:
     x = torch.ones(2, device="npu")
     npu.install("host")
     assert torch.ones(2, device="npu").device.type == "cpu"
@@ -355,7 +355,7 @@ def test_from_one_way_to_the_other_and_back() -> None:
     assert str((x + torch.ones(2, device="npu")).device) == HERE
 
 
-def test_every_thread_knows_the_device() -> None:
+def test_npu_device_works_in_every_thread() -> None:
     x = torch.randn(8, 8, device="npu")
     want = (x @ x).cpu()
 
@@ -369,7 +369,7 @@ def test_every_thread_knows_the_device() -> None:
         list(pool.map(work, range(8)))
 
 
-def test_a_thread_may_do_nothing_but_a_backward() -> None:
+def test_backward_of_npu_tensor_works_alone_in_a_new_thread() -> None:
     x = torch.ones(3, device="npu", requires_grad=True)
     y, ones = x * 2, torch.ones(3, device="npu")
     with ThreadPoolExecutor(1) as pool:
@@ -384,7 +384,7 @@ def _child(x: torch.Tensor, answer: Any) -> None:
     answer.send((rows.grad.cpu().tolist(), str(torch.ones(1, device="npu").device)))  # type: ignore[union-attr]
 
 
-def test_a_forked_process_goes_on() -> None:
+def test_forked_process_computes_on_npu() -> None:
     x = torch.randn(3, 3, device="npu", requires_grad=True)
     (x @ x).sum().backward()
     assert x.grad is not None
@@ -406,7 +406,7 @@ class _Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((2,), float(number), device="npu")
 
 
-def test_a_worker_sends_tensors() -> None:
+def test_data_loader_worker_sends_npu_tensors() -> None:
     loader = torch.utils.data.DataLoader(
         _Rows(), batch_size=2, num_workers=1, timeout=30, multiprocessing_context="fork"
     )
@@ -415,7 +415,7 @@ def test_a_worker_sends_tensors() -> None:
     assert [batch.tolist() for batch in batches] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
 
 
-def test_what_is_sent_is_shared() -> None:
+def test_pickled_npu_tensor_shares_memory_between_processes() -> None:
     x = torch.nn.Parameter(torch.arange(3.0, device="npu:3"))
     received = ForkingPickler.loads(ForkingPickler.dumps(x))
     assert type(received) is torch.nn.Parameter
@@ -446,7 +446,7 @@ print(torch.ones(1, device="npu").device)
 
 
 @pytest.mark.slow
-def test_another_librarys_device_is_left_alone() -> None:
+def test_install_refuses_if_another_library_renamed_privateuse1() -> None:
     run = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=120, check=False)
     message, device = run.stdout.splitlines()
     assert message == (

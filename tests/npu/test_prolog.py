@@ -67,7 +67,7 @@ def stored(cache: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["npu_mla_prolog", "npu_mla_prolog_v2"])
 @pytest.mark.parametrize("batched", [False, True])
-def test_the_first_versions(name: str, batched: bool) -> None:
+def test_mla_prolog_v1_and_v2_match_naive_loops(name: str, batched: bool) -> None:
     shape = (2, 3) if batched else (T,)
     latent, rope = caches()
     rows = [t.view(*shape, -1) for t in (X, ANGLES.sin(), ANGLES.cos())]
@@ -87,7 +87,7 @@ def test_the_first_versions(name: str, batched: bool) -> None:
     compare_with("[query, query_rope, kv_cache, kr_cache]", results, wanted)
 
 
-def test_the_third_version_has_factors_and_returns_the_norm() -> None:
+def test_mla_prolog_v3_scale_factors_and_query_norm_match_naive_loops() -> None:
     latent, rope = caches()
     args = (X, *WEIGHTS, ANGLES.sin(), ANGLES.cos(), latent, rope)
     query, query_rope, no, cq, scale = npu.npu_mla_prolog_v3(
@@ -105,7 +105,7 @@ def test_the_third_version_has_factors_and_returns_the_norm() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_rounded_where_the_chip_rounds(dtype: torch.dtype) -> None:
+def test_16_bit_mla_prolog_rounds_after_each_product_and_norm(dtype: torch.dtype) -> None:
     """After every product and every norm, and nowhere else."""
     x, *weights, sin, cos = (t.to(dtype) for t in (X, *WEIGHTS, ANGLES.sin(), ANGLES.cos()))
     latent, rope = caches(dtype)
@@ -124,7 +124,7 @@ def test_sixteen_bits_are_rounded_where_the_chip_rounds(dtype: torch.dtype) -> N
     )
 
 
-def test_pieces_hold_the_same_rows() -> None:
+def test_nz_caches_hold_the_same_rows_as_bsnd_caches() -> None:
     rope_dim = 16
     uq, dkv = torch.randn(CQ, N * (D + rope_dim)), torch.randn(H, CKV + rope_dim)
     angles = torch.rand(T, rope_dim)
@@ -154,7 +154,7 @@ def test_without_heads_the_caches_are_written() -> None:
         same_bits(args[name], full[name])
 
 
-def test_weights_that_wait_for_a_gradient_are_a_doubt() -> None:
+def test_weight_that_requires_a_gradient_warns() -> None:
     with pytest.warns(ContractWarning, match=r"weight_dq: .*no_grad"):
         query, *_ = npu.npu_mla_prolog_v3(**args_of(weight_dq=DQ.clone().requires_grad_()))
     assert not query.requires_grad
@@ -179,7 +179,9 @@ ONE = torch.ones(1)
         ({"kv_cache": caches()[0].requires_grad_()}, "kv_cache: .*written in place"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_written(interface: Callable[..., Any], changes: Any, text: str) -> None:
+def test_invalid_mla_prolog_call_raises_and_leaves_caches_unwritten(
+    interface: Callable[..., Any], changes: Any, text: str
+) -> None:
     args = args_of(**changes)
     with pytest.raises(ContractError, match=f"{interface.__name__}: {text}"):
         interface(**args)
@@ -196,6 +198,6 @@ def test_what_is_wrong_is_said_and_nothing_is_written(interface: Callable[..., A
         ({"kv_cache_dtype": 1}, "kv_cache_dtype"),
     ],
 )
-def test_forms_of_the_third_version_that_are_not_computed(changes: Any, text: str) -> None:
+def test_unsupported_mla_prolog_v3_arguments_raise(changes: Any, text: str) -> None:
     with pytest.raises(ContractError, match=f"npu_mla_prolog_v3: {text}"):
         npu.npu_mla_prolog_v3(**args_of(**changes))

@@ -43,7 +43,9 @@ def one(given: int) -> None:
         (one, (1, 2), {}),
     ],
 )
-def test_errors_are_pythons_own(function: Callable[..., None], given: tuple[int, ...], named: dict[str, int]) -> None:
+def test_argument_errors_have_the_text_of_python_type_errors(
+    function: Callable[..., None], given: tuple[int, ...], named: dict[str, int]
+) -> None:
     with pytest.raises(TypeError) as python:
         function(*given, **named)
     assert str(misused(function, given, named)) == str(python.value)
@@ -58,14 +60,14 @@ def test_errors_are_pythons_own(function: Callable[..., None], given: tuple[int,
         ((1,) * 25, {}, "takes from 5 to 24 positional arguments but 25 were given"),
     ],
 )
-def test_a_wrong_call_names_the_function(given: tuple[int, ...], named: dict[str, int], says: str) -> None:
+def test_argument_error_names_function_and_argument(given: tuple[int, ...], named: dict[str, int], says: str) -> None:
     """A name of the record is none of a function that spells it otherwise."""
     with pytest.raises(TypeError, match=re.escape(f"npu_fusion_attention() {says}")):
         npu.npu_fusion_attention(*given, **named)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_help_says_what_the_record_says(name: str) -> None:
+def test_help_text_lists_summary_parameters_source_and_example(name: str) -> None:
     op: Op = OPERATORS[name]
     function = getattr(npu, name)
     text = inspect.getdoc(function) or ""
@@ -80,7 +82,7 @@ def test_help_says_what_the_record_says(name: str) -> None:
     assert list(inspect.signature(function).parameters) == [p.shown for p in op.inputs]
 
 
-def test_a_scale_that_is_left_out_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_scale_is_distinguished_from_explicit_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its default is what it has either way; only a rule asks whether the call says it."""
     scales: list[Any] = []
     monkeypatch.setattr("fusion_attention.npu.training_call.forward", lambda op, args: scales.append(args["scale"]))

@@ -69,11 +69,11 @@ FORMS: dict[str, dict[str, tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("text", FORMS, ids=range(len(FORMS)))
-def test_a_form_of_use(text: str, tmp_path: Path) -> None:
+def test_scan_counts_calls_and_other_uses_in_each_import_form(text: str, tmp_path: Path) -> None:
     assert counted(text, tmp_path) == FORMS[text]
 
 
-def test_places_that_ask_for_the_device(tmp_path: Path) -> None:
+def test_scan_counts_comparisons_of_the_device_type(tmp_path: Path) -> None:
     text = """
         x.device.type == "npu" or device.type in ("npu", "cuda") or "npu" != kind or x.is_npu
         name == "input" or kind == "npu:0" or y.is_cuda or name.startswith("npu_") or f("npu")
@@ -85,7 +85,7 @@ def test_places_that_ask_for_the_device(tmp_path: Path) -> None:
     assert reading(text, tmp_path).device_tests == 6
 
 
-def test_a_tree(tmp_path: Path) -> None:
+def test_scan_reads_folders_without_hidden_installed_or_linked_files(tmp_path: Path) -> None:
     """Files in any folder; not what is hidden or installed, and a link leads nowhere twice."""
     call = "import torch_npu\ntorch_npu.npu_rms_norm(x)\n"
     for name in ("a.py", "in/ner/b.py", ".hidden/c.py", "env/lib/site-packages/d.py", "e.txt", "in/f.pyc"):
@@ -111,7 +111,7 @@ UNREADABLE = {
 }
 
 
-def test_what_cannot_be_read_is_said_and_nothing_is_run(tmp_path: Path) -> None:
+def test_scan_lists_unreadable_files_and_executes_no_code(tmp_path: Path) -> None:
     for name, text in UNREADABLE.items():
         (tmp_path / f"{name}.py").write_bytes(text)
     (tmp_path / "runs.py").write_text(f"import torch_npu\nopen({str(tmp_path / 'made')!r}, 'w')\ntorch_npu.npu_gelu(x)")
@@ -143,7 +143,7 @@ if x.device.type == "npu": pass
 """
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_coverage_command_reports_present_and_missing_names(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(PROGRAM)
     outcome = CliRunner().invoke(app, ["npu", "--coverage", str(tmp_path)], env={"COLUMNS": "200"})
     assert outcome.exit_code == 0
@@ -174,7 +174,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert (result["names"], result["share"], result["function_calls"]) == ([], None, 0)
 
 
-def test_the_list_names_everything_that_is_played() -> None:
+def test_npu_command_lists_all_implemented_functions() -> None:
     result: dict[str, Any] = json.loads(CliRunner().invoke(app, ["npu", "--json"]).stdout)
     assert set(modules.functions()) <= set(result["torch_npu"])
     assert "mem_get_info" in result["torch_npu.npu"]
@@ -186,7 +186,7 @@ def test_the_list_names_everything_that_is_played() -> None:
 # ------------------------------------------------------------------------------------------ what programs really call
 
 
-def test_the_share_of_calls_that_is_answered() -> None:
+def test_implemented_functions_cover_required_share_of_npu_calls() -> None:
     """Of thirteen repositories together; of those that train and those that infer, at least.
 
     A function of a wave that is not here costs each of the two all of its calls: whose they are was not kept.

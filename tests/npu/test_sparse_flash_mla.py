@@ -44,7 +44,7 @@ def residual(tokens: int, batch: int = 2) -> torch.Tensor:
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("tokens", [21, 24])
-def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None:
+def test_padded_output_and_gradients_match_compressed_attention(listed: bool, tokens: int, cann: Any) -> None:
     case = CompressedCase(
         q_len=(tokens, tokens), kv_len=(tokens, tokens), ratio=RATIO, window=WINDOW, sink=True, dim_qk=16, count=3,
         lists="all" if listed else "",
@@ -92,7 +92,7 @@ def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None
     compare_with("cmp_softmax_l1_norm", (norm,), mean_probabilities)
 
 
-def test_keys_in_pages(cann: Any) -> None:
+def test_result_with_paged_keys_bitwise_equals_padded_keys(cann: Any) -> None:
     q, k, c, sinks = rows(20, dtype=torch.bfloat16)
     words = {**BOTH, "cmp_residual_kv": residual(20), "sinks": sinks}
     want, _ = cann.sparse_flash_mla(q, k, c, None, lists(20), **words)
@@ -112,7 +112,7 @@ def test_keys_in_pages(cann: Any) -> None:
 
 
 @pytest.mark.parametrize(("mode", "band"), [(0, fa.Band.full()), (3, fa.Band.causal()), (4, fa.Band.window(2, 1))])
-def test_without_compressed_keys(mode: int, band: fa.Band, cann: Any) -> None:
+def test_sparse_flash_mla_without_compressed_keys_matches_attention(mode: int, band: fa.Band, cann: Any) -> None:
     q, k, _, sinks = rows(9)
     words = {"ori_mask_mode": mode, "softmax_scale": 0.25, "sinks": sinks, "seqused_cmp_kv": [7, 7]}  # counts nothing
     words |= {"ori_win_left": 2, "ori_win_right": 1} if mode == 4 else {}
@@ -125,7 +125,7 @@ def test_without_compressed_keys(mode: int, band: fa.Band, cann: Any) -> None:
 
 
 @pytest.mark.parametrize("sunk", [True, False])
-def test_rows_without_keys(sunk: bool, cann: Any) -> None:
+def test_rows_without_keys_have_zero_output_lse_and_gradient(sunk: bool, cann: Any) -> None:
     """out, lse and gradients are 0, whatever the sink is."""
     q, k, c, sinks = (t.requires_grad_() for t in rows(9))
     few = k[:, :4], c[:, :1]
@@ -169,14 +169,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("change", "message"), REFUSED, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(REFUSED)]
 )
-def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+def test_invalid_padded_call_error_names_parameter(change: dict[str, Any], message: str, cann: Any) -> None:
     q, k, c, sinks = rows(8)
     given = {"q": q, "ori_kv": k, "cmp_kv": c, "sinks": sinks, "cmp_residual_kv": residual(8), **BOTH}
     with pytest.raises(fa.ContractError, match=message):
         cann.sparse_flash_mla(**{**given, **change})
 
 
-def test_packed_rows_say_where_they_end(cann: Any) -> None:
+def test_invalid_packed_lengths_error_names_parameter(cann: Any) -> None:
     q, k, c, sinks = (t.flatten(0, 1) if t.dim() > 1 else t for t in rows(8))
     ends = {f"cu_seqlens_{side}": torch.tensor([0, 8, 16]) for side in ("q", "ori_kv")} | {
         "cu_seqlens_cmp_kv": torch.tensor([0, 2, 4])
@@ -249,7 +249,7 @@ REST = [2, 1, 0]
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
+def test_packed_rows_beyond_seqused_are_not_read_and_have_zero_results(listed: bool, cann: Any) -> None:
     """Rows behind seqused are padding: they are not read, and results and gradients of them are 0."""
     heads, dim, ratio, scale = 4, 16, 3, 0.25
     q, x, c = (torch.randn(sum(n[side] for n in ROOM), h, dim) for side, h in enumerate((heads, 1, 1)))
@@ -309,7 +309,7 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
-def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
+def test_softmax_l1_norm_matches_formula(listed: bool, packed: bool, device: str, cann: Any) -> None:
     """Against the formula: probabilities of keys that a row does not read are 0, and a row sums to less than 1."""
     tokens, heads, dim, scale = 14, 4, 16, 0.3
     q, x, c, sinks = rows(tokens, heads, dim)
@@ -345,7 +345,7 @@ def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: 
         )
 
 
-def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
+def test_softmax_l1_norm_with_topk_length_and_without_lists(cann: Any) -> None:
     q, _, c, _ = rows(8)
     lse, chosen = torch.full((2, 1, 8, 4), 4.0), torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
     every = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse)  # mode 0: a row sees all keys
@@ -386,7 +386,9 @@ def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
         ),
     ],
 )
-def test_what_is_legal_and_doubtful_warns(tokens: int, change: dict[str, Any], message: str, cann: Any) -> None:
+def test_doubtful_residuals_and_lists_warn_and_strict_mode_raises(
+    tokens: int, change: dict[str, Any], message: str, cann: Any
+) -> None:
     """A residual that contradicts the lengths, a wrong ratio, a list with a hole; strict calls refuse them."""
     q, k, c, sinks = rows(tokens)
     given = {**BOTH, "cmp_residual_kv": residual(tokens), "sinks": sinks, **change}
@@ -397,7 +399,7 @@ def test_what_is_legal_and_doubtful_warns(tokens: int, change: dict[str, Any], m
         cann.sparse_flash_mla(*half, **given)
 
 
-def test_entries_past_the_bound_are_counted(cann: Any) -> None:
+def test_list_entries_past_causal_bound_are_ignored_and_counted_in_error(cann: Any) -> None:
     """They are not read; who checks contents hears how many there are."""
     q, k, c, sinks = rows(8)
     past = torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
@@ -414,7 +416,7 @@ def test_entries_past_the_bound_are_counted(cann: Any) -> None:
     same_bits(out, cann.sparse_flash_mla(q, k, c, **{**words, "cmp_sparse_indices": ignored})[0])
 
 
-def test_keys_in_pages_have_no_gradient(cann: Any) -> None:
+def test_gradient_with_paged_keys_raises(cann: Any) -> None:
     q, k, _, sinks = rows(8)
     out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, return_softmax_lse=True)
     with pytest.raises(fa.ContractError, match=r"layout_kv: expected layout_q, got .*paged keys have no"):

@@ -33,7 +33,7 @@ def of_row(i: int, rows: int, keys: int, ratio: int, residual: int) -> list[int]
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_dense_pair_is_the_formula(ratio: int) -> None:
+def test_dense_indexer_lse_and_loss_gradients_match_formula(ratio: int) -> None:
     """y from the log-sum-exp, dI = y - p, and rows without keys, in float64; the core within its roundings."""
     torch.manual_seed(3)
     rows, keys, residual = 11, 3, ratio - 1
@@ -63,7 +63,7 @@ def test_dense_pair_is_the_formula(ratio: int) -> None:
     check_index(call, {"cpu": run(call, "cpu")})
 
 
-def test_defaults_of_the_package() -> None:
+def test_indexer_losses_default_to_packed_causal_and_lse_to_padded_unmasked() -> None:
     """Rows are packed and causal in the losses, padded and free in the statistics."""
     q, k, w = torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.rand(5, 2)
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -80,7 +80,7 @@ def test_defaults_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_shorter_packed_sequences(dense: bool) -> None:
+def test_packed_tokens_beyond_seqused_are_not_read_and_have_zero_gradients(dense: bool) -> None:
     """What seqused leaves out is not read, and has zeros; the rest has the bits of sequences of these lengths."""
     torch.manual_seed(2)
     q, k, w = torch.randn(9, 2, 8), torch.randn(7, 1, 8), torch.rand(9, 2)
@@ -114,7 +114,7 @@ def test_shorter_packed_sequences(dense: bool) -> None:
         assert not got[rest].any()
 
 
-def test_the_scalar_loss() -> None:
+def test_scalar_kl_loss_matches_formula_for_each_weight_type() -> None:
     """Both weights, every dtype, rows of zeros, and rank 0."""
     torch.manual_seed(1)
     y, p = torch.rand(4, 7), torch.rand(4, 7).softmax(-1)
@@ -140,7 +140,7 @@ def test_the_scalar_loss() -> None:
         losses.lightning_indexer_kl_loss(y, p, weight_type="mean")
 
 
-def test_the_scalar_loss_descends_along_the_gradient() -> None:
+def test_scalar_kl_loss_decreases_after_a_gradient_step() -> None:
     """softmax_out is what it reads: its derivative in y, chained to scores, is dI where eps is nearly 0."""
     q, k, w = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 6, 2)
     lists = torch.arange(6, dtype=torch.int32).expand(1, 6, 1, 6)
@@ -167,7 +167,7 @@ def test_the_scalar_loss_descends_along_the_gradient() -> None:
         ({"sparse_indices": torch.full((1, 6, 1, 4), 6)}, "sparse_indices"),
     ],
 )
-def test_bad_calls_are_named(change: dict[str, Any], words: str) -> None:
+def test_invalid_indexer_loss_call_error_names_parameter(change: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {
         "q": torch.randn(1, 6, 2, 8), "k": torch.randn(1, 6, 1, 8), "w": torch.rand(1, 6, 2),
         "sparse_indices": torch.zeros(1, 6, 1, 4, dtype=torch.int32), "attn_softmax_l1_norm": torch.rand(1, 6, 1, 4),

@@ -27,7 +27,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> None:
+def test_torch_npu_submodule_is_importable_until_uninstall(name: str, torch_npu: Any) -> None:
     module = importlib.import_module(f"torch_npu.{name}")
     assert importlib.util.find_spec(f"torch_npu.{name}") is not None
     result = torch_npu
@@ -39,7 +39,7 @@ def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> Non
     assert f"torch_npu.{name}" not in sys.modules
 
 
-def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
+def test_npu_submodules_reexport_functions_of_torch_npu(torch_npu: Any) -> None:
     for submodule in ("utils", "streams", "memory", "random"):
         module = importlib.import_module(f"torch_npu.npu.{submodule}")
         names = {name for name in vars(module) if not name.startswith("__")}
@@ -50,7 +50,7 @@ def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
 
 
 @pytest.mark.parametrize(("base", "kind"), [("cpu", "npu"), ("cuda", "npu"), ("cpu", "cpu")])
-def test_every_name_is_there_on_every_device(base: str, kind: str) -> None:
+def test_build_modules_has_all_submodules_for_every_device(base: str, kind: str) -> None:
     modules = build_modules(torch.device(base), kind)
     assert [name for name in modules if name != "torch_npu"] == [
         f"torch_npu.{name}" for name in modules_in_order(modules)
@@ -80,7 +80,7 @@ def modules_in_order(modules: dict[str, Any]) -> list[str]:
         ("testing.common_utils", "create_common_tensors", "it has create_common_tensor (`fusion-attention npu`"),
     ],
 )
-def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: Any) -> None:
+def test_missing_name_raises_attribute_error_with_suggestion(module: str, name: str, text: str, torch_npu: Any) -> None:
     owner = importlib.import_module(f"torch_npu.{module}".rstrip("."))
     with pytest.raises(AttributeError) as caught:
         getattr(owner, name)
@@ -108,7 +108,7 @@ npu_causal_conv1d
 """)  # fmt: skip
 
 
-def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> None:
+def test_missing_function_hints_name_existing_replacements(torch_npu: Any) -> None:
     """And what it names is here: a function of torch_npu, or a name of torch."""
     names = set(functions())
     assert [name for name in ABSENT if name not in names and instead(f"torch_npu.{name}") is None] == []
@@ -120,7 +120,7 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
                 result = getattr(result, attribute)
 
 
-def test_checks(torch_npu: Any) -> None:
+def test_npu_utils_overflow_check_soc_version_and_contexts_work(torch_npu: Any) -> None:
     utils = importlib.import_module("torch_npu.npu.utils")
     for value, wrong in ((1.0, False), (math.inf, True), (math.nan, True)):
         assert utils.npu_check_overflow(value) is wrong
@@ -137,7 +137,7 @@ def test_checks(torch_npu: Any) -> None:
     assert called == [1]
 
 
-def test_dropout_draws_from_the_generator(torch_npu: Any) -> None:
+def test_dropout_seed_and_offset_follow_the_torch_generator(torch_npu: Any) -> None:
     q = torch.randn(1, 2, 24, 16).npu()
 
     def call(x: torch.Tensor) -> Any:
@@ -159,7 +159,7 @@ def test_dropout_draws_from_the_generator(torch_npu: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> None:
+def test_checkpoint_recomputes_with_the_same_dropout_mask(torch_npu: Any, reentrant: bool) -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = torch_npu.npu_fusion_attention(x, x, x, 2, "BNSD", scale=0.25, keep_prob=0.75)[0]
@@ -180,7 +180,7 @@ def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> Non
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_scaler_is_of_the_device_that_computes(torch_npu: Any) -> None:
+def test_npu_grad_scaler_scales_gradients_and_refuses_dynamic_false(torch_npu: Any) -> None:
     scaler = torch_npu.npu.amp.GradScaler(init_scale=8.0, dynamic=True)
     assert isinstance(scaler, torch.amp.GradScaler)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -216,7 +216,7 @@ def case() -> Any:
         (torch.ones(2).half(), torch.ones(2), {"auto_trans_dtype": True}),
     ],
 )
-def test_what_test_programs_call_equal(x: Any, y: Any, options: dict[str, Any]) -> None:
+def test_assert_rtol_equal_accepts_values_within_tolerance(x: Any, y: Any, options: dict[str, Any]) -> None:
     case().assertRtolEqual(x, y, **options)
 
 
@@ -235,12 +235,12 @@ def test_what_test_programs_call_equal(x: Any, y: Any, options: dict[str, Any]) 
         ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
     ],
 )
-def test_what_test_programs_call_different(x: Any, y: Any) -> None:
+def test_assert_rtol_equal_rejects_different_values(x: Any, y: Any) -> None:
     with pytest.raises(AssertionError):
         case().assertRtolEqual(x, y)
 
 
-def test_equality_with_a_precision() -> None:
+def test_assert_equal_respects_the_precision_argument() -> None:
     equal = case().assertEqual
     equal(torch.ones(2), torch.ones(2) + 1e-6)
     equal(torch.ones(2), torch.ones(2) + 0.05, prec=0.1)
@@ -251,7 +251,7 @@ def test_equality_with_a_precision() -> None:
             equal(*wrong)
 
 
-def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_utils_create_tensors_and_select_the_npu_device(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = importlib.import_module("torch_npu.testing.common_utils")
     one, other = helpers.create_common_tensor([np.float16, 2, (3, 4)], -2, 2)
     assert (one.device.type, other.device.type) == ("cpu", "npu")
@@ -288,7 +288,7 @@ run_tests()
 
 
 @pytest.mark.slow
-def test_a_test_program_runs(tmp_path: Path) -> None:
+def test_torch_npu_test_program_reports_passed_and_failed_tests(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     command = [sys.executable, "-m", "fusion_attention.npu", str(file)]

@@ -53,7 +53,7 @@ def overloads() -> Iterator[tuple[str, Any]]:
             yield (name if overload == "default" else f"{name}.{overload}"), getattr(packet, overload)
 
 
-def test_schemas_are_those_that_torch_npu_declares() -> None:
+def test_operator_schemas_equal_declarations_of_torch_npu() -> None:
     theirs = declared()
     for name, overload in overloads():
         ours = str(overload._schema).partition("::")[2]
@@ -61,7 +61,7 @@ def test_schemas_are_those_that_torch_npu_declares() -> None:
             assert normalised(ours) == normalised(theirs[name])
 
 
-def test_tensors_that_are_written_are_declared() -> None:
+def test_operators_that_write_inputs_have_mutable_schemas() -> None:
     written = {name for name, overload in overloads() if overload._schema.is_mutable}
     assert written == WRITTEN
 
@@ -79,13 +79,13 @@ def test_no_number_is_a_range_of_experts(ops: Any) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHECKED)
-def test_opcheck(name: str) -> None:
+def test_every_operator_passes_opcheck(name: str) -> None:
     overload = packet_of(name).default
     args = named(overload, sampled(name))
     assert torch.library.opcheck(overload, (), args, test_utils=CHEAP) == dict.fromkeys(CHEAP, "SUCCESS")
 
 
-def test_an_operator_returns_no_argument(ops: Any) -> None:
+def test_npu_format_cast_operator_does_not_return_its_input(ops: Any) -> None:
     x = torch.randn(2, 3)
     assert npu.npu_format_cast(x, 2) is x
     assert torch.library.opcheck(ops.npu_format_cast.default, (x, 2), test_utils="test_schema") == {
@@ -95,12 +95,12 @@ def test_an_operator_returns_no_argument(ops: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CHECKED if name not in RETURNED | EAGER])
-def test_opcheck_traced(name: str) -> None:
+def test_every_operator_passes_opcheck_with_dynamic_aot_dispatch(name: str) -> None:
     overload = packet_of(name).default
     torch.library.opcheck(overload, (), named(overload, sampled(name)), test_utils="test_aot_dispatch_dynamic")
 
 
-def test_results_and_gradients_are_the_function_s(ops: Any) -> None:
+def test_operator_results_and_gradients_match_function(ops: Any) -> None:
     for name in ("npu_fusion_attention", "npu_sparse_flash_attention"):
         args = sampled(name)
         trained = [t for t in args.values() if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -112,13 +112,13 @@ def test_results_and_gradients_are_the_function_s(ops: Any) -> None:
             same_bits(got, want, name)
 
 
-def test_gradients_of_what_torch_itself_computes(ops: Any) -> None:
+def test_swiglu_operator_gradient_matches_function(ops: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     gradients = [torch.autograd.grad(f(x).sum(), x)[0] for f in (ops.npu_swiglu, npu.npu_swiglu)]
     same_bits(*gradients, "npu_swiglu")
 
 
-def test_errors_are_the_function_s(ops: Any) -> None:
+def test_operator_errors_match_function_and_vmap_and_forward_mode_raise(ops: Any) -> None:
     q = torch.randn(1, 16, 2, 64)
     with pytest.raises(ContractError, match="npu_fusion_attention: input_layout: expected one of BSND"):
         ops.npu_fusion_attention(q, q, q, 2, "NHWC")
@@ -130,7 +130,7 @@ def test_errors_are_the_function_s(ops: Any) -> None:
             ops.npu_lightning_indexer(dual, q[:, :, :1], q[..., 0])
 
 
-def test_a_graph_holds_the_operator(ops: Any) -> None:
+def test_compiled_graph_contains_npu_operator_and_runs_after_uninstall(ops: Any) -> None:
     """So that passes that look for it find it, and a graph that holds it outlives the installation."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -152,7 +152,7 @@ def test_a_graph_holds_the_operator(ops: Any) -> None:
         npu.install()
 
 
-def test_a_drawn_seed_in_a_trace_is_an_error(ops: Any) -> None:
+def test_dropout_with_random_seed_in_a_trace_raises(ops: Any) -> None:
     q = torch.randn(1, 16, 2, 64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(q)
@@ -161,7 +161,7 @@ def test_a_drawn_seed_in_a_trace_is_an_error(ops: Any) -> None:
         assert ops.npu_fusion_attention_v3(fake, fake, fake, 2, "BSND", keep_prob=0.5)[0].shape == q.shape
 
 
-def test_what_others_registered_stays_theirs() -> None:
+def test_register_all_keeps_operators_of_other_libraries() -> None:
     with torch.library._scoped_library("npu", "FRAGMENT") as theirs:
         theirs.define("npu_of_theirs(Tensor x) -> Tensor")
         theirs.impl("npu_of_theirs", torch.neg, "CPU")
@@ -169,7 +169,7 @@ def test_what_others_registered_stays_theirs() -> None:
         assert torch.ops.npu.npu_of_theirs(torch.ones(1)).item() == -1
 
 
-def test_functions_of_atb_are_operators_of_atb(ops: Any) -> None:
+def test_atb_functions_are_registered_under_torch_ops_atb(ops: Any) -> None:
     name = "_npu_flash_attention_unpad"
     assert not hasattr(ops, name)
     q, rows, result, wanted = torch.randn(5, 4, 16), torch.tensor([2, 3]), *torch.zeros(2, 5, 4, 16)
@@ -178,7 +178,7 @@ def test_functions_of_atb_are_operators_of_atb(ops: Any) -> None:
     same_bits(result, wanted, name)
 
 
-def test_a_list_of_ends_has_an_overload(ops: Any) -> None:
+def test_grouped_matmul_has_an_overload_for_group_list_as_python_list(ops: Any) -> None:
     x, weight = torch.randn(5, 3), torch.randn(2, 3, 4)
     given: dict[str, Any] = {"group_list": [2, 5], "split_item": 3, "group_type": 0, "output_dtype": torch.float32}
     for operator in (ops.npu_grouped_matmul, ops.npu_grouped_matmul.List):
@@ -191,7 +191,7 @@ OUTS: list[tuple[Any, int]] = [(npu.npu_fusion_attention_v3, 6), (npu.npu_fusion
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize(("interface", "count"), OUTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_results_go_where_they_are_told(interface: Any, count: int, device: str, packed: bool) -> None:
+def test_out_overload_writes_results_into_out_tensors(interface: Any, count: int, device: str, packed: bool) -> None:
     q = torch.randn(6, 2, 16, device=device) if packed else torch.randn(1, 2, 6, 16, device=device)
     sink = torch.zeros(2, device=device)
     given: dict[str, Any] = {"scale": 0.25, "sink": sink}
@@ -211,7 +211,7 @@ def test_results_go_where_they_are_told(interface: Any, count: int, device: str,
             same_bits(into, theirs if theirs.numel() else torch.full((3,), 7.0, device=device))
 
 
-def test_an_out_that_does_not_fit_is_said_and_nothing_is_written() -> None:
+def test_mismatched_out_raises_and_leaves_out_unwritten() -> None:
     q = torch.randn(1, 2, 6, 16)
     buffer = [torch.zeros_like(t) for t in npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25)]
     out = npu.npu_fusion_attention_v3.out

@@ -49,7 +49,7 @@ for folder, words in {"autograd": {"use_device": "cuda"}, "old": {"use_cuda": Tr
 
 
 @pytest.mark.slow
-def test_profiles_say_little_and_are_written(tmp_path: Path) -> None:
+def test_cuda_profiles_write_traces_with_little_stderr_output(tmp_path: Path) -> None:
     """Before, each of some 400 events was a page of stderr, and took 350 times as long."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False

@@ -135,7 +135,7 @@ def taken_back() -> None:
 
 
 @pytest.mark.slow
-def test_in_transformers() -> None:
+def test_transformers_attention_equals_eager_or_warns_of_ignored_window_or_sink() -> None:
     """In a process of its own: transformers decides at its import whether there is an NPU."""
     bodies: list[Callable[[], None]] = [windowed_models, trained, sinks, compiled, taken_back]
     script = HEAD + "".join(f"\n{inspect.getsource(body)}\n{body.__name__}()\n" for body in bodies)
@@ -143,7 +143,7 @@ def test_in_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_function_knows_is_its_own() -> None:
+def test_wrapper_warns_only_of_parameters_missing_from_the_function() -> None:
     """A later transformers that hands windows on is not warned about; of what is left out each has its text."""
 
     def knows_both(q: int, window_size: object = None, s_aux: object = None) -> int:

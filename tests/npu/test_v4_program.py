@@ -14,7 +14,7 @@ from fusion_attention.testing.estimated_rounding_errors import expected_of
 PROGRAM = ROOT / "tests" / "support" / "programs" / "v4_layer.py"
 
 
-def test_a_layer_on_device_npu_equals_its_path_of_torch(tmp_path: Path) -> None:
+def test_deepseek_v4_layer_on_npu_matches_unfused_torch_layer(tmp_path: Path) -> None:
     """Output and all gradients, those of the indexer's loss too."""
     file = tmp_path / "results.pt"
     command = [sys.executable, "-m", "fusion_attention.npu", str(PROGRAM), str(file)]

@@ -5,47 +5,54 @@ from mutant import core, package
 DESCRIPTORS, GLUON = "kernels/test_tensor_descriptors.py", "backends/test_triton_gluon.py"
 FORWARD = [
     package("Triton: second column block of rows loaded from the first block", "backends/triton/common/kernels.py",
-            "x1 = rows[1].load([j0, [-W0-]{+0+}])", f"{DESCRIPTORS}::test_high_tiles"),
+            "x1 = rows[1].load([j0, [-W0-]{+0+}])",
+            f"{DESCRIPTORS}::test_attention_with_tallest_tiles_by_descriptors_matches_reference"),
     package("Triton: tensor descriptor used for rows that overlap in memory", "backends/triton/common/layout_table.py",
-            "view.stride_token >= [-view.dim-]{+0+}", f"{DESCRIPTORS}::test_rows_that_no_descriptor_describes"),
+            "view.stride_token >= [-view.dim-]{+0+}",
+            f"{DESCRIPTORS}::test_keys_with_unsupported_strides_are_read_by_pointers"),
     package("Triton: memory allocator of the caller overwritten", "backends/triton/common/launching.py",
             "[-contextvars.copy_context().run(self._start_with_scratch, given)-]{+self._start_with_scratch(given)+}",
-            "backends/test_triton_scratch_allocator.py::test_the_callers_allocator_stays"),
+            "backends/test_triton_scratch_allocator.py::test_launch_restores_the_triton_allocator_of_the_caller"),
     package("Gluon: wgmma kernel chosen on GPUs newer than Hopper", "backends/triton/dense/select_gluon.py",
-            "get_device_capability(device) [-==-]{+>=+} _CAPABILITY", f"{GLUON}::test_other_chips_have_no_wgmma"),
+            "get_device_capability(device) [-==-]{+>=+} _CAPABILITY",
+            f"{GLUON}::test_gluon_forward_does_not_serve_chips_without_wgmma"),
     package("Gluon: softmax of a tile waits for the value product, no overlap",
             "backends/triton/dense/gluon_forward.py",
-            "s = warpgroup_mma_wait([-1-]{+0+}, [s])", f"{GLUON}::test_ahead"),
+            "s = warpgroup_mma_wait([-1-]{+0+}, [s])",
+            f"{GLUON}::test_gluon_kernel_compiles_without_spills_and_overlaps_products"),
 ]  # fmt: skip
 
 TESTS = "kernels/test_tensor_descriptors.py"
 BACKWARD = [
     package("Triton backward: tile that extends past the last visible key not masked",
-            "backends/triton/dense/backward.py", "(end < j0[- + BN-])", f"{TESTS}::test_rows_by_descriptors"),
+            "backends/triton/dense/backward.py", "(end < j0[- + BN-])",
+            f"{TESTS}::test_attention_of_rows_read_by_tensor_descriptors_matches_reference"),
     package("Triton backward: float16 dS not scaled down for large dO and overflows",
             "backends/triton/dense/backward.py",
             "[-tl.where(tl.load(large + b * heads + hk) > 0, SHRINK, 1.0)-]{+1.0 + 0.0 * b+}",
-            f"{TESTS}::test_a_scaled_loss_overflows_no_gradient_of_a_score"),
+            f"{TESTS}::test_float16_gradients_of_scaled_loss_do_not_overflow"),
     package("Triton backward: lse and D of a sequence not aligned to 16 bytes", "backends/triton/dense/launch.py",
-            "return[- -(-extents.q_len // _NOTES) * _NOTES-]{+ extents.q_len+}", f"{TESTS}::test_rows_by_descriptors"),
+            "return[- -(-extents.q_len // _NOTES) * _NOTES-]{+ extents.q_len+}",
+            f"{TESTS}::test_attention_of_rows_read_by_tensor_descriptors_matches_reference"),
     package("Triton backward: tensor descriptor used for heads that overlap in memory",
             "backends/triton/common/layout_table.py", "[-bool((view.stride_head >= view.dim).all())-]{+True+}",
-            f"{TESTS}::test_gradients_that_no_descriptor_describes"),
+            f"{TESTS}::test_output_gradients_with_unsupported_strides_are_read_by_pointers"),
     package("Triton: band edges not clamped, int32 sums wrap around", "backends/triton/common/kernels.py",
             "[-tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)-]{+lo, hi+}",
-            f"{TESTS}::test_edges_as_far_away_as_they_may_be"),
+            f"{TESTS}::test_band_edges_near_int32_limits_act_as_unbounded_or_empty_bands"),
     package("Triton backward: wrong sign of the lse gradient", "backends/triton/dense/backward.py",
-            "delta[- -=-]{+ +=+} tl.load(dlse", f"{TESTS}::test_gradients_through_lse"),
+            "delta[- -=-]{+ +=+} tl.load(dlse", f"{TESTS}::test_triton_gradients_through_lse_match_formula"),
     package("golden: wrong sign of the lse gradient", "backends/golden/attention.py",
-            "delta = delta[- - -]{+ + +}grads.dlse", "training/test_lse_gradient.py::test_gradients_through_lse"),
+            "delta = delta[- - -]{+ + +}grads.dlse",
+            "training/test_lse_gradient.py::test_gradients_through_lse_match_float64_formula"),
     package("sparse attention: lse gradient left out", "ops/sparse/lowered_call.py",
             "dlse=None[- if self.dlse is None else self._ungrouped(self.dlse)-],",
-            "training/test_lse_gradient.py::test_of_lists"),
+            "training/test_lse_gradient.py::test_gradients_through_lse_of_sparse_attention_match_formula"),
 ]  # fmt: skip
 
 KERNEL, PAGES, LAUNCH = (f"backends/triton/{name}.py" for name in ("decode/kernel", "common/pages", "decode/launch"))
-CACHES = "kernels/test_decode.py::test_caches"
-LIST = "kernels/test_decode.py::test_every_row_meets_every_key_that_it_sees_in_one_entry"
+CACHES = "kernels/test_decode.py::test_triton_decode_of_every_cache_form_matches_reference"
+LIST = "kernels/test_decode.py::test_decode_work_list_covers_every_visible_key_of_every_row_once"
 DECODES = [
     package("Triton decode: tile that extends past the last visible key not masked",
             KERNEL, "(j0 [-+ BN -]> full_end)", CACHES),
@@ -57,10 +64,10 @@ DECODES = [
             PAGES, "return (y0, y1, y2), added * [-unit-]{+0.0+}, unit", CACHES),
     package("Triton decode: float16 value scales not normalised, small weights underflow", PAGES,
             "(2.0**-14))\n        safe = safe_unit(now{+ * 0.0+})",
-            "kernels/test_decode.py::test_scales_of_any_size_leave_float16_its_digits"),
+            "kernels/test_decode.py::test_triton_decode_with_tiny_and_large_token_scales_keeps_accuracy"),
     package("Triton decode: scales of hidden keys included in the float16 scale unit", PAGES,
             "tl.where(tl.max(p, 0) [->-]{+>=+} 0.0, scales, 0.0)",
-            "kernels/test_decode.py::test_scales_of_keys_before_a_window_count_nothing"),
+            "kernels/test_decode.py::test_triton_decode_ignores_token_scales_before_the_window"),
     package("Triton decode: key split extends one tile into the next split",
             LAUNCH, "np.minimum(start + per{+ + size+}, end[of]), count)", LIST),
     package("Triton decode: number of key splits ignores the total work of the batch", LAUNCH,
@@ -71,72 +78,78 @@ REFUSALS, RUNS = "kernels/test_refusals.py", "backends/test_triton_layout_cachin
 GPUS = [
     package("Triton: tile table chosen without checking the GPU's shared memory", "backends/triton/common/shapes.py",
             "major >= least[- and available >= needed-]",
-            f"{REFUSALS}::test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has"),
+            f"{REFUSALS}::test_gpu_capability_selects_tile_table_that_fits_shared_memory"),
     package("Triton forward: tile height not halved if two of bias, mask, dropout are read",
             "backends/triton/common/shapes.py", "sum(read) > [-1-]{+2+}",
-            "backends/test_triton_ahead.py::test_a_forward_that_reads_two_things_for_every_score_takes_half_the_rows"),
+            "backends/test_triton_ahead.py::test_forward_with_bias_and_mask_matrix_uses_tiles_of_half_the_rows"),
     package("Triton: untested Triton versions accepted", "backends/triton/__init__.py",
             "if [-TRITONS[0] <= tuple(map(int, result[:2])) <= TRITONS[1]-]{+result+}:",
-            f"{REFUSALS}::test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name"),
+            f"{REFUSALS}::test_unsupported_triton_version_is_refused_and_named"),
     package("Triton: forward refused if only the backward lacks a tile shape", "backends/triton/__init__.py",
             "[-TABLES.get(op_kind, ALL)-]{+ALL+}",
-            f"{REFUSALS}::test_a_forward_is_not_refused_for_what_the_backward_takes"),
+            f"{REFUSALS}::test_forward_is_accepted_if_only_the_backward_lacks_a_tile"),
     package("Triton: maximal row alignment assumed regardless of strides and addresses",
             "backends/triton/common/layout_table.py",
             "return [-max(1, (result & -result) // smallest)-]{+_WIDE // smallest+}",
-            f"{RUNS}::test_rows_are_read_in_the_widest_pieces_on_which_they_start"),
+            f"{RUNS}::test_load_width_follows_alignment_of_row_strides"),
     package("Triton: tables of a plan updated on the current GPU, not the tensor's GPU",
             "backends/triton/common/layout_table.py",
             "            [-with on(table.tensor.device):\n                -]self._rewrite(make, table)",
-            f"{RUNS}::test_tables_are_written_and_kernels_start_on_the_tensors_device"),
+            f"{RUNS}::test_layout_tables_and_kernels_use_the_device_of_the_tensors"),
     package("Triton: cache key of a memory layout omits the alignment of addresses",
             "backends/triton/common/layout_table.py",
-            "results.append(([-start % _LOAD_BYTES-]{+0+}, apart,", f"{RUNS}::test_another_layout_has_another_table"),
+            "results.append(([-start % _LOAD_BYTES-]{+0+}, apart,",
+            f"{RUNS}::test_changed_tensor_layout_creates_another_layout_table"),
     package("Triton: cache key of a memory layout omits whether K and V share a page table",
             "backends/triton/common/layout_table.py", "view.dim, view.fragment, [-shares-]{+True+}",
-            f"{RUNS}::test_a_page_table_of_its_own_is_refused_after_runs_that_share_one"),
+            f"{RUNS}::test_separate_value_page_table_is_refused_after_run_with_shared_table"),
     package("Triton: cached launches of a memory layout never reused", "backends/triton/common/launching.py",
             "result = [-self.by_layout.get(layout)-]{+None+}",
-            f"{RUNS}::test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory"),
+            f"{RUNS}::test_repeated_run_reuses_layout_table_and_launches_on_new_tensors"),
     package("Triton forward: infinite outputs recomputed like NaN although correct",
             "backends/triton/dense/not_finite.py", "INF: tl.constexpr = [-DEQUANT_V != 0-]{+True+}",
-            "kernels/test_diverged.py::test_an_infinite_value_costs_nothing"),
+            "kernels/test_diverged.py::test_infinite_value_does_not_cause_extra_loads"),
     package("Triton: recomputation of NaN overwrites correct elements of the row",
             "backends/triton/dense/not_finite.py",
             "[-tl.where(wrong(old, INF), acc * factor, old.to(tl.float32))-]{+acc * factor+}",
-            "kernels/test_diverged.py::test_what_was_right_in_a_row_with_nan_keeps_its_bits"),
+            "kernels/test_diverged.py::test_finite_elements_of_output_row_with_nan_keep_same_bits"),
     package("Triton backward: recomputed sums of dk and dv do not stop once all are NaN",
             "backends/triton/dense/not_finite.py",
             "            turn[- = tl.where(tl.maximum(more, of_dv) > 0, turn + 1, end)-]{+ += 1+}",
-            "kernels/test_diverged.py::test_what_nan_costs_grows_with_the_rows_alone"),
+            "kernels/test_diverged.py::test_extra_loads_for_nan_inputs_grow_at_most_linearly_with_length"),
 ]  # fmt: skip
 
 LISTS_FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_plan_updates.py"
-SHARED_OUT = f"{LISTS_FORWARD}::test_lists_of_few_tokens_are_shared_out"
-SUMS = "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks"
+SHARED_OUT = f"{LISTS_FORWARD}::test_triton_sparse_forward_splits_lists_of_few_tokens_among_programs"
+SUMS = "kernels/test_key_sum.py::test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size"
 PREPARED = "torch_ops/test_prepared_calls.py"
 LISTS = [
     package("call cache: compressed keys read with the page table of the other keys", "ir/replace_tensors.py",
             'return "[-compressed_table" if name.endswith("_compressed") else "-]table"',
-            f"{PREPARED}::test_other_tensors_of_a_prepared_signature"),
+            f"{PREPARED}::test_cached_plan_reads_new_tensors_of_the_same_signature"),
     package("sparse attention: list entries checked against the longest sequence only", "ops/sparse/checks.py",
-            "int(kv_len.[-min-]{+max+}())", f"{PREPARED}::test_lists_that_change_in_place"),
+            "int(kv_len.[-min-]{+max+}())",
+            f"{PREPARED}::test_selected_key_indices_changed_in_place_are_checked_again"),
     package("sparse attention: sequence without keys returns the sink as statistics", "ops/sparse/lowered_call.py",
-            "int(extents.q_len[b])).fill_([-True-]{+False+})", "sparse/test_sparse.py::test_golden_against_autograd"),
+            "int(extents.q_len[b])).fill_([-True-]{+False+})",
+            "sparse/test_sparse.py::test_golden_sparse_attention_matches_autograd"),
     package("Triton sparse: list entry beyond the last block overflows the key index",
             "backends/triton/selected/selection.py",
             "[-tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK)-]{+entry+} * BLOCK",
-            f"{LISTS_FORWARD}::test_no_list_makes_a_row_read_outside"),
+            f"{LISTS_FORWARD}::test_triton_sparse_forward_ignores_list_entries_out_of_range"),
     package("Triton sparse: entry -1 does not end a list", "backends/triton/selected/selection.py",
-            "tl.where(entry < [-0-]{+-1+}, n, SELECT)", f"{LISTS_FORWARD}::test_cases"),
+            "tl.where(entry < [-0-]{+-1+}, n, SELECT)",
+            f"{LISTS_FORWARD}::test_triton_sparse_forward_matches_reference"),
     package("Triton sparse forward: slots after the end of a list scored 0 instead of -inf",
             "backends/triton/selected/forward.py",
-            's = tl.where(there[None, :], s,[- -float("inf")-]{+ 0.0+})', f"{LISTS_FORWARD}::test_cases"),
+            's = tl.where(there[None, :], s,[- -float("inf")-]{+ 0.0+})',
+            f"{LISTS_FORWARD}::test_triton_sparse_forward_matches_reference"),
     package("Triton sparse forward: page number not advanced to the next keys", "backends/triton/selected/forward.py",
-            "key, page = key_next, [-page_next-]{+page+}", f"{LISTS_FORWARD}::test_cases"),
+            "key, page = key_next, [-page_next-]{+page+}",
+            f"{LISTS_FORWARD}::test_triton_sparse_forward_matches_reference"),
     package("Triton sparse forward: underflow of a recomputed weight drops an infinite value",
             "backends/triton/selected/not_finite.py", "p, [-not_finite.outlasting(p)-]{+p+}, counted",
-            f"{LISTS_FORWARD}::test_infinite_values_outlast_weights_that_no_float_can_hold"),
+            f"{LISTS_FORWARD}::test_triton_sparse_infinite_values_survive_underflowing_weights"),
     package("Triton sparse forward: every split of a list starts at the first slot",
             "backends/triton/selected/forward.py", "begin = [-tl.program_id(1)-]{+0+} * per", SHARED_OUT),
     package("Triton sparse forward: split of a list runs to the end of the list", "backends/triton/selected/forward.py",
@@ -148,21 +161,24 @@ LISTS = [
     package("Triton indexer loss: CUDA graph keeps the row tiles from before a plan update",
             "backends/triton/indexer/launch_dense_kl_loss.py",
             '[-m.on(f"rows {t.target}", work.rows)-]{+layout_table.Copied.of(work.rows(e), device)+}',
-            f"{UPDATES}::test_updated_plans_and_their_graphs_are_fresh_ones"),
+            f"{UPDATES}::test_updated_sparse_plans_and_captured_graphs_equal_fresh_plans"),
     package("Triton indexer loss: updatable plan reserves one key tile too few per window",
             "backends/triton/indexer/launch_dense_kl_loss.py", "t.end - t.begin + [-2 * tile.BN - 2-]{+tile.BN - 1+}",
-            f"{UPDATES}::test_no_length_takes_more_turns_than_were_planned"),
+            f"{UPDATES}::test_dense_kl_loss_reads_at_most_the_planned_number_of_key_tiles"),
 ]  # fmt: skip
 
 KERNELS, SPARSE_BACKWARD_LAUNCH = "backends/triton/selected/backward.py", "backends/triton/selected/launch_backward.py"
-FINITE, HIDDEN = "kernels/test_lists_not_finite.py", "test_what_a_weight_of_zero_hides_stays_hidden"
-CASES = "kernels/test_sparse_backward.py::test_cases"
+FINITE, HIDDEN = (
+    "kernels/test_lists_not_finite.py",
+    "test_triton_gradients_match_reference_if_zero_weights_hide_nan_or_inf",
+)
+CASES = "kernels/test_sparse_backward.py::test_triton_sparse_backward_matches_reference"
 SPARSE_BACKWARD = [
     package("Triton sparse backward: gradient sum of a key restarts at zero in every chunk",
             "backends/triton/selected/key_sum.py",
             "acc = tl.[-load(at, mask=there, other=0.0)-]{+zeros([W], tl.float32)+}",
-            "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks",
-            "kernels/test_sparse_backward.py::test_chunks_of_one_token_have_the_bits_of_one_chunk"),
+            "kernels/test_key_sum.py::test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size",
+            "kernels/test_sparse_backward.py::test_triton_sparse_backward_is_bitwise_equal_in_chunks_of_one_token"),
     package("Triton sparse backward: index of a key's gradient sum lacks the key stride",
             "backends/triton/selected/selection.py", "id0 + j[- * step-]", CASES),
     package("Triton sparse backward: last keys of a list left out", "backends/triton/selected/selection.py",
@@ -177,33 +193,38 @@ SPARSE_BACKWARD = [
             "(tl.float32)+}", f"{FINITE}::{HIDDEN}"),
     package("Triton sparse backward: infinity dropped if the softmax weight underflows", KERNELS,
             "[-tl.where(wild[:, None] & (weight < LEAST), LEAST, weight)-]{+weight+}",
-            f"{FINITE}::test_an_infinity_outlasts_a_weight_that_no_number_holds"),
+            f"{FINITE}::test_triton_underflowing_weight_still_passes_infinity_to_gradients"),
 ]  # fmt: skip
 
 CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
 TARGET, PACKAGE = "sparse/test_target_loss.py", "npu/test_target_losses.py"
-CLAUSE = "contract/test_clauses.py::test_the_clause_holds"
-INDEXER_HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
+CLAUSE = "contract/test_clauses.py::test_clause_of_cann_page_holds"
+INDEXER_HIDDEN = (
+    "kernels/test_lists_not_finite.py::test_triton_gradients_match_reference_if_zero_weights_hide_nan_or_inf"
+)
 INDEXER = [
     package("Triton indexer: NaN score ranked last instead of first", "backends/triton/indexer/choice.py",
             "tl.where(bits < 0, bits ^ LARGEST, bits), [-LARGEST-]{+NO_RANK+})",
-            f"{CHOICE}::test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen"),
+            f"{CHOICE}::test_triton_indexer_ranks_nan_first_and_drops_score_minus_infinity"),
     package("Triton indexer: one tied key too many kept", "backends/triton/indexer/choice.py",
-            "(tl.cumsum(equal, 0) <= equals{+ + 1+})", f"{CHOICE}::test_the_order_is_exact"),
+            "(tl.cumsum(equal, 0) <= equals{+ + 1+})",
+            f"{CHOICE}::test_triton_indexer_selects_keys_in_exact_order_for_integer_scores"),
     package("Triton indexer: key of several tokens treated as one token in the causal mask",
             "backends/triton/indexer/choice.py",
-            "band_of(row, kv_len, lo, hi, prefix[-, RATIO-])", f"{CHOICE}::test_the_order_is_exact"),
+            "band_of(row, kv_len, lo, hi, prefix[-, RATIO-])",
+            f"{CHOICE}::test_triton_indexer_selects_keys_in_exact_order_for_integer_scores"),
     package("Triton sparse: scan for the first negative list entry left out", "backends/triton/selected/selection.py",
-            "[-tl.min(tl.where(entry < 0, n, SELECT), 0)-]{+SELECT+}", f"{LOSS}::test_cases"),
+            "[-tl.min(tl.where(entry < 0, n, SELECT), 0)-]{+SELECT+}",
+            f"{LOSS}::test_triton_indexer_loss_matches_reference"),
     package("Triton indexer loss: window of the dense warm-up loss one key short",
             "backends/triton/indexer/dense_kl_loss.py",
-            "(key[None, :] [->=-]{+>+} first[:, None])", f"{LOSS}::test_cases"),
+            "(key[None, :] [->=-]{+>+} first[:, None])", f"{LOSS}::test_triton_indexer_loss_matches_reference"),
     package("Triton indexer loss: padding lanes of heads turn an infinite key into NaN",
             "backends/triton/indexer/selected_loss.py",
-            "if {+not +}PADDED:", f"{LOSS}::test_an_infinite_key_whose_products_are_all_negative_scores_zero"),
+            "if {+not +}PADDED:", f"{LOSS}::test_indexer_key_of_minus_infinity_with_negative_products_scores_zero"),
     package("Triton indexer loss: non-finite rows not replaced by zeros before products",
             "backends/triton/indexer/loss_parts.py", "[-tl.where(bad[:, None] > 0, tl.zeros_like(x), x)-]{+x+}",
-            f"{LOSS}::test_a_row_that_is_not_finite_reaches_exactly_goldens_rows"),
+            f"{LOSS}::test_triton_indexer_loss_nan_or_infinity_reaches_exactly_reference_rows"),
     package("Triton indexer loss: non-finite index query not flagged for recomputation",
             "backends/triton/indexer/gradient.py",
             "mask=[-strange_three(query, D1, D2) >-]{+head0 <+} 0)", INDEXER_HIDDEN),
@@ -211,27 +232,30 @@ INDEXER = [
             "live = chosen[- & (common.products(query, listed, W1, W2) > 0.0)-]", INDEXER_HIDDEN),
     package("Triton indexer loss: upstream gradient of unselected entries not zeroed",
             "backends/triton/indexer/gradient.py", "g = [-tl.where(chosen, g, 0.0)-]{+g * 1.0+}",
-            "kernels/test_lists_not_finite.py::test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is"),
+            "kernels/test_lists_not_finite.py::test_indexer_gradient_ignores_nan_dy_of_entries_without_visible_key"),
     package("Triton indexer loss: float16 factor on y - p 4096 instead of 256, may overflow",
             "backends/triton/indexer/loss_parts.py",
-            "tl.constexpr([-256-]{+4096+}.0)", f"{LOSS}::test_float16_holds_differences_of_statistics_of_fewer_keys"),
+            "tl.constexpr([-256-]{+4096+}.0)",
+            f"{LOSS}::test_float16_indexer_loss_with_statistics_of_fewer_keys_matches_reference"),
     package("golden indexer loss: given target assumed to sum to 1", "backends/golden/indexer_loss.py",
-            "mass = 1 if problem.[-unit_target-]{+has_target+} else", f"{TARGET}::test_golden_is_the_formula"),
+            "mass = 1 if problem.[-unit_target-]{+has_target+} else",
+            f"{TARGET}::test_golden_target_loss_matches_formula"),
     package("sparse attention: lists of packed sequences with padding checked at wrong rows", "ops/sparse/checks.py",
             "q_len[- if q_start is None else q_start-]", CLAUSE),
     package("indexer loss: logarithm left out of the log-sum-exp",
             "ops/indexer_loss/lowered_call.py", "max_ + sum_[-.log()-]", CLAUSE),
     package("CANN KL loss: eps left out of the target's divisor", "npu/surface/cann_ops_from_definitions.py",
-            "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}", f"{PACKAGE}::test_the_scalar_loss"),
+            "[-(y.sum(-1, keepdim=True) + eps)-]{+y.sum(-1, keepdim=True)+}",
+            f"{PACKAGE}::test_scalar_kl_loss_matches_formula_for_each_weight_type"),
 ]  # fmt: skip
 
 POOLING_KERNEL, POOLING_LAUNCH = "backends/triton/window_pooling/kernel.py", "backends/triton/window_pooling/launch.py"
-POOLING_CASES = "kernels/test_pooling.py::test_results_and_gradients"
-UNBOUNDED = "kernels/test_pooling.py::test_what_is_not_finite_reaches_what_it_reaches_in_float64"
-PLANTED = "judging/test_planted_compressed.py::test_mistakes_of_the_compressor"
-RIGHT = "judging/test_planted_compressed.py::test_every_call_of_the_example_is_right"
+POOLING_CASES = "kernels/test_pooling.py::test_triton_pooling_results_and_gradients_match_float64"
+UNBOUNDED = "kernels/test_pooling.py::test_triton_pooling_nan_and_infinity_appear_exactly_as_in_float64"
+PLANTED = "judging/test_planted_compressed.py::test_planted_mistakes_of_compress_are_diagnosed"
+RIGHT = "judging/test_planted_compressed.py::test_captured_calls_of_train_v4_example_are_right"
 CHIP, LISTED = "npu/test_sparse_flash_mla.py", "npu/test_listed_keys.py"
-STATE = "sparse/test_pooling.py::test_several_calls_of_the_compressor_go_on_from_its_state"
+STATE = "sparse/test_pooling.py::test_compressor_in_several_calls_continues_from_saved_state"
 POOLING = [
     package("Triton pooling: channel halves of overlapping windows exchanged", POOLING_KERNEL,
             "[-half-]{+(HALVES - 1 - half)+} * DIM + d, ((position", POOLING_CASES),
@@ -249,32 +273,34 @@ POOLING = [
             "judging/pooling.py", "and first == 0 and [-not -]self.wrapped", RIGHT, PLANTED),
     package("verify: gradient of the pooling bias taken from one head, not summed",
             "judging/pooling.py", "t.double()[-.sum(0)-]{+[0]+})",
-            "judging/test_planted_compressed.py::test_the_gradient_of_a_bias_is_a_sum_over_heads"),
+            "judging/test_planted_compressed.py::test_position_bias_gradient_summed_over_heads_is_judged_right"),
     package("verify: mistake named as the explanation although errors remain",
             "judging/measure.py", "if [-result.passes and -]all(",
             "judging/test_planted_compressed.py::test_a_mistake_that_does_not_explain_all_errors_is_not_named"),
     package("compressed attention: compressed key visible one token late",
             "ops/compressed/lower.py", "tokens - q_len[- + 1-]",
-            "sparse/test_compressed.py::test_golden_against_autograd"),
+            "sparse/test_compressed.py::test_golden_compressed_attention_matches_autograd"),
     package("compressed attention: positions counted from kv_len, not compressed keys", "ops/compressed/lower.py",
             'kv_len[- if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]-]',
-            "sparse/test_compressed.py::test_positions_count_from_the_compressed_keys"),
+            "sparse/test_compressed.py::test_compressed_attention_with_only_window_keys_cached_equals_all_keys"),
     package("compressed attention: lse of rows without keys keeps the sink", "ops/compressed/lowered_call.py",
-            "[-self._clear_rows_without_keys(lse)-]{+lse.abs()+}", f"{CHIP}::test_rows_without_keys"),
+            "[-self._clear_rows_without_keys(lse)-]{+lse.abs()+}",
+            f"{CHIP}::test_rows_without_keys_have_zero_output_lse_and_gradient"),
     package("compressed attention: logarithm of the softmax sum left out of lse",
             "ops/compressed/lowered_call.py", "lse = max_ + {+0 * +}sum_.log()",
-            f"{CHIP}::test_padded_rows_and_gradients"),
+            f"{CHIP}::test_padded_output_and_gradients_match_compressed_attention"),
     package("compressed attention: padding rows read as the next packed sequence", "ops/compressed/definitions.py",
             "np.cumsum(capacity) - capacity if ends is None else np.[-asarray(ends[:-1], np.int64)-]{+cumsum(capacity"
-            " if used is None else used) - used+}", f"{CHIP}::test_packed_sequences_with_padding_rows"),
+            " if used is None else used) - used+}",
+            f"{CHIP}::test_packed_rows_beyond_seqused_are_not_read_and_have_zero_results"),
     package("compressed attention: probabilities of invisible list entries returned", "ops/compressed/probabilities.py",
             "& (entry >= 0).cumprod(-1).bool()[- & (entry < visible)-]", CLAUSE),
     package("compressed attention: one list entry beyond the count read",
             "ops/compressed/lowered_call.py", "slots [-<-]{+<=+} counts[..., None]",
-            f"{LISTED}::test_lists_of_keys_and_their_gradients"),
+            f"{LISTED}::test_listed_keys_output_and_gradients_match_reference"),
     package("compressed attention: row with an empty list not treated as a row without keys",
             "ops/compressed/lowered_call.py", "[-(end > first) & (self.second is not None)-]{+end > first+}",
-            f"{LISTED}::test_lists_of_keys_and_their_gradients"),
+            f"{LISTED}::test_listed_keys_output_and_gradients_match_reference"),
     package("compressor: saved rows of overlapping windows not interleaved", "ops/compressed/compressor_computation.py",
             ".[-transpose(1, 2).-]flatten(1, 2)", CLAUSE),
     package("compressor: continued call leaves out the previous window's rows",
@@ -285,23 +311,25 @@ POOLING = [
     core("C++ core pooling: bias of the first channel half used for both halves", "sparse/pool.h",
          "problem.overlap ? [-size - -]{+-+}previous * stride : 0"),
     core("C++ core pooling: second window pooled without the rows of the first",
-            "sparse/pool.h", "problem.overlap && number > [-0-]{+1+} ?"),
+         "sparse/pool.h", "problem.overlap && number > [-0-]{+1+} ?"),
     core("C++ core pooling: finite channels recomputed instead of non-finite channels", "sparse/pool.h",
          "if (out[i] - out[i] [-!=-]{+==+} 0.0f) out[i] ="),
     core("C++ core pooling: bias of position 0 used for all positions",
-            "sparse/pool.h", "return {all_rows, [-stride-]{+0+}, previous,"),
+         "sparse/pool.h", "return {all_rows, [-stride-]{+0+}, previous,"),
     core("C++ core pooling: channels after the last full block not pooled",
-            "sparse/pool.h", "if (d < [-window.problem.dim-]{+0+}) body"),
+         "sparse/pool.h", "if (d < [-window.problem.dim-]{+0+}) body"),
     core("C++ core pooling: gradients of unpooled channels in the last window not zeroed", "plan/pool.cpp",
          "[-clear(rows, p.dtype, b, h, end - p.ratio, end, 0, p.dim);-]"),
     core("C++ core pooling: dbias leaves out the first work item", "plan/pool.cpp",
          "for (std::int64_t i = [-0-]{+1+}; i < items; ++i) {\n                const float *const from"),
 ]  # fmt: skip
 
-TRAINING = "kernels/test_long_sequences.py::test_training_attention_and_its_gradients"
-LONG_CALLS_LISTS = "kernels/test_long_sequences.py::test_lists_of_far_keys_and_long_caches"
-LONG_CALLS_SUMS = "kernels/test_long_sequences.py::test_gradients_of_lists_of_far_keys"
-LONG_CALLS_CHOICE = "kernels/test_long_sequences.py::test_what_is_chosen_of_many_keys"
+TRAINING = "kernels/test_long_sequences.py::test_triton_training_attention_of_2048_tokens_matches_reference"
+LONG_CALLS_LISTS = (
+    "kernels/test_long_sequences.py::test_triton_sparse_attention_and_decode_of_many_keys_match_reference"
+)
+LONG_CALLS_SUMS = "kernels/test_long_sequences.py::test_triton_sparse_gradients_over_1200_keys_match_reference"
+LONG_CALLS_CHOICE = "kernels/test_long_sequences.py::test_triton_indexer_selection_from_2500_keys_matches_reference"
 LONG_CALLS = [
     package("Triton forward: keys after the first 1024 not read", "backends/triton/dense/forward.py",
             "for t in tl.range(0, [-left + right-]{+tl.minimum(left + right, 1024 // BN)+}):", TRAINING),
@@ -334,11 +362,11 @@ LONG_CALLS = [
             "ahead = seen_ranks(scores, j + BN, first, [-end-]{+tl.minimum(end, 2048)+})", LONG_CALLS_CHOICE),
     package("verify: error bound checks no full tile from row 1024 on", "judging/chi_square_limits.py",
             "    full = [-length-]{+min(length, 1024)+} // TILE * TILE\n    result = rows",
-            "judging/test_error_bound.py::test_a_fault_of_one_tile_is_seen_however_long_the_rest_is"),
+            "judging/test_error_bound.py::test_fault_in_one_tile_is_detected_in_outputs_of_any_length"),
     core("C++ core forward: keys from 2048 on not read", "dense/forward.h",
          "end = tile.begin < tile.end ? [-tile.end-]{+least<std::int64_t>(tile.end, 2048)+} : 0;"),
     core("C++ core forward: softmax sums of rows from 2048 on are zero",
-            "dense/forward.h", "*total = none {+|| w.tile.row0 >= 2048 +}?"),
+         "dense/forward.h", "*total = none {+|| w.tile.row0 >= 2048 +}?"),
     core("C++ core backward: dq of every 512th row from 1024 on copied from the row before", "dense/gradient.h",
          "part.dq + (row - tile.row0{+ - (row > 1024 && row % 512 == 511)+}) * sizes.columns"),
     core("C++ core backward: dv of keys from 1024 on 10 % too large", "dense/gradient.h",

@@ -9,14 +9,14 @@ from benchmarks.accuracy_calls import FAMILIES
 from website import accuracy
 
 
-def test_the_table_has_every_family() -> None:
+def test_accuracy_table_lists_every_operator_family() -> None:
     assert re.findall(r"^\| ([^|]+?) \|", accuracy.table(), re.MULTILINE)[1:] == [*FAMILIES]
     for family, tiles in accuracy.figures()["worst"].items():
         assert None not in tiles["golden"] + tiles["core"], family
         assert all(tile <= 3 for tile in tiles["core"] + tiles.get("Triton", []) if tile is not None), (family, tiles)
 
 
-def test_the_picture_tells_right_from_wrong() -> None:
+def test_accuracy_picture_separates_right_from_wrong_results() -> None:
     result = accuracy.figures()["picture"]
     assert {*accuracy.RIGHT} | {*measuring.FAULTS} == {*result["counts"]}
     for fault in result["wrong"].values():
@@ -37,14 +37,14 @@ def test_the_picture_tells_right_from_wrong() -> None:
         ("indexer loss, chosen keys", set()),
     ],
 )
-def test_a_tiny_run(family: str, others: set[str]) -> None:
+def test_small_accuracy_measurement_is_within_limits(family: str, others: set[str]) -> None:
     results = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
     expected = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
     assert {row.program for row in results} == expected | others
     assert all(0 <= z <= 3 and 0 <= row.tile[name] < 5 for row in results for name, z in row.z.items()), results
 
 
-def test_a_tiny_picture() -> None:
+def test_small_accuracy_picture_detects_all_faults() -> None:
     result = measuring.right_and_wrong(256)
     assert all(fault["tile"] > fault["limit"] for fault in result["wrong"].values()), result["wrong"]
     assert sum(result["counts"]["SDPA"]) == 2 * 256 // 32

@@ -27,7 +27,7 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-def test_every_group_has_one_name() -> None:
+def test_benchmark_group_names_are_unique() -> None:
     """Imports the command, which the slow tests run."""
     assert len({*command.NAMES}) == len(command.GROUPS) + len(command.TABLES) == 23
 
@@ -41,7 +41,7 @@ def test_every_group_has_one_name() -> None:
         ("integrations", "integrations", 8),
     ],
 )
-def test_a_group_of_rows(group: str, title: str, count: int, tmp_path: Path) -> None:
+def test_benchmark_group_writes_the_expected_rows(group: str, title: str, count: int, tmp_path: Path) -> None:
     result = figures(tmp_path, group)
     assert [title in str(row["group"]) for row in result["rows"]] == [True] * count
     assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in result["rows"])
@@ -50,25 +50,25 @@ def test_a_group_of_rows(group: str, title: str, count: int, tmp_path: Path) -> 
 
 @slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_planned_calls_of_triton(tmp_path: Path) -> None:
+def test_launches_benchmark_reports_triton_launch_counts(tmp_path: Path) -> None:
     launches = [row["name"].rpartition(", ")[2] for row in figures(tmp_path, "launches")["launches"]]
     assert launches == ["2 launches", "5 launches", "3 launches", "3 launches"]
 
 
-def test_a_peer_that_does_other_work_is_compared_by_rate() -> None:
+def test_peer_with_other_flops_is_compared_by_flop_rate() -> None:
     pair = Pair("", "", "", lambda: sum(range(200_000)), lambda: sum(range(200_000)), flops=100, peer_flops=400)
     assert 0.1 < measure(pair, 9).ratio < 0.6  # as long for a quarter of the work
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_plans_announce() -> None:
+def test_measured_memory_is_within_the_planned_memory() -> None:
     (row,) = memory.measured(4096, ["fp32"])
     assert row.length == 4096
     assert 0 < row.extra_mb <= max(row.forward_mb, row.backward_mb) + 2
 
 
 @slow
-def test_memory_rows(tmp_path: Path) -> None:
+def test_memory_benchmark_reports_every_dtype(tmp_path: Path) -> None:
     result = figures(tmp_path, "memory")
     assert [row["dtype"] for row in result["memory"]] == ["bf16", "fp32", "fp16"]
     assert result["rows"] == []
@@ -82,7 +82,7 @@ def test_memory_of_a_long_sequence_stays_within_its_limits() -> None:
     assert all(results[dtype] < limits[dtype] for dtype in limits), results
 
 
-def test_what_a_capture_costs() -> None:
+def test_capture_benchmark_measures_every_recording_mode() -> None:
     result = captures.costs(files=30, turns=5)
     assert list(result) == [captures.ALONE, captures.DISK, captures.EMPTY, "recorded, 30 files"]
     assert result[captures.ALONE] < result[captures.EMPTY]

@@ -50,7 +50,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("factor", [1.01, math.nan])
-def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_example_fails_when_loss_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(ROOT / "examples" / "finetune_minilm.py"))
     texts = [
         ("Return the sum.", "Missing values count as zero, others as they are."),
@@ -66,7 +66,7 @@ def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: p
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_docstrings_say_what_happens(name: str) -> None:
+def test_docstring_examples_pass_doctest(name: str) -> None:
     module = importlib.import_module(f"fusion_attention.{name}")
     result = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
     assert result.attempted > 0
@@ -84,7 +84,7 @@ def run_page(name: str, programs: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", [name for name, text in written().items() if name[:4] == "docs" and blocks(text)])
-def test_pages_run(page: str) -> None:
+def test_python_blocks_of_docs_pages_run(page: str) -> None:
     run_page(page, blocks(written()[page]))
 
 
@@ -106,7 +106,7 @@ FOLDERS = (".", "src/fusion_attention", "src/fusion_attention/backends/triton", 
 @pytest.mark.parametrize(
     "page", ["docs/dev/design.md", "docs/dev/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
 )
-def test_pages_name_files_that_are_there(page: str) -> None:
+def test_docs_pages_refer_to_existing_files(page: str) -> None:
     named = re.findall(
         r"`((?!build/)[\w*./]+/[\w*]+\.(?:py|h|cpp|md|json))[`:]", (ROOT / page).read_text(encoding="utf-8")
     )

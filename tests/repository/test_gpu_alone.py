@@ -20,7 +20,7 @@ sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT)!r}]
 """
 
 
-def test_the_gpu_tests_and_the_benchmark_load_and_say_that_there_is_no_gpu() -> None:
+def test_gpu_tests_and_benchmark_report_a_missing_gpu_on_a_bare_install() -> None:
     program = """
 import pytest, runpy
 code = pytest.main(["tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"])

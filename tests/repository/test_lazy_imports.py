@@ -35,7 +35,7 @@ def run(program: str, *arguments: str, torch: bool = False) -> Any:
 # -------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_the_interface_alone_loads_nothing() -> None:
+def test_package_import_loads_only_the_standard_library() -> None:
     before = "before = set(sys.modules)\n"
     loaded = run(f"{before}import fusion_attention\nprint(json.dumps([*set(sys.modules) - before]))")
     assert {m for m in loaded if m.split(".")[0] == "fusion_attention"} == {"fusion_attention"}
@@ -53,7 +53,7 @@ loaded = sorted(set(sys.modules) - brought)
 """
 
 
-def test_a_first_call_loads_this_package_and_no_more() -> None:
+def test_first_attention_call_imports_no_other_packages() -> None:
     loaded = run(f"{EAGER}print(json.dumps(loaded))", torch=True)
     # From Python 3.14 on ast.unparse() is a module of the standard library of its own.
     assert {m for m in loaded if m.split(".")[0] != "fusion_attention"} <= {"_ast_unparse"}
@@ -84,7 +84,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def test_torchs_compiler_waits_for_a_trace() -> None:
+def test_torch_dynamo_is_imported_only_by_a_trace() -> None:
     program = """
 compiler = ["torch._dynamo" in brought, "torch._dynamo" in sys.modules]
 torch.compile(lambda q: fa.attention(q, q, q), backend="eager", fullgraph=True)(q)
@@ -113,7 +113,7 @@ print(json.dumps(facts))
 """
 
 
-def test_every_name_of_the_interface() -> None:
+def test_lazy_public_names_are_listed_reloadable_and_picklable() -> None:
     """Loaded late, shown to checkers, listed and completed: the same names; they survive a reload and a pickle."""
     facts = run(FACTS)
     tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def test_every_name_of_the_interface() -> None:
     assert not [word for word in ("importlib", "_MODULES", "TYPE_CHECKING") if word in behind]
 
 
-def test_no_module_of_linux_alone_is_needed_before_its_use() -> None:
+def test_package_imports_without_linux_only_modules() -> None:
     program = """
 import pkgutil, importlib, torch, rich.console, typer
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
@@ -157,7 +157,7 @@ print(json.dumps(len(sys.modules)))
     assert run(program, torch=True) > 100
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_unknown_attribute_raises_attribute_or_import_error() -> None:
     with pytest.raises(AttributeError, match="module 'fusion_attention' has no attribute 'atention'"):
         fa.atention  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'atention'"):
@@ -166,7 +166,7 @@ def test_a_name_that_is_not_there() -> None:
     assert not hasattr(fa, "_api")
 
 
-def test_a_submodule_that_cannot_be_loaded_says_why() -> None:
+def test_submodule_import_error_names_the_missing_package() -> None:
     """What it lacks is named, not hidden behind a missing attribute."""
     program = "sys.modules['torch'] = None\nimport fusion_attention as fa\ntry:\n    fa.memory\n"
     program += "except ImportError as error:\n    print(json.dumps(error.name))"
@@ -174,7 +174,7 @@ def test_a_submodule_that_cannot_be_loaded_says_why() -> None:
 
 
 @pytest.mark.parametrize(("former", "name"), [("seen", "visible"), ("remarks", "violations")])
-def test_former_names_of_modules(former: str, name: str) -> None:
+def test_former_module_names_are_aliases(former: str, name: str) -> None:
     modules = (importlib.import_module(f"fusion_attention.explorer.{module}") for module in (former, name))
     assert len(set(modules)) == 1
 
@@ -182,7 +182,7 @@ def test_former_names_of_modules(former: str, name: str) -> None:
 SUBMODULES = ["acl", "aclnn", "api", "captures", "contract", "nn", "npu", "ops", "plan", "ir", "testing"]
 
 
-def test_submodules_come_on_demand() -> None:
+def test_submodules_are_imported_on_attribute_access() -> None:
     program = """
 import importlib
 import fusion_attention as fa
@@ -196,13 +196,13 @@ print(json.dumps(kinds))
     assert run(program, *SUBMODULES, torch=True) == dict.fromkeys(SUBMODULES, "module")
 
 
-def test_pickled_names_come_back() -> None:
+def test_public_names_unpickle_in_a_new_process() -> None:
     program = "import pickle\nfound = pickle.loads(bytes.fromhex(sys.argv[1]))\nimport fusion_attention as fa\n"
     pickled = pickle.dumps([fa.capture, fa.Band]).hex()
     assert run(f"{program}print(json.dumps(found == [fa.capture, fa.Band]))", pickled, torch=True)
 
 
-def test_threads_may_ask_first_at_once() -> None:
+def test_concurrent_first_access_to_public_names_is_safe() -> None:
     program = """
 import threading
 import fusion_attention as fa
@@ -238,7 +238,7 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [w if w in EVERY_DAY else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
-def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
+def test_first_import_of_attention_may_happen_inside_a_trace(way: str) -> None:
     """The whole package is loaded, its operators registered, while a trace is under way."""
     module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
     imported_late = "first = 'fusion_attention.api.attention' in sys.modules\n"
@@ -246,7 +246,7 @@ def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     assert run(f"{TRACE}{module}{imported_late}{WAYS[way]}\n{same}", torch=True) == [False, True]
 
 
-def test_names_that_come_later_break_no_graph() -> None:
+def test_lazy_imports_after_compile_cause_no_recompilation() -> None:
     """They lie in the package's namespace, which a graph watches no more than it must."""
     program = """
 made = []
@@ -289,7 +289,7 @@ print(json.dumps([codes, first]))
     assert codes == [0 if line.startswith("--") or line.endswith("--help") else 2 for line in lines]
 
 
-def test_commands_load_nothing_that_only_they_need() -> None:
+def test_cli_import_loads_no_command_specific_packages() -> None:
     """Modules, not seconds: what `--help` waits for is typer, and what typer shows help with."""
     program = """
 import typer
@@ -304,13 +304,13 @@ print(json.dumps(sorted(set(sys.modules) - known)))
     assert len(loaded) < 60
 
 
-def test_python_m() -> None:
+def test_python_m_prints_the_version() -> None:
     for name in ("fusion_attention", "fusion_attention.cli"):
         done = subprocess.run([sys.executable, "-m", name, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout == f"fusion-attention {fa.__version__}\n"
 
 
-def test_the_version_is_the_packages() -> None:
+def test_version_equals_pyproject_version() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'\nversion = "{fa.__version__}"\n' in text
     assert command_line.app is app

@@ -142,7 +142,7 @@ def test_all_targets_are_phony_and_listed() -> None:
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target not in NO_PYTHON | FOREIGN])
-def test_what_a_target_runs_is_installed(target: str) -> None:
+def test_make_targets_install_all_imported_packages(target: str) -> None:
     commands = make(target)
     pip = commands.index(" -m pip install ")
     assert commands.index(" -m venv ") < pip
@@ -154,7 +154,7 @@ def test_what_a_target_runs_is_installed(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_a_target_names_is_there(target: str) -> None:
+def test_make_targets_refer_to_existing_files(target: str) -> None:
     """Its files, and versions that can be."""
     if target in {"help", "clean"}:
         return
@@ -165,7 +165,7 @@ def test_what_a_target_names_is_there(target: str) -> None:
             Requirement(word)
 
 
-def test_cleaning_leaves_the_sources(tmp_path: Path) -> None:
+def test_make_clean_keeps_source_files(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("build/x", "site/x", "src/a.py", "src/__pycache__/a.pyc", ".venv/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def test_cleaning_leaves_the_sources(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "core"])
-def test_what_wheels_are_tested_by(first: str) -> None:
+def test_wheel_smoke_script_passes(first: str) -> None:
     """release/smoke.py, without the C libraries, which only a wheel contains."""
     script = f"import runpy; main = runpy.run_path({str(ROOT / 'release/smoke.py')!r})['main']\n"
     script += f"main.__globals__['check_c_api'] = lambda: None\nmain({first!r})"

@@ -66,7 +66,7 @@ def allocating() -> dict[str, list[int]]:
     return results
 
 
-def test_results_and_scratch_come_from_one_place() -> None:
+def test_only_listed_functions_allocate_uninitialized_memory() -> None:
     wrong = {place: lines for place, lines in allocating().items() if place not in MAY_ALLOCATE}
     assert not wrong, (
         f"take memory.empty() instead, or say why not in tests/repository/test_memory_rules.py's MAY_ALLOCATE: {wrong}"

@@ -10,7 +10,7 @@ from mutants import CORE_TEST, MUTANTS, ROOT, misfit
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutation_fits_its_source_and_its_tests_exist(mutant: Mutant) -> None:
+def test_mutant_matches_its_source_and_names_existing_tests(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text(encoding="utf-8")
     assert misfit(mutant, source) is None
     assert mutant.old != mutant.new
@@ -23,6 +23,6 @@ def test_a_mutation_fits_its_source_and_its_tests_exist(mutant: Mutant) -> None:
             assert re.search(rf"^def {function}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
 
 
-def test_every_mutation_has_a_name_of_its_own() -> None:
+def test_mutant_names_are_unique() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names) >= 30

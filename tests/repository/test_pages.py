@@ -20,11 +20,11 @@ from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CO
 from website import charts, everything, hooks, masks, reference
 from website.pictures import in_memory
 
-# What is in a block -> who runs it; text is what somebody reads.
+# Languages of blocks, and the test that runs them, or the reason why none does.
 LANGUAGES = {
     "python": "test_examples.py", "pycon": "test_examples.py, as a docstring", "pyi": "a signature",
-    "bash": "test_commands_exist", "sh": "test_commands_exist", "text": "nobody", "diff": "nobody", "": "nobody",
-    "c": "a fragment", "json": "a fragment",
+    "bash": "test_shell_commands_in_docs_exist", "sh": "test_shell_commands_in_docs_exist",
+    "text": "not run", "diff": "not run", "": "not run", "c": "a fragment", "json": "a fragment",
 }  # fmt: skip
 
 
@@ -35,18 +35,18 @@ GENERATED |= {f"ops/{name}.md" for name in ("index", "versions", *CONTRACTS)}
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", files())
-def test_what_git_holds_is_what_the_records_give(name: str) -> None:
+def test_generated_files_in_git_are_up_to_date(name: str) -> None:
     """python -m codegen writes it."""
     assert (ROOT / name).read_text(encoding="utf-8") == files()[name]
 
 
-def test_no_block_is_of_an_unknown_kind() -> None:
+def test_code_blocks_have_known_languages() -> None:
     unknown = {(name, kind) for name, text in written().items() for kind, _ in fenced(text) if kind not in LANGUAGES}
     assert not unknown
 
 
 @pytest.mark.parametrize("texts", [written, pytest.param(pages, marks=pytest.mark.slow)])
-def test_no_link_is_dead(texts: Callable[[], dict[str, str]]) -> None:
+def test_links_of_docs_pages_resolve(texts: Callable[[], dict[str, str]]) -> None:
     anchors_of = {name: anchors(text) for name, text in texts().items()}
     targets = anchors_of.keys() | {f"docs/pictures/{name}.svg" for name in everything.PICTURES}
     targets |= {f"docs/{name}" for name in GENERATED}
@@ -92,7 +92,7 @@ def unknown_words(line: str) -> list[str]:
     )
 
 
-def test_commands_exist() -> None:
+def test_shell_commands_in_docs_exist() -> None:
     listed = commands()
     assert len(listed) > 40
     assert [(page, line) for page, line in listed if unknown_words(line)] == []
@@ -110,7 +110,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None:
+def test_operator_page_has_call_example_support_and_parameters(name: str) -> None:
     op, page = CONTRACTS[name], op_pages.page(CONTRACTS[name])
     for heading in ("Call", "Example", "Support", "Parameters"):
         assert page.count(f"\n## {heading}\n") == 1, heading
@@ -121,7 +121,7 @@ def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_the_matrix_of_support_is_true(dtype: str) -> None:
+def test_support_matrix_matches_back_end_behaviour(dtype: str) -> None:
     stated = dict(op_support.matrix(RECORDS["attention"]))[dtype]
     x = torch.randn(1, 4, 2, 16).to(getattr(torch, dtype))
     for backend in ("cpu", "golden"):
@@ -132,7 +132,7 @@ def test_the_matrix_of_support_is_true(dtype: str) -> None:
                 fa.attention(x, x, x, backend=backend)
 
 
-def test_a_call_has_the_types_that_one_passes() -> None:
+def test_operator_pages_show_no_annotated_types() -> None:
     """What a schema is told of a tensor that is written is no type of a reader's."""
     for op in AUXILIARY.values():
         assert "Annotated" not in op_pages.page(op)
@@ -153,7 +153,7 @@ def test_docstrings_become_markdown() -> None:
     ]
 
 
-def test_what_a_back_end_refuses_is_on_the_page() -> None:
+def test_operator_page_lists_back_end_limitations() -> None:
     score = "npu_fused_infer_attention_score"
     assert "computes out_quant none, not tensor" in op_support.gaps(RECORDS[score])["triton"]
     assert "computes out\\_quant none, not tensor" in op_pages.page(RECORDS[score])
@@ -162,7 +162,7 @@ def test_what_a_back_end_refuses_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("mode", range(9))
-def test_a_picture_shows_what_the_page_says(mode: int) -> None:
+def test_sparse_mode_picture_matches_the_documented_formula(mode: int) -> None:
     """docs/sparse_modes.md's formula, written out."""
     _, _, says, visible, taken = masks.modes()[mode]
     numbers = dict(re.findall(r"(pre|next|prefix) (-?\d+)", says))
@@ -196,7 +196,7 @@ def test_a_picture_shows_what_the_page_says(mode: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBH", "BSH"])
-def test_a_layout_lies_as_its_picture_shows(layout: str) -> None:
+def test_layout_picture_matches_memory_order(layout: str) -> None:
     """A view of the memory in the picture's order is the tensor."""
     sizes = {"B": 2, "S": 4, "N": 2}
     axes = [axis for axis in layout.replace("H", "N") if axis in sizes]
@@ -205,13 +205,13 @@ def test_a_layout_lies_as_its_picture_shows(layout: str) -> None:
     assert [int(number[place]) for place in positions] == list(range(16))
 
 
-def test_a_charted_ratio_is_nearly_the_quotient_of_its_medians() -> None:
+def test_charted_speed_ratio_is_close_to_quotient_of_medians() -> None:
     for row in charts.rows():
         quotient = row["peer_ms"] / row["ours_ms"]  # the ratio is a median over turns
         assert quotient / 2 < row["ratio"] < quotient * 2, row
 
 
-def test_bars_are_as_long_as_their_ratios() -> None:
+def test_chart_bar_lengths_match_speed_ratios() -> None:
     text = charts.beside_masks().render()
     widths = [float(w) for w in re.findall(r'<rect x="372" y="[\d.]+" width="([\d.]+)"', text)]
     ratios = [charts.ratio(group, name, peer) for group, name, peer, *_ in charts.SHAPED]

@@ -65,7 +65,7 @@ class Loads(html.parser.HTMLParser):
             self.targets.append(str(given["href"]))
 
 
-def test_nothing_comes_from_the_network(site: Path) -> None:
+def test_site_loads_no_resources_from_the_network(site: Path) -> None:
     for path in site.rglob("*.html"):
         loads = Loads()
         loads.feed(path.read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def test_nothing_comes_from_the_network(site: Path) -> None:
     assert (site / "assets" / "explorer.html").stat().st_size < 500_000
 
 
-def test_the_words_that_people_search_for_are_indexed(site: Path) -> None:
+def test_common_search_words_are_in_the_search_index(site: Path) -> None:
     result = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     for word, (page, heading) in WORDS.items():
         sections = [entry for entry in result if entry["location"].startswith(page) and heading in entry["title"]]
@@ -108,7 +108,7 @@ FORMULAS = "[...['.arithmatex', '.arithmatex .katex', '.katex-error']].map(x => 
 
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_page_is_wider_than_its_window_and_every_formula_is_set(
+def test_pages_fit_the_window_and_all_formulas_are_rendered(
     width: int, site: Path, address: str, browser: Browser
 ) -> None:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if "assets" not in path.parts)
@@ -127,7 +127,7 @@ def test_no_page_is_wider_than_its_window_and_every_formula_is_set(
 
 @needs_browser
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_finds_its_page_first(word: str, address: str, browser: Browser) -> None:
+def test_search_ranks_the_expected_page_first(word: str, address: str, browser: Browser) -> None:
     browser.open(f"{address}/index.html?{urlencode({'q': word})}")
     first = "document.querySelector('a.md-search-result__link')?.getAttribute('href')"
     result = browser.run(
@@ -139,7 +139,7 @@ def test_a_word_finds_its_page_first(word: str, address: str, browser: Browser) 
 
 
 @needs_browser
-def test_a_picture_takes_the_colours_of_its_page(address: str, browser: Browser) -> None:
+def test_svg_pictures_follow_the_page_theme(address: str, browser: Browser) -> None:
     ink = "getComputedStyle(document.querySelector('.fa-pic text')).fill"
     for dark, place in ((False, 0), (True, 1)):
         browser.open(f"{address}/layouts.html", dark=dark)

@@ -117,14 +117,14 @@ def reason_against(importer: str, imported: str) -> str | None:
     return None
 
 
-def test_every_module_has_a_layer() -> None:
+def test_every_module_is_assigned_to_an_import_layer() -> None:
     strangers = [
         name for name in modules() if name not in (INTERFACE, TESTING) and name.split(".")[0] not in (*LAYERS, TESTING)
     ]
     assert not strangers, f"no layer in tests/repository/test_source_rules.py (and docs/dev/design.md) for: {strangers}"
 
 
-def test_imports_run_down() -> None:
+def test_modules_never_import_from_higher_layers() -> None:
     wrong = [
         f"{importer or PACKAGE}:{line} imports {imported or PACKAGE}: {reason}"
         for importer in modules()
@@ -134,7 +134,7 @@ def test_imports_run_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     """Layers allow neighbours to import each other; a circle, late imports counted, they do not."""
     graph = {module: {name for name, _, _ in package_imports(module)} - {module} for module in modules()}
     done: set[str] = set()
@@ -150,7 +150,7 @@ def test_no_import_circle() -> None:
         visit(module, ())
 
 
-def test_no_package_cycle() -> None:
+def test_packages_have_no_circular_imports() -> None:
     """Packages of one layer may import each other in one direction, late imports counted."""
     graph: dict[str, set[str]] = {}
     for module in modules():
@@ -164,7 +164,7 @@ def test_no_package_cycle() -> None:
     assert not graph, f"a cycle among {sorted(graph)}"
 
 
-def test_the_contract_is_imported_as_a_package() -> None:
+def test_contract_names_are_imported_only_from_the_package() -> None:
     """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
     inner = {"contract", "contract.doc_pages", "contract.sampling"}
     wrong = [
@@ -176,7 +176,7 @@ def test_the_contract_is_imported_as_a_package() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_fast_back_ends_are_imported_late() -> None:
+def test_native_and_triton_back_ends_are_imported_lazily() -> None:
     wrong = []
     for importer in modules():
         if inside(importer, TESTING):
@@ -199,7 +199,7 @@ CANN_WORDS = re.compile(
 )
 
 
-def test_no_cann_word_below_the_ir() -> None:
+def test_ir_and_back_ends_contain_no_cann_terms() -> None:
     files = [path for pattern in BELOW_THE_IR for path in SOURCE.glob(pattern)]
     core = ROOT / "csrc"  # of which capi is another interface, and no part of the core
     files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
@@ -316,7 +316,7 @@ def hand_set() -> dict[str, list[str]]:
     return results
 
 
-def test_no_tolerance_is_set_by_hand() -> None:
+def test_tolerances_in_tests_are_never_set_by_hand() -> None:
     found_by_file = hand_set()
     wrong = [line for name, lines in found_by_file.items() if name not in HAND_SET for line in lines]
     assert not wrong, "judge by testing.compare, derive the bound, or compare in float64:\n" + "\n".join(wrong)
@@ -331,6 +331,6 @@ BETWEEN_TESTS = re.compile(
 )
 
 
-def test_no_test_skips_itself_or_imports_another() -> None:
+def test_tests_never_skip_in_their_body_or_import_test_files() -> None:
     paths = [path for path in (ROOT / "tests").rglob("*.py") if BETWEEN_TESTS.search(path.read_text(encoding="utf-8"))]
     assert not paths, "mark the test, or move the shared code to tests/support"

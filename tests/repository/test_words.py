@@ -53,12 +53,12 @@ def lines_with(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
             yield from ((name, line.strip()) for line in text.splitlines() if pattern.search(line))
 
 
-def test_no_word_of_our_own_where_the_field_has_one() -> None:
+def test_sources_and_docs_avoid_replaced_project_terms() -> None:
     wrong = [f"{name}: {line}" for name, line in lines_with(REPLACED) if not UPSTREAM.search(line)]
     assert not wrong, "\n".join(wrong)
 
 
-def test_sources_and_pages_say_what_does_it() -> None:
+def test_sources_and_docs_avoid_indefinite_pronouns() -> None:
     """A noun and a verb, in place of `whoever` and `nobody`."""
     wrong = [f"{name}: {line}" for name, line in lines_with(PROSE) if not name.startswith("tests/")]
     assert not wrong, "\n".join(wrong)
@@ -94,7 +94,7 @@ def wrong_openings(name: str, nodes: list[ast.AST]) -> Iterator[str]:
                 yield f"{name}: {docstring.splitlines()[0]}"
 
 
-def test_identifiers_are_nouns_of_the_field_and_docstrings_begin_with_a_noun_or_a_verb() -> None:
+def test_identifiers_and_docstring_openings_are_not_vague() -> None:
     """One test, because reading all sources takes most of its time."""
     wrong: list[str] = []
     for name, text in texts().items():
@@ -118,7 +118,7 @@ def comments(path: Path) -> Iterator[str]:
         inside = comment is not None
 
 
-def test_comments_of_the_core_begin_with_a_noun_or_a_verb() -> None:
+def test_cpp_comments_begin_with_a_noun_or_a_verb() -> None:
     sources = [path for ending in ("h", "cpp") for path in sorted((ROOT / "csrc").rglob(f"*.{ending}"))]
     wrong = [f"{path.name}: {first}" for path in sources for first in comments(path) if OPENING.match(first)]
     assert len(sources) > 100

@@ -25,14 +25,14 @@ def differs(function: Callable[..., Any], *leaves: Tensor) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_pooling(overlap: bool) -> None:
+def test_golden_compress_gradients_match_central_differences(overlap: bool) -> None:
     wide = 4 if overlap else 2
     leaves = drawn(1, 7, 1, wide, seed=1), drawn(1, 7, 1, wide, seed=2), drawn(3, wide, seed=3)
     differs(lambda kv, gate, bias: fa.compress(kv, gate, ratio=3, position_bias=bias, overlap=overlap), *leaves)
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_two_sources_of_keys(listed: bool) -> None:
+def test_golden_compressed_attention_gradients_match_central_differences(listed: bool) -> None:
     """Rows without keys, repeated entries, and a residual."""
     leaves = drawn(1, 6, 2, 3, seed=1), drawn(1, 5, 1, 3, seed=2), drawn(1, 2, 1, 3, seed=3), drawn(2, seed=4)
     lists = torch.tensor([[-1, -1], [0, -1], [-1, -1], [0, 0], [0, -1], [1, 0]])[None, :, None] if listed else None
@@ -61,7 +61,7 @@ class TargetLoss(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_losses_of_a_given_target(count: int) -> None:
+def test_golden_target_loss_gradients_match_central_differences(count: int) -> None:
     case = TargetCase(q_len=(5, 3), kv_len=(2, 2), ratio=2, residual=(1, 0), heads=2, dim=3, count=count)
     args = arguments(case)
     leaves = [args[name].detach().double().requires_grad_() for name in DIFFERENTIABLE]

@@ -16,14 +16,14 @@ SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
-def test_golden_against_autograd(case: CompressedCase) -> None:
+def test_golden_compressed_attention_matches_autograd(case: CompressedCase) -> None:
     args = arguments(case)
     want, got = witness(case, args), golden(case, args)
     close({name: got[name] for name in want if name in got}, {name: want[name] for name in want if name in got})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_back_end_differs_from_golden_by_roundings(case: CompressedCase) -> None:
+def test_cpu_back_end_compressed_attention_matches_reference(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, lowered(args), args["dy"], "cpu"), wanted(case, args))
 
@@ -38,7 +38,7 @@ def shown(case: CompressedCase, args: dict[str, torch.Tensor]) -> dict[str, torc
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6], CASES[16]], ids=lambda case: case.id)
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
-def test_the_function_has_the_bits_of_the_lowered_call(case: CompressedCase, backend: str) -> None:
+def test_compressed_attention_is_bitwise_equal_to_lowered_call(case: CompressedCase, backend: str) -> None:
     args = arguments(case)
     want = compute(case, lowered(args), args["dy"], backend)
     leaves = {n: args[n].detach().clone().requires_grad_() for n in ("query", "key", "key_compressed")}
@@ -50,7 +50,7 @@ def test_the_function_has_the_bits_of_the_lowered_call(case: CompressedCase, bac
     assert lse.shape == (out.shape[:2] if case.packed else (len(out), out.shape[2], out.shape[1]))
 
 
-def test_lists_of_all_that_a_row_sees_change_no_bit() -> None:
+def test_lists_of_all_visible_compressed_keys_equal_attention_without_lists() -> None:
     listed = CompressedCase(lists="all", count=4, heads_q=6, heads_kv=2, sink=True, dtype="bfloat16")
     args = arguments(listed)
     order = args["sparse_indices"].sort(-1, descending=True).values.flip(-1)
@@ -61,7 +61,7 @@ def test_lists_of_all_that_a_row_sees_change_no_bit() -> None:
     check("mixed", mixed, wanted(listed, args))
 
 
-def test_packed_sequences_and_threads_change_no_bit() -> None:
+def test_compressed_attention_is_bitwise_equal_for_packing_and_threads() -> None:
     case = CompressedCase(q_len=(7, 7), kv_len=(9, 9), ratio=2, window=4, heads_q=8, dim_qk=32, sink=True)
     args = arguments(case)
     want = compute(case, lowered(args), args["dy"], "cpu")
@@ -79,7 +79,7 @@ def test_packed_sequences_and_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
-def test_compressed_keys_alone(backend: str) -> None:
+def test_compressed_attention_without_window_keys_matches_formula(backend: str) -> None:
     """A sequence may have none of its own keys left: statistics and gradients are those of the compressed ones."""
     q, c, sink = torch.randn(1, 2, 2, 8), torch.randn(1, 3, 1, 8, requires_grad=True), torch.randn(2)
     given = {"ratio": 2, "residual": [1], "sink": sink, "return_lse": True, "backend": backend}
@@ -98,7 +98,7 @@ def test_compressed_keys_alone(backend: str) -> None:
     assert gradient.any()
 
 
-def test_positions_count_from_the_compressed_keys() -> None:
+def test_compressed_attention_with_only_window_keys_cached_equals_all_keys() -> None:
     """Rows of a cache that keeps the window's keys alone are those of a cache with all keys, padded and packed."""
     case = CompressedCase(layout="TND", q_len=(2, 3), kv_len=(9, 12), ratio=4, window=3, sink=True)
     args = shown(case, arguments(case))
@@ -115,7 +115,7 @@ def test_positions_count_from_the_compressed_keys() -> None:
     same_bits(out[1], want[2:5], "two sequences")
 
 
-def test_a_list_for_all_heads() -> None:
+def test_single_list_of_compressed_keys_applies_to_all_kv_heads() -> None:
     case = CompressedCase(lists="all", count=3, heads_q=4, heads_kv=2)
     args = shown(case, arguments(case))
     one = args["indices"][:, :, :1]
@@ -123,7 +123,7 @@ def test_a_list_for_all_heads() -> None:
     same_bits(fa.compressed_attention(**{**args, "indices": one}), both, "one list")
 
 
-def test_keys_that_no_row_sees_may_be_anything() -> None:
+def test_compressed_attention_ignores_nan_and_infinity_in_invisible_keys() -> None:
     case = CompressedCase(q_len=(3,), kv_len=(12,), window=2, ratio=2, lists="all", count=2)
     args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments(case).items()}
     args["sparse_indices"].remainder_(4)
@@ -156,7 +156,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("change", "message"), BAD, ids=[str(sorted(change)) + str(n) for n, (change, _) in enumerate(BAD)]
 )
-def test_a_wrong_call_says_what_is_wrong(change: dict[str, object], message: str) -> None:
+def test_compressed_attention_refuses_invalid_arguments(change: dict[str, object], message: str) -> None:
     given = {
         "q": torch.ones(2, 5, 2, 8),
         "k": torch.ones(2, 9, 1, 8),
@@ -167,13 +167,13 @@ def test_a_wrong_call_says_what_is_wrong(change: dict[str, object], message: str
         fa.compressed_attention(**{**given, **change})
 
 
-def test_more_compressed_keys_than_tokens_close_are_doubted() -> None:
+def test_compressed_attention_warns_about_too_many_compressed_keys() -> None:
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 9, 1, 8)
     with pytest.warns(fa.ContractWarning, match="expected the tokens of the keys // ratio"):
         fa.compressed_attention(q, k, k[:, :5], ratio=2)
 
 
-def test_keys_in_pages_have_no_gradient() -> None:
+def test_compressed_attention_backward_over_paged_keys_raises() -> None:
     case = replace(CASES[-1], sink=False)
     args = shown(case, arguments(case))
     q = args["q"].detach().clone().requires_grad_()

@@ -118,7 +118,7 @@ def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
     return result
 
 
-def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None:
+def test_layer_matches_keys_and_output_of_transformers_deepseek_v3_2(model: Any, golden: Callable[..., Any]) -> None:
     """Layer by layer on the inputs that the model really gives it: the same keys, the same output."""
     calls: list[dict[str, Any]] = []
     hooks = [
@@ -145,7 +145,9 @@ def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None
             compare_with("attention", own(hidden, rope=rope)[0], program)
 
 
-def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
+def test_deepseek_v3_2_with_replaced_attention_keeps_output_and_gradients(
+    model: Any, golden: Callable[..., Any]
+) -> None:
     """With our attention in every layer the model computes the same, and so do its gradients but the indexers'."""
     tokens = torch.randint(50, (2, 31))
     weights = torch.randn(2, 31, SIZES["hidden_size"])

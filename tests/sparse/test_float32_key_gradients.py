@@ -33,7 +33,7 @@ def rounded(call: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_keys(dtype: torch.dtype) -> None:
+def test_float32_key_gradients_rounded_equal_narrow_dtype_gradients(dtype: torch.dtype) -> None:
     def rows(*inner: int) -> torch.Tensor:
         return torch.randn(B, S, *inner).to(dtype)
 

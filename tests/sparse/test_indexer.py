@@ -72,7 +72,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
-def test_the_order_is_exact(case: IndexerCase) -> None:
+def test_indexer_selects_keys_in_exact_order_for_integer_scores(case: IndexerCase) -> None:
     """Whole numbers add up alike everywhere."""
     args = operands(case)
     for backend in backends(case):
@@ -82,7 +82,7 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_what_is_chosen(case: IndexerCase) -> None:
+def test_indexer_selects_best_visible_keys_with_their_scores(case: IndexerCase) -> None:
     """Distinct keys that the row sees, none of them worse than one left out, and their scores; none in other rows."""
     call = lowered_indexer(operands(case))
     results = {backend: run(call, backend) for backend in backends(case)}
@@ -101,7 +101,7 @@ def lists_of(case: IndexerCase, args: Args) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
-def test_gradients(case: IndexerCase) -> None:
+def test_indexer_gradients_match_reference(case: IndexerCase) -> None:
     args = operands(case)
     backward = IndexerBackward(lowered_indexer(args), args["dy"], lists_of(case, args))
     check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
@@ -109,7 +109,7 @@ def test_gradients(case: IndexerCase) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
-def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
+def test_golden_indexer_gradients_match_autograd(case: IndexerCase) -> None:
     args = operands(case)
     indices = lists_of(case, args)
     leaves = {n: args[n].double().detach().requires_grad_() for n in ("query", "key", "weights")}
@@ -128,7 +128,7 @@ def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
     close(got, dict(zip(got, want, strict=True)))
 
 
-def test_lists_are_read_as_attention_reads_them() -> None:
+def test_indexer_gradient_ignores_list_entries_behind_the_end() -> None:
     """Behind a -1 and behind as many entries as the row sees nothing counts; an entry that is listed twice does."""
     q, k, w = torch.randn(1, 2, 3, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 2, 3)
     dy = torch.tensor([[[1.0, 2.0, 4.0, torch.nan], [1.0, torch.nan, torch.nan, torch.nan]]])
@@ -147,7 +147,7 @@ def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(5 * scores[0, 0, 3] + 2 * scores[0, 0, 0] + scores[0, 1, 2], leaves)
 
 
-def test_what_is_not_a_number() -> None:
+def test_golden_indexer_ranks_nan_first_and_drops_score_minus_infinity() -> None:
     q, w = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1)
     k = torch.tensor([1.0, 5.0, 3.0, 2.0])[None, :, None, None].repeat(1, 1, 1, 2)
     k[0, 3] = torch.nan
@@ -165,7 +165,7 @@ def test_what_is_not_a_number() -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
-def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
+def test_indexer_interfaces_are_bitwise_equal_to_lowered_call(case: IndexerCase) -> None:
     args = operands(case)
     leaves = leaves_of(args, "query", "key", "weights")
     call = lowered_indexer(args)
@@ -187,7 +187,7 @@ def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100 and c.ratio == 1], ids=lambda case: case.id)
-def test_torch_npu_has_values_on_request_and_gradients_by_name(case: IndexerCase) -> None:
+def test_npu_lightning_indexer_values_are_optional_and_grad_function_matches(case: IndexerCase) -> None:
     args = operands(case)
     call = lowered_indexer(args)
     indices, _ = chosen(call, "auto")
@@ -208,7 +208,7 @@ def test_torch_npu_has_values_on_request_and_gradients_by_name(case: IndexerCase
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_bad_calls_say_what_is_wrong() -> None:
+def test_indexer_refuses_invalid_arguments() -> None:
     q, k, w = torch.zeros(1, 2, 3, 4), torch.zeros(1, 5, 1, 4), torch.zeros(1, 2, 3)
     dy, indices = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.int32)
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_bad_calls_say_what_is_wrong() -> None:
         npu.npu_lightning_indexer_grad(q, k, dy, indices[..., :3], w)
 
 
-def test_a_table_without_columns_serves_sequences_without_keys() -> None:
+def test_indexer_over_page_table_without_columns_returns_empty_selection() -> None:
     q, pages, weights = torch.randn(1, 3, 2, 8), torch.randn(2, 4, 1, 8), torch.ones(1, 3, 2)
     given = {"kv_len": [0], "page_table": torch.zeros(1, 0, dtype=torch.int32)}
     indices, values = fa.lightning_indexer(q, pages, weights, 2, **given)

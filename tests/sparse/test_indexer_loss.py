@@ -85,7 +85,7 @@ def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_golden_is_the_formula(case: LossCase) -> None:
+def test_golden_indexer_loss_matches_slot_by_slot_formula(case: LossCase) -> None:
     """plain() in float64 goes slot by slot; golden counts how often a key is listed."""
     args = operands(case)
     close(golden(case, args), plain(case, args))
@@ -106,7 +106,7 @@ def witness(case: LossCase, args: Args) -> Results:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)
-def test_golden_against_autograd(case: LossCase) -> None:
+def test_golden_indexer_loss_gradients_match_autograd(case: LossCase) -> None:
     args = operands(case)
     got = exactly(case, args)
     del got["loss"]
@@ -114,7 +114,7 @@ def test_golden_against_autograd(case: LossCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_back_end_is_right(case: LossCase) -> None:
+def test_indexer_loss_of_every_back_end_matches_reference(case: LossCase) -> None:
     judge(case, operands(case))
 
 
@@ -128,7 +128,7 @@ STATISTICS = [case for case in CASES if case.count == 0 and not case.sink]
 
 
 @pytest.mark.parametrize("case", STATISTICS, ids=lambda case: case.id)
-def test_statistics(case: LossCase) -> None:
+def test_indexer_softmax_max_and_sum_match_reference(case: LossCase) -> None:
     """max and sum of the indexer's scores over all keys: 0 and 0 in rows without keys, and in those of no sequence."""
     args, op = operands(case), indexer_loss.TORCH_LSE
     given = {name: value for name, value in args.items() if not name.startswith("softmax")}
@@ -159,7 +159,7 @@ def with_constant_head(case: LossCase) -> Args:
 
 
 @pytest.mark.parametrize("count", [0, 6])
-def test_denser_statistics_leave_a_rest(count: int) -> None:
+def test_indexer_loss_with_statistics_of_more_keys_is_not_renormalised(count: int) -> None:
     """With the statistics of more keys p holds less than 1, and is not brought to it: sum dI = 1 - sum p."""
     case = LossCase(count=count)
     args = with_constant_head(case)
@@ -168,7 +168,7 @@ def test_denser_statistics_leave_a_rest(count: int) -> None:
     judge(case, {**args, "softmax_sum": args["softmax_sum"] * 2})
 
 
-def test_keys_that_no_row_selects_may_be_anything() -> None:
+def test_indexer_loss_ignores_nan_in_unselected_keys() -> None:
     case = LossCase(count=2, mode=0, dim_rope=4)
     args = cloned(operands(case))
     args["sparse_indices"].remainder_(4)
@@ -186,7 +186,7 @@ INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20 and
 
 
 @pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not c.sink or c.count], ids=lambda case: case.id)
-def test_npu_has_the_same_bits(case: LossCase) -> None:
+def test_npu_indexer_loss_is_bitwise_equal_to_lowered_call(case: LossCase) -> None:
     args = operands(case)
     op = indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE
     trained = leaves_of(args, *DIFFERENTIABLE)
@@ -198,7 +198,7 @@ def test_npu_has_the_same_bits(case: LossCase) -> None:
 
 
 @pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
-def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None:
+def test_indexer_loss_backward_scales_gradients_computed_in_forward(case: LossCase) -> None:
     backend = backends(case)[-1]
     args = own(case, operands(case))
     leaves = leaves_of(args, "query", "key", *DIFFERENTIABLE)
@@ -212,7 +212,7 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None
         assert not fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend).requires_grad
 
 
-def test_an_empty_query() -> None:
+def test_indexer_loss_of_empty_query_is_zero() -> None:
     for op in (indexer_loss.TORCH, indexer_loss.TORCH_DENSE, own_loss.RECORD):
         for layout in ("BSND", "TND"):
             given: Args = {"actual_seq_qlen": [0, 0]} if layout == "TND" else {}
@@ -247,13 +247,13 @@ BAD: list[tuple[Args, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:48] for _, text in BAD])
-def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+def test_npu_indexer_loss_refuses_invalid_arguments(wrong: Args, text: str) -> None:
     given = by_name(indexer_loss.TORCH, {**operands(CALL), **wrong})
     with pytest.raises(fa.ContractError, match=f"npu_sparse_lightning_indexer_grad_kl_loss: {text}"):
         npu.npu_sparse_lightning_indexer_grad_kl_loss(**given)
 
 
-def test_the_first_bad_entry_is_named() -> None:
+def test_indexer_loss_error_names_first_invalid_list_entry() -> None:
     args = {**operands(CALL), "sparse_indices": operands(CALL)["sparse_indices"].clone()}
     args["sparse_indices"][3 + 2, 0, 1] = 7
     with pytest.raises(fa.ContractError, match=r"got 7 at batch 1, row 2, slot 1, outside \[-1, 7\)"):
@@ -262,7 +262,7 @@ def test_the_first_bad_entry_is_named() -> None:
         fa.indexer_loss(**by_name(own_loss.RECORD, own(CALL, args)), backend="golden")
 
 
-def test_content_is_checked_on_request() -> None:
+def test_indexer_loss_list_content_is_checked_only_on_request() -> None:
     args, op = operands(CALL), indexer_loss.TORCH
     for entries, text in (([0, 1, 0, 1], "at most as many entries as blocks"), ([0, 4, -1, -1], "visible to the row")):
         lists = torch.full((8, 1, 4), -1)

@@ -73,7 +73,7 @@ FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
-def test_equals_a_plain_layer(form: str, stage: str, packed: bool) -> None:
+def test_sparse_attention_layer_matches_plain_layer_in_every_stage(form: str, stage: str, packed: bool) -> None:
     layer, sequences = make(form, stage), drawn()
     if packed:
         out, loss = run(layer, torch.cat(sequences), lengths=LENGTHS)
@@ -101,7 +101,7 @@ def expected(form: str, stage: str, names: tuple[str, ...]) -> dict[str, Expecte
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_who_learns(form: str) -> None:
+def test_only_parameters_of_the_training_stage_receive_gradients(form: str) -> None:
     """Each stage gives exactly its own parameters a gradient; the indexer's loss reaches nothing else."""
     x = torch.randn(2, 16, DIM, requires_grad=True)
     for stage in STAGES:
@@ -123,7 +123,7 @@ def test_who_learns(form: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_recomputed_layers_have_the_same_gradients(stage: str, reentrant: bool) -> None:
+def test_checkpointed_layer_has_same_gradients(stage: str, reentrant: bool) -> None:
     """Checkpointing lets a backward read each saved tensor once."""
     layer = make("heads", stage)
 
@@ -139,7 +139,7 @@ def test_recomputed_layers_have_the_same_gradients(stage: str, reentrant: bool) 
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True) if g is not None and w is not None)
 
 
-def test_integers_of_quantised_layers_stay_out_of_stages() -> None:
+def test_set_stage_leaves_integer_parameters_without_gradient() -> None:
     model = nn.ModuleList([make("heads")])
     full = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     model.register_parameter("stored", full)
@@ -148,7 +148,7 @@ def test_integers_of_quantised_layers_stay_out_of_stages() -> None:
         assert not full.requires_grad
 
 
-def test_the_indexer_learns() -> None:
+def test_warmup_training_halves_the_indexer_loss() -> None:
     """Warm-up alone lets the selection find what the attention looks at."""
     layer = make("grouped", "warmup")
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_the_indexer_learns() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_evaluation_costs_no_loss(stage: str) -> None:
+def test_evaluation_mode_returns_zero_loss_and_same_output(stage: str) -> None:
     layer, x = make("latent", stage), torch.randn(2, 16, DIM)
     out, _ = run(layer, x)
     quiet, loss = run(layer.eval(), x)
@@ -176,7 +176,7 @@ def test_evaluation_costs_no_loss(stage: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
+def test_state_dict_loads_and_computes_the_same_in_every_stage(form: str) -> None:
     saved = make(form, "dense").state_dict()
     x = torch.randn(2, 16, DIM)
     expected = run(make(form, "sparse"), x)[0]
@@ -193,7 +193,7 @@ def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
 @pytest.mark.sampled(36)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["latent", pytest.param("grouped", marks=pytest.mark.slow)])
-def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
+def test_layer_compiles_to_one_graph_with_same_bits(form: str, stage: str) -> None:
     torch._dynamo.reset()
     layer = make(form, stage)
     for packed in (False, True):
@@ -208,7 +208,7 @@ def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
 
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16(stage: str) -> None:
+def test_layer_in_bfloat16_and_under_autocast_matches_float64_layer(stage: str) -> None:
     """Under autocast, a model in bfloat16, and one whose indexer keeps its weights in float32."""
     layer, batch = make("latent", stage), torch.randn(4, 16, DIM)
     layer.indexer.top_k = 16  # every key, so that rounding changes no choice
@@ -229,7 +229,7 @@ def test_bfloat16(stage: str) -> None:
     compare_with(stage, ours, written_plainly, dtype=torch.bfloat16)
 
 
-def test_wrong_calls() -> None:
+def test_set_stage_and_apply_rope_refuse_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="stage: expected one of dense, warmup, sparse, got 'warm'"):
         dsa.set_stage(make("heads"), "warm")
     with pytest.raises(ValueError, match="stage: expected one of"):
@@ -268,7 +268,7 @@ def one_of_two(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_gradients_of_two_processes_match_single_process(tmp_path: Path) -> None:
     code = "import sys; from sparse import test_nn; test_nn.one_of_two(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code]
     pair = [

@@ -84,13 +84,13 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
-def test_pieces_equal_a_plain_layer(form: str, stage: dsa.Stage, dtype: torch.dtype) -> None:
+def test_cached_layer_fed_in_pieces_matches_plain_layer(form: str, stage: dsa.Stage, dtype: torch.dtype) -> None:
     layer, x = layer_in(form, stage, dtype), drawn().to(dtype)
     check(form, {"out": in_pieces(layer, x, dsa.Cache(2, 19))}, expected(form, stage, dtype))
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_the_same_keys_are_chosen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_layer_selects_same_keys_as_one_call(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = make(form, "sparse").eval()
     choose, chosen = layer.indexer._choose, []
 
@@ -107,7 +107,7 @@ def test_the_same_keys_are_chosen(form: str, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(torch.cat(rest, 1), first)
 
 
-def test_an_indexer_alone() -> None:
+def test_indexer_with_cache_selects_same_keys_as_without_cache() -> None:
     indexer, cache, x = make("heads").indexer.eval(), dsa.Cache(2, 19), drawn()
     with torch.no_grad():
         everything = indexer(x, rope=dsa.rope_table(torch.arange(19), 8))
@@ -119,7 +119,7 @@ def test_an_indexer_alone() -> None:
     assert [list(index.k.shape) for index in found] == [[2, 15, 1, 12], [2, 19, 1, 12]]
 
 
-def test_projections_of_ones_own() -> None:
+def test_attend_with_custom_projections_and_cache_matches_one_call() -> None:
     """attend() with rope parts and values of another size."""
     layer: Any = make("heads").eval()
     x, q, v = drawn(), torch.randn(2, 19, 4, 6), torch.randn(2, 19, 2, 10)
@@ -155,7 +155,7 @@ def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_a_prompt_in_one_call_gives_the_bits_of_no_cache(form: str) -> None:
+def test_prompt_in_one_call_is_bitwise_equal_with_and_without_cache(form: str) -> None:
     """In the sparse stage both are the same call."""
     layer, x = make(form).eval(), drawn()
     same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
@@ -163,7 +163,7 @@ def test_a_prompt_in_one_call_gives_the_bits_of_no_cache(form: str) -> None:
 
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
-def test_under_autocast(stage: dsa.Stage) -> None:
+def test_cached_layer_under_autocast_matches_bfloat16_model(stage: dsa.Stage) -> None:
     """The roundings are those of a model in bfloat16."""
     layer, x = make("latent", stage).eval(), drawn()
     layer.indexer.top_k = 19
@@ -187,7 +187,7 @@ def test_under_autocast(stage: dsa.Stage) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_compiled_layers(form: str) -> None:
+def test_compiled_cached_layer_is_bitwise_equal_and_does_not_recompile(form: str) -> None:
     """A graph ends where the cache begins, and no token compiles anew."""
     torch._dynamo.reset()
     layer, x = make(form).eval(), drawn()
@@ -204,7 +204,7 @@ def test_compiled_layers(form: str) -> None:
         same_bits(out, run(layer, piece, want))
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_deepcopied_cache_is_independent_of_the_original() -> None:
     """Memory made in inference mode is written outside it, too."""
     layer, x = make("latent").eval(), drawn()
     cache = dsa.Cache(2, 19)
@@ -216,7 +216,7 @@ def test_a_copy_goes_its_own_way() -> None:
     assert (cache.lengths, other.lengths) == ([19, 19], [12, 12])
 
 
-def test_the_default_device_does_not_matter() -> None:
+def test_default_device_does_not_change_cached_layer_results() -> None:
     layer, x = make("grouped").eval(), drawn()
     want = [run(layer, x, dsa.Cache(2, 19), lengths=lengths) for lengths in (None, LENGTHS)]
     with torch.device("meta"):
@@ -224,7 +224,7 @@ def test_the_default_device_does_not_matter() -> None:
     same_bits(got, want)
 
 
-def test_an_empty_cache() -> None:
+def test_cache_repr_shows_lengths_and_zero_length_call_returns_zeros() -> None:
     layer, cache = make("grouped").eval(), dsa.Cache(2, 5)
     assert repr(cache) == "<Cache: [0, 0] of 5 tokens; nothing stored>"
     assert not run(layer, drawn(3), cache, lengths=[0, 0]).any()
@@ -252,7 +252,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("of", ["layer", "indexer"])
-def test_wrong_calls_store_nothing(of: str, name: str) -> None:
+def test_invalid_call_raises_and_leaves_cache_unchanged(of: str, name: str) -> None:
     """They name the layer, and the next right call is the one that it would have been."""
     arguments, message = WRONG[name]
     layer: Any = make("grouped").eval()
@@ -269,7 +269,7 @@ def test_wrong_calls_store_nothing(of: str, name: str) -> None:
         same_bits(list(cache._rows.values()), list(before._rows.values()))
 
 
-def test_other_stages_layers_and_dtypes() -> None:
+def test_cache_of_another_layer_dtype_device_or_stage_is_refused() -> None:
     layer, cache, x = make("grouped").eval(), dsa.Cache(2, 8), drawn(4)
     run(layer, x, cache)
     with pytest.raises(ValueError, match=r"SparseSelfAttention: cache: .*got that of another \(make a Cache"):
@@ -287,7 +287,7 @@ def test_other_stages_layers_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_gradients_want_whole_sequences(form: str) -> None:
+def test_cache_is_refused_while_gradients_are_enabled(form: str) -> None:
     layer, x, cache = make(form), drawn(4), dsa.Cache(2, 8)
     layer(x, rope=rope_of(layer, torch.arange(4)))
     for given in (x, x.clone().requires_grad_()):
@@ -298,7 +298,7 @@ def test_gradients_want_whole_sequences(form: str) -> None:
     assert cache.lengths == [4, 4]
 
 
-def test_a_call_that_fails_late_stores_nothing() -> None:
+def test_attend_that_raises_leaves_cache_unchanged() -> None:
     layer, x, cache = make("heads").eval(), drawn(4), dsa.Cache(2, 8)
     q, kv = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 2, 8)
     with torch.no_grad():
@@ -311,7 +311,7 @@ def test_a_call_that_fails_late_stores_nothing() -> None:
         same_bits(out, layer.attend(x, q, kv, kv)[0])
 
 
-def test_a_group_has_no_cache() -> None:
+def test_layer_with_process_group_refuses_cache() -> None:
     class Group:
         """Stands for a group of several ranks."""
 

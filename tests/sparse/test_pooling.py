@@ -23,7 +23,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool) -> None:
+def test_compress_rows_and_gradients_match_loops(dtype: torch.dtype, overlap: bool) -> None:
     given = drawn(2, 11, HEADS, 2 * DIM, dtype=dtype), drawn(2, 11, HEADS, 2 * DIM, seed=1, dtype=dtype)
     leaves = *(t.requires_grad_() for t in given), drawn(RATIO, 2 * DIM, seed=2).requires_grad_()
     out = fa.compress(leaves[0], leaves[1], ratio=RATIO, position_bias=leaves[2], overlap=overlap)
@@ -39,7 +39,7 @@ def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_calls_with_a_state_give_the_bits_of_one_call(overlap: bool) -> None:
+def test_compress_in_several_calls_is_bitwise_equal_to_one_call(overlap: bool) -> None:
     kv, gate, bias = drawn(2, 23, 1, 8), drawn(2, 23, 1, 8, seed=1), drawn(RATIO, 8, seed=2)
     options: dict[str, Any] = {"ratio": RATIO, "position_bias": bias, "overlap": overlap}
     want, state, parts, at = fa.compress(kv, gate, **options), fa.CompressionState(), [], 0
@@ -51,7 +51,7 @@ def test_calls_with_a_state_give_the_bits_of_one_call(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "dim", "overlap"), [(24, 488, False), (12, 256, True), (4, 256, True)])
-def test_large_calls_give_the_gradients_of_small_ones(ratio: int, dim: int, overlap: bool) -> None:
+def test_compress_gradients_of_large_call_are_bitwise_equal_to_small_calls(ratio: int, dim: int, overlap: bool) -> None:
     """Gradients of more than 8 MB are written past the caches; windows without overlap do not depend on others."""
     channels, tokens = dim * (1 + overlap), 4416
     kv, gate = (drawn(1, tokens, 1, channels, seed=n, dtype=torch.bfloat16) for n in range(2))
@@ -73,7 +73,7 @@ def test_large_calls_give_the_gradients_of_small_ones(ratio: int, dim: int, over
             same_bits(one[:, begin][:, inside], small[:, inside])
 
 
-def test_packed_and_padded_sequences_give_equal_bits_and_nothing_behind_them_counts() -> None:
+def test_compress_is_bitwise_equal_packed_and_padded_and_ignores_padding() -> None:
     lengths = [9, 0, 3, 8]
     kv, gate, bias = drawn(4, 9, 1, 8), drawn(4, 9, 1, 8, seed=1), drawn(RATIO, 8, seed=2)
     options: dict[str, Any] = {"ratio": RATIO, "position_bias": bias, "overlap": True, "kv_len": lengths}
@@ -119,21 +119,21 @@ PACKED: dict[str, Any] = {"layout": "TND", "kv": torch.zeros(8, 1, 6), "gate": t
         ({**PACKED, "kv_len": torch.zeros(1, device="meta").long()}, "compress: kv_len: expected integers"),
     ],
 )  # fmt: skip
-def test_what_is_refused(changed: dict[str, Any], words: str) -> None:
+def test_compress_refuses_invalid_arguments(changed: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"kv": torch.zeros(1, 8, 1, 6), "gate": torch.zeros(1, 8, 1, 6), "ratio": RATIO}
     with pytest.raises(ContractError) as error:
         fa.compress(**{**given, **changed})
     assert words in str(error.value)
 
 
-def test_a_window_that_no_sequence_fills_gives_no_result() -> None:
+def test_compress_with_ratio_above_sequence_length_returns_empty_result() -> None:
     rows = drawn(2, 8, 1, 6).requires_grad_()
     out = fa.compress(rows, rows, ratio=1 << 62)
     assert out.shape == (2, 0, 1, 6)
     assert not torch.autograd.grad(out.sum(), rows)[0].any()
 
 
-def test_a_state_of_other_rows_is_refused() -> None:
+def test_compress_refuses_state_of_other_batch_or_window() -> None:
     state = fa.CompressionState()
     fa.compress(drawn(1, 3, 1, 6), drawn(1, 3, 1, 6), ratio=RATIO, state=state)
     with pytest.raises(ContractError, match="start a new CompressionState"):
@@ -167,7 +167,7 @@ def state_of(coff: int, mode: int, sequences: int) -> dict[str, Tensor]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", [1, 2])
 @pytest.mark.parametrize("coff", [1, 2])
-def test_the_compressor_pools_its_projections(coff: int, mode: int) -> None:
+def test_compressor_matches_pooling_of_projections_by_loops(coff: int, mode: int) -> None:
     x, w = drawn(2, 11, H), weights(coff)
     leaves = [x.requires_grad_(), *(t.requires_grad_() for t in w.values())]
     out = compressor(x, **w, **state_of(coff, mode, 2), cmp_ratio=RATIO, coff=coff, cache_mode=mode)
@@ -188,7 +188,7 @@ def test_the_compressor_pools_its_projections(coff: int, mode: int) -> None:
 @pytest.mark.parametrize(
     ("coff", "mode"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 1)))]
 )
-def test_several_calls_of_the_compressor_go_on_from_its_state(coff: int, mode: int) -> None:
+def test_compressor_in_several_calls_continues_from_saved_state(coff: int, mode: int) -> None:
     """Sequences at positions of their own; windows that begin inside the state, both halves of them."""
     x, w, given = drawn(2, 23, H, dtype=torch.float64).float(), weights(coff), state_of(coff, mode, 2)
     parts: list[list[Tensor]] = [[], []]
@@ -216,7 +216,7 @@ def test_several_calls_of_the_compressor_go_on_from_its_state(coff: int, mode: i
     compare_with(f"coff {coff}", got, program)
 
 
-def test_packed_rows_of_the_compressor() -> None:
+def test_compressor_of_packed_rows_is_bitwise_equal_to_single_sequences() -> None:
     lengths = [9, 0, 7]
     x, w = drawn(16, H).round(), {name: t.round() for name, t in weights(2).items()}  # products of any shape are exact
     table = torch.zeros(3, 2, dtype=torch.int32)  # block 0: nothing is kept
@@ -238,7 +238,7 @@ def test_packed_rows_of_the_compressor() -> None:
     same_bits(used[1:2], out[2:3], "rows that count")
 
 
-def test_blocks_that_are_not_there_are_refused() -> None:
+def test_compressor_refuses_missing_state_cache_blocks() -> None:
     w, table = weights(1), torch.tensor([[1, 9]], dtype=torch.int32)
     cache = torch.zeros(4, 16, 2 * DIM)
     with pytest.raises(ContractError, match="state_block_table: expected numbers of blocks of state_cache"):

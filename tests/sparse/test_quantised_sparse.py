@@ -51,7 +51,7 @@ def best(b: int, row: int, count: int, mode: int) -> list[int]:
 
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_indexer_chooses_what_the_formula_does(mode: int, dtype: torch.dtype) -> None:
+def test_npu_quant_lightning_indexer_selects_keys_of_formula(mode: int, dtype: torch.dtype) -> None:
     rows = {b: [best(b, i, 24, mode) for i in range(ROWS[b])] for b in range(B)}
     numbers: dict[str, Any] = {"query_quant_mode": 0, "key_quant_mode": 0, "sparse_count": 24, "sparse_mode": mode}
     ends, lengths = torch.tensor([5, 8], dtype=torch.int32), torch.tensor(KEYS, dtype=torch.int32)
@@ -96,7 +96,9 @@ def cache(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["PA_BSND", "BSND"])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([-2.0, 0.0, 1.0, 40.0])])
-def test_attention_over_packed_bytes(sinks: torch.Tensor | None, layout: str, dtype: torch.dtype) -> None:
+def test_npu_kv_quant_sparse_flash_attention_matches_formula(
+    sinks: torch.Tensor | None, layout: str, dtype: torch.dtype
+) -> None:
     packed, meant = cache(12, dtype)
     q = torch.randn(1, S1, N1, LATENT + ROPE, generator=GENERATOR).to(dtype)
     chosen = torch.stack([torch.randperm(KEYS[0], generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
@@ -137,7 +139,7 @@ def test_attention_over_packed_bytes(sinks: torch.Tensor | None, layout: str, dt
         ({"sparse_count": 0}, "sparse_count"),
     ],
 )
-def test_what_is_wrong_is_said_under_the_name_that_was_called(change: dict[str, Any], text: str) -> None:
+def test_npu_quant_lightning_indexer_error_names_argument_and_operator(change: dict[str, Any], text: str) -> None:
     args = {
         "query": QUERY, "key": PAGES, "weights": WEIGHTS, "query_dequant_scale": QUERY_SCALE,
         "key_dequant_scale": PAGE_SCALES, "query_quant_mode": 0, "key_quant_mode": 0, "block_table": TABLE,
@@ -156,7 +158,7 @@ def test_the_definition_asks_for_a_finite_scale() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_both_compile_as_one_graph() -> None:
+def test_quantised_indexer_and_attention_compile_to_one_graph() -> None:
     numbers: dict[str, Any] = {"query_quant_mode": 0, "key_quant_mode": 0, "sparse_count": 24}
 
     def chosen(query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -122,14 +122,14 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_golden_against_autograd(case: SparseCase) -> None:
+def test_golden_sparse_attention_matches_autograd(case: SparseCase) -> None:
     """The witness gathers the keys of a list; golden counts how often each key is listed."""
     args = operands(case)
     close(golden(case, args), witness(case, args))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_back_end_differs_from_golden_by_roundings(case: SparseCase) -> None:
+def test_sparse_attention_of_every_back_end_matches_reference(case: SparseCase) -> None:
     judge(case, operands(case))
 
 
@@ -141,7 +141,7 @@ def judge(case: SparseCase, args: Args) -> None:
         check(f"{backend}: {case.id}", compute(case, call, args["dy"], backend), want)
 
 
-def test_golden_writes_what_it_computes_rounded_once() -> None:
+def test_golden_rounds_sparse_attention_output_once() -> None:
     case = SparseCase(dtype="bfloat16", sink=True, dim_rope=4)
     args = operands(case)
     got, want = compute(case, lowered(args), args["dy"], "golden"), golden(case, args)
@@ -157,7 +157,7 @@ def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
     return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
 
 
-def test_what_a_list_may_hold_without_effect() -> None:
+def test_sparse_attention_ignores_list_entries_behind_the_end_or_in_the_future() -> None:
     """Behind a -1, behind as many entries as the row sees blocks, and in the future of the row."""
     q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 6, 1, 8)
     plain_list = torch.tensor([[[[3, 1, -1, -1, -1, -1]], [[5, 2, 0, -1, -1, -1]]]])
@@ -168,7 +168,7 @@ def test_what_a_list_may_hold_without_effect() -> None:
     assert torch.equal(first, k[:, :1].expand(1, 1, 2, 8))  # one key seen: one entry read
 
 
-def test_keys_that_no_row_selects_may_be_anything() -> None:
+def test_sparse_attention_ignores_nan_and_infinity_in_unselected_keys() -> None:
     case = SparseCase(lists="random", count=2, mode=0)
     args = cloned(operands(case))
     args["sparse_indices"].remainder_(4)
@@ -179,7 +179,7 @@ def test_keys_that_no_row_selects_may_be_anything() -> None:
         same_bits(compute(case, lowered(args), args["dy"], backend), before)
 
 
-def test_statistics_may_span_more_than_the_list() -> None:
+def test_sparse_gradients_of_list_halves_add_up_with_whole_statistics() -> None:
     """Two halves of the lists, with the whole's statistics and output, add up to the whole's gradients."""
     case = SparseCase(lists="all", count=8, mode=0, kv_len=(8, 8), heads_kv=2, dtype="float32")
     args = operands(case)
@@ -197,7 +197,7 @@ INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 
 
 @pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
-def test_npu_has_the_same_bits(case: SparseCase) -> None:
+def test_npu_sparse_flash_attention_is_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
     out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
@@ -216,7 +216,7 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
 
 
 @pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
-def test_the_pythonic_api_has_the_same_bits(case: SparseCase) -> None:
+def test_sparse_attention_is_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
     out, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
@@ -227,7 +227,7 @@ def test_the_pythonic_api_has_the_same_bits(case: SparseCase) -> None:
             same_bits(gradient, want[f"d{name}"], name)
 
 
-def test_statistics_only_when_they_are_asked_for() -> None:
+def test_npu_sparse_flash_attention_returns_statistics_only_on_request() -> None:
     args = operands(SparseCase())
     given = {p.shown: args[p.name] for p in sparse.TORCH.params if args.get(p.name) is not None}
     out, max_, sum_ = npu.npu_sparse_flash_attention(**{**given, "return_softmax_lse": False})
@@ -235,7 +235,7 @@ def test_statistics_only_when_they_are_asked_for() -> None:
     same_bits(out, npu.npu_sparse_flash_attention(**given)[0], "out")
 
 
-def test_keys_in_pages_have_no_gradient() -> None:
+def test_sparse_attention_backward_over_paged_keys_raises() -> None:
     args = operands(next(case for case in CASES if case.page and not case.packed))
     k = args["key"].float().requires_grad_()
     q, rope, k_rope = (args[n].float() for n in ("query", "query_rope", "key_rope"))
@@ -264,7 +264,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text[:40] for _, text in BAD])
-def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
+def test_npu_sparse_flash_attention_refuses_invalid_arguments(wrong: Args, text: str) -> None:
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
     lists = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
     args = {"query": q, "key": k, "value": k, "sparse_indices": lists, "scale_value": 0.5}
@@ -274,7 +274,7 @@ def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
         call_interface(npu.npu_sparse_flash_attention, sparse.TORCH, {**args, **wrong})
 
 
-def test_the_first_bad_entry_is_named() -> None:
+def test_sparse_attention_error_names_first_invalid_list_entry() -> None:
     case = replace(PACKED, heads_q=4, heads_kv=2)
     args = operands(case)
     indices = args["sparse_indices"].clone()
@@ -284,7 +284,7 @@ def test_the_first_bad_entry_is_named() -> None:
         lowered({**args, "sparse_indices": indices})
 
 
-def test_statistics_of_another_shape_are_refused() -> None:
+def test_npu_sparse_flash_attention_grad_refuses_statistics_of_wrong_shape() -> None:
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 9, 1, 4)
     indices, stats = torch.zeros(1, 1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 1, 3)
     with pytest.raises(fa.ContractError, match=r"softmax_max: expected a last axis of N1 / N2, got .*G=3"):
@@ -298,7 +298,7 @@ def test_statistics_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(0,), (1,), (40, 3, 17)], ids=str)
-def test_packed_lists(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_pack_lists_moves_valid_entries_to_the_front(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     lists = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = lists.clone()
     packed = fa.pack_lists(lists)
@@ -311,14 +311,14 @@ def test_packed_lists(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.tensor(1), torch.zeros(2, dtype=torch.int16)], ids=str)
-def test_what_is_no_list_is_not_packed(wrong: torch.Tensor) -> None:
+def test_pack_lists_refuses_wrong_dtypes_and_scalars(wrong: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="pack_lists: indices: expected int32 or int64"):
         fa.pack_lists(wrong)
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
-def test_lists_of_nothing_select_nothing(layout: str, backend: str) -> None:
+def test_lists_without_entries_give_zero_output_and_gradient(layout: str, backend: str) -> None:
     q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 7, 1, 16)
     lists, lengths = torch.zeros(1, 5, 1, 0, dtype=torch.int32), {}
     if layout == "TND":

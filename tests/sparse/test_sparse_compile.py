@@ -52,13 +52,13 @@ def leaves_of(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
-def test_one_graph_with_the_same_bits(function: Callable[..., Any]) -> None:
+def test_sparse_functions_compile_to_one_graph_with_same_bits(function: Callable[..., Any]) -> None:
     fast, made = compiled(function)
     same(function, fast, leaves_of(function))
     assert len(made) == 1
 
 
-def test_one_graph_for_all_lengths() -> None:
+def test_npu_sparse_flash_attention_compiles_once_for_all_lengths() -> None:
     def packed(q: Any, k: Any, lists: Any, ends: Any) -> torch.Tensor:
         lengths = {"actual_seq_lengths_query": ends, "actual_seq_lengths_kv": ends}
         return npu.npu_sparse_flash_attention(q, k, k, lists, 0.3, **lengths, **TND, return_softmax_lse=True)[0]
@@ -86,14 +86,14 @@ def losses(q: Any, k: Any, w: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [gradients, losses], ids=lambda f: f.__name__)
-def test_by_name(function: Callable[..., Any]) -> None:
+def test_compiled_sparse_grad_and_loss_functions_equal_eager(function: Callable[..., Any]) -> None:
     leaves = [t.detach() for t in leaves_of(choose)]
     fast, _ = compiled(function)
     same_bits(fast(*leaves), function(*leaves))
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
-def test_functional_gradient(function: Callable[..., Any]) -> None:
+def test_torch_func_grad_of_sparse_functions_equals_autograd(function: Callable[..., Any]) -> None:
     leaves = leaves_of(function)
     want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
     places = tuple(range(len(leaves)))
@@ -104,7 +104,7 @@ def test_functional_gradient(function: Callable[..., Any]) -> None:
         same_bits(result, want)
 
 
-def test_wrong_calls_are_refused() -> None:
+def test_compiled_sparse_functions_refuse_invalid_arguments() -> None:
     q, k, w = (t.detach() for t in leaves_of(choose))
     with pytest.raises(Exception, match=r"lightning_indexer: weights: expected axis 1 to be S1=6 as in q, got 5"):
         compiled(lambda q, k, w: fa.lightning_indexer(q, k, w, 3))[0](q, k, w[:, :5])

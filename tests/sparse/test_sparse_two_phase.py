@@ -48,7 +48,7 @@ VARIANTS: dict[str, Args] = {
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
-def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) -> None:
+def test_aclnn_sparse_functions_are_bitwise_equal_to_direct_run(op: Op, variant: str, layout: str) -> None:
     args = sample(op, layout=layout, **VARIANTS[variant])
     outputs = outputs_of(op, args)
     assert call(op, args, outputs, tensors=True, strict=variant in ("plain", "rope")) == (0, 0), (
@@ -61,7 +61,7 @@ def test_it_gives_the_bytes_of_a_plain_run(op: Op, variant: str, layout: str) ->
 
 
 @pytest.mark.usefixtures("runtime")
-def test_outputs_of_any_strides() -> None:
+def test_aclnn_sparse_attention_grad_writes_outputs_of_any_strides() -> None:
     op = sparse.GRAD_V1
     args = sample(op, K=4, D=16, Dv=16)
     want = run(op.lower(bind(op, args)))  # type: ignore[misc]
@@ -75,7 +75,7 @@ def test_outputs_of_any_strides() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_what_is_not_asked_for_is_null_or_empty() -> None:
+def test_aclnn_sparse_attention_requires_unrequested_statistics_null_or_empty() -> None:
     op = sparse.V1
     args = sample(op)
     for blank in (None, torch.empty(0), torch.empty(())):
@@ -89,7 +89,7 @@ def test_what_is_not_asked_for_is_null_or_empty() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_content_may_come_between_the_phases() -> None:
+def test_aclnn_phase_2_reads_lists_and_lengths_changed_after_phase_1() -> None:
     """Lists and lengths that phase 2 finds are those that count."""
     op = sparse.V1
     args = sample(op, layout="TND", K=4, D=16, Dv=16)
@@ -109,7 +109,7 @@ def test_content_may_come_between_the_phases() -> None:
     same_bits(outputs["attention_out"], want["attention_out"], "attention_out")
 
 
-def test_an_empty_query() -> None:
+def test_npu_sparse_gradients_of_empty_query_are_zero() -> None:
     for op in (sparse.TORCH_GRAD, indexer.TORCH_GRAD):
         args = sample(op, S1=0, D=16, Dv=16, K=4)
         got = getattr(npu, op.name)(
@@ -120,7 +120,7 @@ def test_an_empty_query() -> None:
         assert all(not t.any() for t in got)
 
 
-def test_what_lies_on_a_device_is_read_on_request_alone() -> None:
+def test_checks_read_device_tensors_only_on_request() -> None:
     """Reading it waits for the device."""
     elsewhere: Any = SimpleNamespace(is_meta=False, is_cpu=False)  # and nothing else of a tensor
     lengths = np.array([3])
@@ -134,7 +134,7 @@ def test_what_lies_on_a_device_is_read_on_request_alone() -> None:
             check()
 
 
-def test_an_entry_that_32_bits_do_not_hold_stays_outside() -> None:
+def test_list_entries_beyond_32_bits_are_clamped_out_of_range() -> None:
     lists = torch.tensor([[5, (1 << 32) + 3, 1 << 31, -(1 << 32), -1]])
     assert narrow(lists).tolist() == [[5, (1 << 31) - 1, (1 << 31) - 1, -1, -1]]
     assert narrow(lists).dtype == torch.int32

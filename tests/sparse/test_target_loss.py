@@ -61,7 +61,7 @@ def chosen(call: Any, results: Results) -> Results:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_golden_is_the_formula(case: TargetCase) -> None:
+def test_golden_target_loss_matches_formula(case: TargetCase) -> None:
     want = reference(case, operands(case))
     for call in both(case):
         close_with_nan(golden(call), chosen(call, want))
@@ -74,7 +74,7 @@ def close_with_nan(got: Results, want: Results) -> None:
     close(*({name: t.nan_to_num(0.0) for name, t in each.items()} for each in (got, want)))
 
 
-def test_a_target_that_counts_as_one() -> None:
+def test_target_loss_with_unit_target_matches_formula() -> None:
     case = TargetCase(count=0)
     call = lowered(case, operands(case), TARGET_RESULTS)
     call = replace(call, problem=replace(call.problem, unit_target=True))
@@ -83,7 +83,7 @@ def test_a_target_that_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20 and c.target != "nan"], ids=lambda c: c.id)
-def test_golden_against_autograd(case: TargetCase) -> None:
+def test_golden_target_loss_gradients_match_autograd(case: TargetCase) -> None:
     """The gradients of sum p (ln p - ln softmax(I)) with a constant p by torch.autograd, in float64."""
     args = operands(case)
     leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
@@ -101,14 +101,14 @@ def test_golden_against_autograd(case: TargetCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_back_end_is_right(case: TargetCase) -> None:
+def test_target_loss_of_cpu_back_end_matches_reference(case: TargetCase) -> None:
     for call in both(case):
         assert not cpu.reasons_against(call.problem, torch.device("cpu"))
         check_index(call, {"cpu": run(call, "cpu")})
 
 
 @pytest.mark.parametrize("count", [0, 6])
-def test_bits_do_not_depend_on_threads(count: int) -> None:
+def test_target_loss_is_bitwise_equal_for_any_thread_count(count: int) -> None:
     case = TargetCase(q_len=(70,), kv_len=(450,), count=count, lists="all", heads=8, dim=32, **HALF)
     threads = torch.get_num_threads()
     results = []
@@ -121,7 +121,7 @@ def test_bits_do_not_depend_on_threads(count: int) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)
-def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> None:
+def test_target_loss_backward_scales_gradients_computed_in_forward(case: TargetCase) -> None:
     args = operands(case)
     leaves = leaves_of(args, *DIFFERENTIABLE)
     want = run(lowered(case, args), "cpu")
@@ -130,7 +130,7 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> No
     check_half_of_a_loss(loss, leaves, want)
 
 
-def test_bad_targets_are_named() -> None:
+def test_indexer_target_loss_error_names_invalid_target() -> None:
     case = TargetCase(count=4)
     args = operands(case)
     for name, wrong, words in (

@@ -44,7 +44,9 @@ def kill(folder: Path, step: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_dsa_resumes_after_kill_with_same_losses_and_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """kill -9 in the dense and in the sparse stage: the losses and weights of a run that nobody disturbed."""
     full = train(tmp_path / "whole")
     folder = tmp_path / "killed"
@@ -61,7 +63,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
+def test_train_dsa_refuses_corrupt_checkpoint_and_changed_options(tmp_path: Path) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     checkpoint = tmp_path / "checkpoint.pt"
     checkpoint.write_bytes(b"not a checkpoint")

@@ -46,7 +46,7 @@ def packed_own(q: Any, k: Any, v: Any, lengths: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
-def test_dense(function: Callable[..., Any]) -> None:
+def test_compiled_dense_attention_equals_eager(function: Callable[..., Any]) -> None:
     fast, graphs = compiled(function)
     same(function, fast, draw(2, 4, 4, 16))
     for size in (8, 6, 5):
@@ -54,13 +54,13 @@ def test_dense(function: Callable[..., Any]) -> None:
     assert len(graphs) <= 3  # as it was, and with one or two sizes as symbols
 
 
-def test_every_operand_with_a_gradient() -> None:
+def test_compiled_attention_equals_eager_for_all_operand_gradients() -> None:
     leaves = draw(2, 5, 4, 16) + draw(2, 5, 4, 8, count=2) + draw(2, 4, 5, 5, count=1) + draw(4, count=1)
     same(rich, compiled(rich)[0], leaves)
 
 
 @pytest.mark.parametrize("function", [packed, packed_own], ids=lambda f: f.__name__)
-def test_one_graph_for_all_lengths(function: Callable[..., Any]) -> None:
+def test_compiled_packed_attention_has_one_graph_for_all_lengths(function: Callable[..., Any]) -> None:
     fast, graphs = compiled(function)
     for ends in ([5, 12, 32], [20, 21, 32], [1, 2, 32]):
         given = torch.tensor(ends)
@@ -69,7 +69,7 @@ def test_one_graph_for_all_lengths(function: Callable[..., Any]) -> None:
     assert len(graphs) == 1
 
 
-def test_a_list_of_lengths_is_a_constant() -> None:
+def test_compiled_lengths_in_a_list_are_constants_of_the_graph() -> None:
     fast, graphs = compiled(packed)
     for _ in range(2):
         same(packed, fast, draw(32, 4, 16), [5, 32])
@@ -84,7 +84,7 @@ def explicit(q: Any, k: Any, v: Any, dy: Any) -> Tensors:
     return npu.npu_fusion_attention_grad_v2(q, k, v, dy, 4, "BSND", scale_value=0.3, **saved)
 
 
-def test_explicit_gradients() -> None:
+def test_compiled_npu_fusion_attention_grad_equals_eager() -> None:
     tensors = tuple(t.detach() for t in draw(2, 5, 4, 16, count=4))
     same_bits(explicit(*tensors), compiled(explicit)[0](*tensors))
 
@@ -95,7 +95,7 @@ def dropping(q: Any, k: Any, v: Any) -> Any:
     return first[0], second, first[4]
 
 
-def test_drawn_dropout_is_drawn_at_every_run() -> None:
+def test_compiled_dropout_is_drawn_anew_at_every_run() -> None:
     tensors = draw(2, 16, 4, 16)
     fast, graphs = compiled(dropping)
     torch.manual_seed(5)
@@ -118,7 +118,7 @@ def test_drawn_dropout_is_drawn_at_every_run() -> None:
     assert torch.equal(explicit, torch.autograd.grad(out, tensors[0], out)[0])
 
 
-def test_a_wrong_call_is_refused_while_tracing() -> None:
+def test_invalid_call_raises_while_tracing() -> None:
     q, k, _ = draw(2, 5, 4, 16)
     with pytest.raises(Exception, match=r"npu_fusion_attention: head_num: expected .*, got 3|axis 2 to be N1=3"):
         compiled(lambda q: npu.npu_fusion_attention(q, q, q, 3, "BSND")[0])[0](q)
@@ -128,7 +128,7 @@ def test_a_wrong_call_is_refused_while_tracing() -> None:
         compiled(lambda q: npu.npu_fusion_attention(1.5, q, q, 4, "BSND")[0])[0](q)
 
 
-def test_wrong_lengths_are_refused_when_it_runs() -> None:
+def test_invalid_lengths_raise_when_the_compiled_graph_runs() -> None:
     fast, _ = compiled(packed)
     with torch.no_grad(), pytest.raises(fa.ContractError, match="actual_seq_qlen: expected"):
         fast(*draw(32, 4, 16), torch.tensor([9, 3, 32]))
@@ -136,7 +136,7 @@ def test_wrong_lengths_are_refused_when_it_runs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [dense, packed], ids=lambda f: f.__name__)
-def test_inductor(function: Callable[..., Any]) -> None:
+def test_inductor_results_equal_eager(function: Callable[..., Any]) -> None:
     fast = torch.compile(function, fullgraph=True)
     if function is dense:
         same(dense, fast, draw(2, 6, 4, 16))
@@ -158,7 +158,7 @@ class Dense(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
+def test_exported_modules_equal_eager_with_dynamic_shapes(strict: bool) -> None:
     q, ends = draw(32, 4, 16)[0].detach(), torch.tensor([5, 32])
     tokens, items = torch.export.Dim("tokens", min=2, max=4096), torch.export.Dim("items", min=2, max=64)
     shapes = {"q": {0: tokens}, "ends": {0: items}}
@@ -201,7 +201,7 @@ def test_mixed_dtypes_without_autocast_are_refused() -> None:
 
 
 @pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
-def test_functional_gradient(function: Callable[..., Any]) -> None:
+def test_torch_func_grad_equals_autograd(function: Callable[..., Any]) -> None:
     leaves = draw(2, 4, 4, 16)
     want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
     got = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=(0, 1, 2))(*(t.detach() for t in leaves))
@@ -209,7 +209,7 @@ def test_functional_gradient(function: Callable[..., Any]) -> None:
         assert torch.equal(a, b)
 
 
-def test_functional_gradient_of_packed_rows() -> None:
+def test_torch_func_grad_of_packed_attention_equals_autograd() -> None:
     leaves, ends = draw(32, 4, 16), torch.tensor([5, 32])
     (want,) = torch.autograd.grad(packed(*leaves, ends).square().sum(), leaves[:1])
     assert torch.equal(torch.func.grad(lambda *t: packed(*t, ends).square().sum())(*leaves), want)
@@ -217,7 +217,7 @@ def test_functional_gradient_of_packed_rows() -> None:
     assert torch.equal(fast(*(t.detach() for t in leaves)), want)
 
 
-def test_vmap_is_refused_in_one_sentence() -> None:
+def test_vmap_raises_not_implemented() -> None:
     q = draw(3, 2, 4, 4, 16)[0]
     for function in (dense, dense_npu):
         with pytest.raises(NotImplementedError, match="vmap is not supported: make the mapped axis part of the batch"):
@@ -235,7 +235,7 @@ def test_vmap_is_refused_in_one_sentence() -> None:
     ],
     ids=["heads", "scale and seed", "band and lengths"],
 )
-def test_numbers_of_numpy(given: dict[str, Any]) -> None:
+def test_numpy_scalars_equal_python_numbers(given: dict[str, Any]) -> None:
     q, k, v = draw(2, 4, 4, 16)
     q, k, v = (t.flatten(2) if "layout" in given else t for t in (q, k, v))
     numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
@@ -245,7 +245,7 @@ def test_numbers_of_numpy(given: dict[str, Any]) -> None:
         assert torch.equal(fa.attention(q, k, v, **given), want)
 
 
-def test_numbers_of_numpy_in_a_graph() -> None:
+def test_numpy_scalars_in_compiled_code_equal_python_numbers() -> None:
     q, k, v = draw(2, 4, 4, 16)
     want = fa.attention(q, k, v, scale=0.25)
     fast = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
@@ -255,7 +255,7 @@ def test_numbers_of_numpy_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_no_keep_prob_keeps_all(traced: bool) -> None:
+def test_keep_prob_none_disables_dropout(traced: bool) -> None:
     q, k, v = draw(2, 4, 4, 16)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +266,7 @@ def test_no_keep_prob_keeps_all(traced: bool) -> None:
     assert all(torch.equal(out, fa.attention(q, k, v)) for out in result)
 
 
-def test_a_trace_refuses_what_a_call_refuses() -> None:
+def test_traced_calls_refuse_the_same_invalid_lengths_as_eager() -> None:
     q, k, v = draw(2, 4, 4, 16)
     for wrong in ([3.7, 4.0], [True, True], np.array([3.5, 4.0])):
         for mode in (contextlib.nullcontext(), Recorder()):
@@ -276,7 +276,7 @@ def test_a_trace_refuses_what_a_call_refuses() -> None:
         fa.attention(q, k, v, band=(1, 2))
 
 
-def test_a_mode_sees_one_operator() -> None:
+def test_dispatch_mode_records_one_operator_per_pass() -> None:
     leaves = draw(2, 4, 4, 16)
     with Recorder() as mode:
         out = dense(*leaves)
@@ -286,7 +286,7 @@ def test_a_mode_sees_one_operator() -> None:
     assert torch.equal(out, dense(*leaves))
 
 
-def test_shapes_without_memory() -> None:
+def test_fake_tensors_return_output_shapes() -> None:
     for layout, shape, out in (("BSH", (2, 5, 64), (2, 5, 32)), ("TND", (10, 4, 16), (10, 4, 8))):
         q, v = torch.empty(shape, device="meta"), torch.empty(*shape[:-1], shape[-1] // 2, device="meta")
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:

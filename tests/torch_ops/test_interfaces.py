@@ -36,7 +36,7 @@ LEAVES = {"query": "q", "key": "k", "value": "v", "query_rope": "q_rope", "key_r
 
 
 @pytest.mark.parametrize("case", BY_PYTHON, ids=lambda case: case.id)
-def test_the_pythonic_api_has_the_same_bits(case: Case) -> None:
+def test_attention_equals_npu_fusion_attention_bitwise(case: Case) -> None:
     args = operands(case)
     given = pythonic(case, args)
     assert given is not None
@@ -81,7 +81,7 @@ VERSIONS = {
     ],
     ids=lambda case: case.id,
 )
-def test_all_versions_agree(case: Case) -> None:
+def test_npu_fusion_attention_v1_v2_v3_are_bitwise_equal(case: Case) -> None:
     args = {**operands(case), **({} if case.sink else {"sink": None})}
     results = {}
     for version, (forward, op, backward, grad_op) in VERSIONS.items():
@@ -104,7 +104,7 @@ def test_all_versions_agree(case: Case) -> None:
     "name", ["pse", "padding_mask", "atten_mask", "query_rope", "key_rope", "sink", "dropout_mask"]
 )
 @pytest.mark.parametrize("nothing", [torch.empty(0), torch.tensor(1.0)], ids=["empty", "0-dim"])
-def test_an_empty_optional_tensor_was_not_given(name: str, nothing: torch.Tensor) -> None:
+def test_empty_optional_tensor_equals_an_omitted_argument(name: str, nothing: torch.Tensor) -> None:
     args = operands(Case())
     forward, op, *_ = VERSIONS[2]
     want = call_interface(forward, op, args)
@@ -129,7 +129,7 @@ def packed_bits(case: Case, seed: int, offset: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "case", [Case(**DRAWN), Case(layout="SBH", dtype="bfloat16", **DRAWN), replace(PACKED, **DRAWN)], ids=lambda c: c.id
 )
-def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
+def test_dropout_from_a_seed_equals_explicit_drop_mask(case: Case) -> None:
     args = operands(case)
     leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "value")}
     mask = {"drop_mask": packed_bits(case, args["seed"], args["offset"]), "seed": 0, "offset": 0}
@@ -146,7 +146,7 @@ def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_drawn_seed_follows_torch_and_its_gradient_follows_it(version: int) -> None:
+def test_dropout_seed_follows_manual_seed_and_backward_reuses_seed(version: int) -> None:
     case = replace(PACKED, dropout="philox", keep_prob=0.6)
     args = {**operands(case), "seed": 0, "offset": 0}
     forward, op, backward, grad_op = VERSIONS[version]
@@ -170,7 +170,7 @@ def test_a_drawn_seed_follows_torch_and_its_gradient_follows_it(version: int) ->
         same_bits(one, other, "regenerated")
 
 
-def test_the_pythonic_api_draws_from_torch_too() -> None:
+def test_attention_dropout_follows_torch_manual_seed() -> None:
     q = torch.randn(1, 9, 2, 4)
     torch.manual_seed(5)
     first, second = (fa.attention(q, q, q, keep_prob=0.5) for _ in range(2))
@@ -193,7 +193,7 @@ OPCHECKED = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda case: case.id)
-def test_the_operators_that_torch_sees(case: Case) -> None:
+def test_registered_operators_equal_eager_and_pass_opcheck(case: Case) -> None:
     """They have the bits of the eager call, and pass torch's own checks, with gradients and without."""
     args = values_of(operands(case))
     want = compute(case, args)
@@ -211,7 +211,7 @@ def test_the_operators_that_torch_sees(case: Case) -> None:
     torch.library.opcheck(backward, tree_map_only(torch.Tensor, torch.Tensor.detach, saved))
 
 
-def test_gradcheck_of_the_pythonic_api() -> None:
+def test_attention_passes_gradcheck_in_float64() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_gradcheck_of_the_pythonic_api() -> None:
     assert torch.autograd.gradcheck(call, inputs, fast_mode=False)
 
 
-def test_gradients_only_for_what_asks() -> None:
+def test_gradients_are_computed_only_for_tensors_that_require_grad() -> None:
     case = Case(pse="full", sink=True, dim_rope=2)
     args = operands(case)
     want = compute(case, args)
@@ -236,7 +236,7 @@ def test_gradients_only_for_what_asks() -> None:
     assert not call_interface(*VERSIONS[2][:2], args)[0].requires_grad
 
 
-def test_a_back_end_that_is_not_there() -> None:
+def test_unknown_back_end_raises_value_error() -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"backend: expected one of auto, .*cpu.*golden, got 'gpu'"):
         fa.attention(q, q, q, backend="gpu")
@@ -246,7 +246,7 @@ def test_a_back_end_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_float64_needs_golden(backend: str) -> None:
+def test_float64_is_computed_only_by_the_golden_back_end(backend: str) -> None:
     q = torch.randn(1, 4, 2, 8, dtype=torch.float64)
     with pytest.raises(
         fa.BackendError, match=r"no back end computes this call\. .*cpu back end computes dtype .*float64"
@@ -271,13 +271,13 @@ def test_alibi_is_measured_from_the_lower_right_corner(dtype: str) -> None:
     same_bits(*slow, "the same as a bias")
 
 
-def test_scale_defaults_to_the_width_of_a_row() -> None:
+def test_default_scale_uses_head_dim_including_rope() -> None:
     q, rope = torch.randn(1, 4, 2, 12), torch.randn(1, 4, 2, 4)
     got = fa.attention(q, q, q, q_rope=rope, k_rope=rope)
     same_bits(got, fa.attention(q, q, q, q_rope=rope, k_rope=rope, scale=0.25), "scale")
 
 
-def test_empty_rows_on_request() -> None:
+def test_empty_rows_option_returns_zeros_or_mean_of_values() -> None:
     q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 3, 2, 8)
     zero, lse = fa.attention(q, v, v, band=fa.Band.causal(), return_lse=True)
     mean, other = fa.attention(q, v, v, band=fa.Band.causal(), empty_rows="mean", return_lse=True)
@@ -289,7 +289,7 @@ def test_empty_rows_on_request() -> None:
         assert value[..., 2:].isfinite().all()
 
 
-def test_a_band_is_what_a_mode_is() -> None:
+def test_band_equals_the_corresponding_sparse_mode() -> None:
     q, k = torch.randn(2, 4, 2, 8), torch.randn(2, 6, 2, 8)
     pairs = {2: fa.Band.causal("start"), 3: fa.Band.causal(), 4: fa.Band.window(2, 1), 0: fa.Band.window(2, 1, "start")}
     for mode, band in pairs.items():

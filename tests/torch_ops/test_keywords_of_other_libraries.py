@@ -14,12 +14,12 @@ OURS = set(inspect.signature(fa.attention).parameters) - {"foreign"}
 rows = torch.randn(1, 3, 2, 8)
 
 
-def test_every_keyword_of_flex_attention_is_known() -> None:
+def test_every_flex_attention_keyword_is_accepted_or_explained() -> None:
     assert not set(inspect.signature(flex_attention).parameters) - OURS - set(_WORDS)
 
 
 @pytest.mark.parametrize("word", [word for word in _WORDS if word not in ("query", "key", "value")])
-def test_a_foreign_word_is_an_error_that_gives_ours(word: str) -> None:
+def test_foreign_keyword_raises_error_with_the_equivalent_parameter(word: str) -> None:
     assert word not in OURS
     with pytest.raises(TypeError, match=f"^attention: {word}: another library's word; here: ") as result:
         fa.attention(rows, rows, rows, **{word: None})
@@ -28,7 +28,7 @@ def test_a_foreign_word_is_an_error_that_gives_ours(word: str) -> None:
     assert named or "leave it out: " in str(result.value) or "decode_attention()" in str(result.value)
 
 
-def test_every_foreign_word_of_a_call_has_a_line() -> None:
+def test_each_foreign_keyword_of_a_call_has_an_error_line() -> None:
     with pytest.raises(TypeError) as result:
         fa.attention(rows, rows, rows, is_causal=True, dropout_p=0.1)  # type: ignore[call-overload]
     first, second = str(result.value).splitlines()
@@ -37,14 +37,14 @@ def test_every_foreign_word_of_a_call_has_a_line() -> None:
     assert second.startswith("attention: dropout_p: ")
 
 
-def test_an_unknown_word_is_an_error_with_the_nearest_of_ours() -> None:
+def test_unknown_keyword_error_suggests_the_nearest_parameter() -> None:
     with pytest.raises(TypeError, match=r"^attention: alibi_slope: no parameter .* \(did you mean alibi_slopes=\?\)$"):
         fa.attention(rows, rows, rows, alibi_slope=None)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"help\(fusion_attention.attention\)"):
         fa.attention(rows, rows, rows, xyzzy=1)  # type: ignore[call-overload]
 
 
-def test_heads_before_tokens_are_named_where_shapes_betray_them() -> None:
+def test_bnsd_tensors_passed_as_bsnd_raise_or_warn() -> None:
     """[B, N, S, D] as layout BSND: eight heads of 6 and 4 tokens would be eight tokens of 6 and 4 heads."""
     q, k = torch.randn(2, 8, 6, 16), torch.randn(2, 8, 4, 16)
     with pytest.raises(fa.ContractError, match='layout="BNSD"'):

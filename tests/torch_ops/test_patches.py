@@ -47,7 +47,7 @@ def foreign(owner: Any) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [None, 0, 1, 2, 3], ids=lambda at: f"foreign={at}")
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")), ids="".join)
-def test_layers_end_in_any_order_beside_a_foreign_one(order: tuple[str, ...], at: int | None) -> None:
+def test_patches_end_in_any_order_around_a_third_party_wrapper(order: tuple[str, ...], at: int | None) -> None:
     owner, base = (owner_made := place()), owner_made.name
     there, words = {}, []
     for i, word in enumerate("abc"):
@@ -69,7 +69,7 @@ def test_layers_end_in_any_order_beside_a_foreign_one(order: tuple[str, ...], at
     assert (owner.name is base) == (at is None)
 
 
-def test_a_foreign_one_that_was_taken_back_is_forgotten() -> None:
+def test_removed_third_party_wrapper_is_not_restored() -> None:
     owner = place()
     base, one, other = owner.name, Changes(), Changes()
     wrapped = one.wrap(owner, "name", named("one")).value
@@ -83,7 +83,7 @@ def test_a_foreign_one_that_was_taken_back_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_layers_of_one_value(order: tuple[int, ...]) -> None:
+def test_patches_with_equal_values_end_in_any_order(order: tuple[int, ...]) -> None:
     owner = SimpleNamespace(name=0)
     there = [Changes() for _ in range(3)]
     values = ["same", "between", "same"]
@@ -96,7 +96,7 @@ def test_layers_of_one_value(order: tuple[int, ...]) -> None:
         assert owner.name == ([0] + [values[i] for i in on])[-1]
 
 
-def test_what_was_not_there_is_not_there_again() -> None:
+def test_ended_patch_removes_attributes_that_were_absent_before() -> None:
     class Base:
         name = "inherited"
 
@@ -125,7 +125,7 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def test_threads_at_random(hasty: None) -> None:
+def test_patches_of_concurrent_threads_restore_the_original(hasty: None) -> None:
     owner = place()
     base = owner.name
     start = threading.Barrier(8, timeout=60)
@@ -168,7 +168,7 @@ class Guarded:
 
 
 @pytest.mark.parametrize("error", [Fails(), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-def test_a_change_that_fails_is_none(error: BaseException) -> None:
+def test_failed_patch_restores_earlier_changes(error: BaseException) -> None:
     owner, other = Guarded(), place()
     base = other.name
 
@@ -184,7 +184,7 @@ def test_a_change_that_fails_is_none(error: BaseException) -> None:
     assert owner.name == 0
 
 
-def test_a_wrapper_that_cannot_be_made_leaves_nothing() -> None:
+def test_failing_wrapper_factory_leaves_the_original() -> None:
     owner = place()
     base = owner.name
     with pytest.raises(ZeroDivisionError):
@@ -192,7 +192,7 @@ def test_a_wrapper_that_cannot_be_made_leaves_nothing() -> None:
     assert owner.name is base
 
 
-def test_an_end_that_fails_ends_the_rest() -> None:
+def test_failure_to_restore_an_attribute_does_not_stop_other_restores() -> None:
     owner, other = Guarded(), SimpleNamespace(name=0)
     changes = Changes()
     changes.set(other, "name", 1)
@@ -202,7 +202,7 @@ def test_an_end_that_fails_ends_the_rest() -> None:
     assert (other.name, owner.name) == (0, 1)
 
 
-def test_an_interrupted_end_is_made_up_for() -> None:
+def test_interrupted_end_of_a_patch_is_completed_by_the_next_patch() -> None:
     owner, other = Guarded(), SimpleNamespace(name=0)
     changes, again = Changes(), Changes()
     changes.set(owner, "name", 1)
@@ -216,7 +216,7 @@ def test_an_interrupted_end_is_made_up_for() -> None:
 
 
 @pytest.mark.parametrize("ended", [0, 1])
-def test_an_end_in_the_middle_of_another_change(ended: int) -> None:
+def test_patch_ended_during_another_patch_restores_the_original(ended: int) -> None:
     """As the collector makes it, when it finds a generator that holds a patch."""
     owner = place()
     base, there = owner.name, [Changes(), Changes()]
@@ -230,7 +230,7 @@ def test_an_end_in_the_middle_of_another_change(ended: int) -> None:
     assert owner.name is base
 
 
-def test_an_end_in_the_middle_of_another_end() -> None:
+def test_patches_ended_during_another_end_restore_the_original() -> None:
     """As above; a place that notices its change stands for the collector."""
 
     class Noticing:
@@ -263,7 +263,7 @@ class Both(Counted):
         changes.set(self.owner, "other", self.owner.error())
 
 
-def test_a_counted_one_is_made_once() -> None:
+def test_counted_patch_is_applied_once_for_nested_uses() -> None:
     owner = place()
     owner.error = lambda: 1 / 0
     base, both = owner.name, Both(owner)
@@ -288,7 +288,7 @@ def test_a_counted_one_is_made_once() -> None:
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
-def test_a_module_that_is_played() -> None:
+def test_stand_in_modules_are_importable_until_the_patch_ends() -> None:
     modules = {name: ModuleType(name) for name in ("played_here", "played_here.part")}
     before = list(sys.meta_path), set(sys.modules)
     changes = Changes()
@@ -306,7 +306,7 @@ def test_a_module_that_is_played() -> None:
         importlib.metadata.version("played_here")
 
 
-def test_a_module_is_changed_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_patched_when_imported_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one_now", "one_later", "one_never"):
         (tmp_path / f"{name}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)

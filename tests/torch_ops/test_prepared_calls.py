@@ -69,7 +69,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_decodes_of_every_store(case: Named) -> None:
+def test_repeated_decode_calls_of_every_cache_format_are_equal(case: Named) -> None:
     args = arguments(case)  # type: ignore[arg-type]
     given = {p.shown: args[p.name] for p in RECORDS["npu_incre_flash_attention"].params if args.get(p.name) is not None}
     same_bits_of(lambda: npu.npu_incre_flash_attention(**given))
@@ -92,7 +92,7 @@ DECODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_own_decodes(name: str, prepared: list[Any]) -> None:
+def test_repeated_decode_attention_calls_are_equal(name: str, prepared: list[Any]) -> None:
     q, given = rows(2, 1, 4, 16, seed=3), DECODES[name]
     out = same_bits_of(lambda: fa.decode_attention(q, **given))
     both = same_bits_of(lambda: fa.decode_attention(q, **given, return_lse=True))
@@ -102,13 +102,13 @@ def test_own_decodes(name: str, prepared: list[Any]) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("stats", [False, True])
-def test_dense_calls(tokens: int, stats: bool, prepared: list[Any]) -> None:
+def test_repeated_attention_calls_reuse_the_plan_and_are_equal(tokens: int, stats: bool, prepared: list[Any]) -> None:
     q, k = rows(2, tokens, 4, 16), rows(2, tokens + 3, 2, 16, seed=1)
     same_bits_of(lambda: fa.attention(q, k, k, return_lse=stats))
     assert prepared
 
 
-def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
+def test_repeated_calls_return_means_for_empty_rows(prepared: list[Any]) -> None:
     """The core leaves them to the back end's Python."""
     q, k = rows(1, 4, 2, 16), rows(1, 4, 2, 16, seed=1)
     for tokens in (4, 1):
@@ -231,7 +231,7 @@ UNPREPARED = {"bias of columns", "expanded values", "wide lists"}  # an operand 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_tensors_of_a_prepared_signature(name: str, prepared: list[Any]) -> None:
+def test_cached_plan_reads_new_tensors_of_the_same_signature(name: str, prepared: list[Any]) -> None:
     """A prepared call reads all of its tensors where they are now."""
     call = OTHERS[name]
     for seed in (1, 1, 1):
@@ -249,7 +249,7 @@ def test_other_tensors_of_a_prepared_signature(name: str, prepared: list[Any]) -
 
 
 @pytest.mark.parametrize("make", [list, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32), np.array])
-def test_lengths_that_change_in_place(make: Callable[[Any], Any]) -> None:
+def test_lengths_changed_in_place_are_read_and_checked_again(make: Callable[[Any], Any]) -> None:
     q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
     lengths = make([4, 9])
     same_bits_of(lambda: fa.decode_attention(q, (k, k), kv_len=lengths))
@@ -270,7 +270,7 @@ def test_lengths_that_change_in_place(make: Callable[[Any], Any]) -> None:
     )
 
 
-def test_a_table_that_changes_in_place() -> None:
+def test_block_table_changed_in_place_is_read_and_checked_again() -> None:
     q, pages, table = rows(2, 1, 4, 16), rows(4, 8, 2, 16), TABLE.clone()
     given: dict[str, Any] = {"kv_len": [13, 9], "block_table": table}
     before = same_bits_of(lambda: fa.decode_attention(q, (pages, pages), **given))
@@ -288,7 +288,7 @@ def test_a_table_that_changes_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("entry", [5, -2, 2**31 - 1])
-def test_lists_that_change_in_place(entry: int, dtype: torch.dtype) -> None:
+def test_selected_key_indices_changed_in_place_are_checked_again(entry: int, dtype: torch.dtype) -> None:
     """An entry of the second sequence, of which the first sequence has a key."""
     q, k = rows(2, 3, 4, 16), rows(2, 9, 1, 16, seed=1)
     lists = torch.arange(4).expand(2, 3, 1, 4).to(dtype).contiguous()
@@ -298,7 +298,7 @@ def test_lists_that_change_in_place(entry: int, dtype: torch.dtype) -> None:
         fa.sparse_attention(q, k, None, lists, kv_len=[9, 4])
 
 
-def test_tensors_whose_storage_was_emptied() -> None:
+def test_refuses_tensor_with_shrunk_storage_after_repeated_calls() -> None:
     q, k, v = rows(2, 1, 4, 16), rows(2, 9, 2, 16), rows(2, 9, 2, 16)
     same_bits_of(lambda: fa.decode_attention(q, (k, v)))
     v.untyped_storage().resize_(v.nbytes - 1)
@@ -306,7 +306,7 @@ def test_tensors_whose_storage_was_emptied() -> None:
         fa.decode_attention(q, (k, v))
 
 
-def test_aliases_and_other_addresses() -> None:
+def test_cached_plan_of_aliased_inputs_accepts_distinct_tensors() -> None:
     """One tensor in three places is no pattern for three tensors."""
     one = rows(1, 5, 2, 16)
     same_bits_of(lambda: fa.attention(one, one, one))
@@ -325,7 +325,7 @@ def test_aliases_and_other_addresses() -> None:
 # ------------------------------------------------------------------------------------------- who else has to be asked
 
 
-def test_gradients_after_calls_without() -> None:
+def test_attention_computes_gradients_after_repeated_calls_without_grad() -> None:
     q = rows(1, 5, 2, 16)
     before = same_bits_of(lambda: fa.attention(q, q, q))
     trained = q.clone().requires_grad_()
@@ -340,7 +340,9 @@ def test_gradients_after_calls_without() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"kv_len": [9, 0], "return_lse": True}], ids=["all", "no keys"])
-def test_gradients_of_selected_keys_after_calls_without(given: dict[str, Any], prepared: list[Any]) -> None:
+def test_sparse_attention_computes_gradients_after_calls_without_grad(
+    given: dict[str, Any], prepared: list[Any]
+) -> None:
     leaves = rows(2, 6, 4, 16), rows(2, 9, 2, 16, seed=1), drawn(0, 4)
     lists = for_lengths(lists_of(0, 2, 6, 2, 5, keys=9), **given)
 
@@ -358,7 +360,7 @@ def test_gradients_of_selected_keys_after_calls_without(given: dict[str, Any], p
     same_bits(same_bits_of(gradients), expected)
 
 
-def test_autocast_after_calls_without() -> None:
+def test_autocast_applies_after_repeated_calls_without_autocast() -> None:
     q = rows(1, 5, 2, 16)
     same_bits_of(lambda: fa.attention(q, q, q))
     with torch.autocast("cpu", torch.bfloat16):
@@ -390,7 +392,7 @@ class Subclass(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def test_modes_and_classes_after_plain_calls() -> None:
+def test_dispatch_modes_and_subclasses_apply_after_repeated_calls() -> None:
     q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
     calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: fa.attention(x, k, k),
@@ -409,7 +411,7 @@ def test_modes_and_classes_after_plain_calls() -> None:
         assert same(call(torch.nn.Parameter(q, requires_grad=False)), wanted)
 
 
-def test_other_back_ends_and_threads_after_the_first() -> None:
+def test_back_end_and_thread_changes_apply_after_repeated_calls() -> None:
     q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
     for call in (lambda **how: fa.attention(q, k, k, **how), lambda **how: fa.decode_attention(q, (k, k), **how)):
         here = same_bits_of(call)
@@ -429,7 +431,7 @@ def test_other_back_ends_and_threads_after_the_first() -> None:
             call(backend="gpu")
 
 
-def test_settings_after_the_first() -> None:
+def test_strict_setting_applies_after_repeated_calls() -> None:
     q, cache = rows(1, 3, 64).half(), rows(1, 9, 64).half()
     call = lambda: npu.npu_incre_flash_attention(q, cache, cache, scale_value=0.125)  # noqa: E731
     same_bits_of(call)
@@ -438,7 +440,7 @@ def test_settings_after_the_first() -> None:
     call()
 
 
-def test_captures_see_calls_that_are_known(tmp_path: Path) -> None:
+def test_capture_records_repeated_calls(tmp_path: Path) -> None:
     q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
     out = same_bits_of(lambda: fa.decode_attention(q, (k, k)))
     dense = same_bits_of(lambda: fa.attention(q, k, k))
@@ -452,7 +454,7 @@ def test_captures_see_calls_that_are_known(tmp_path: Path) -> None:
     assert decode.worst == attention.worst == 0
 
 
-def test_threads_share_what_is_known() -> None:
+def test_repeated_calls_from_several_threads_are_correct() -> None:
     q = [rows(1, n % 7 + 1, 2, 16, seed=n) for n in range(14)]
     wanted = [fa.attention(x, x, x) for x in q]
     wrong: list[int] = []

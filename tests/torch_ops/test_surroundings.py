@@ -56,7 +56,7 @@ def from_integers() -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("call", [sink_of_attention, sink_of_selections, loss, means, from_integers])
-def test_the_default_dtype_does_not_matter(call: Callable[[], Tensor], dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_torch_default_dtype(call: Callable[[], Tensor], dtype: torch.dtype) -> None:
     """Model loaders change it."""
     want = call()
     torch.set_default_dtype(dtype)
@@ -68,7 +68,7 @@ def test_the_default_dtype_does_not_matter(call: Callable[[], Tensor], dtype: to
     assert torch.equal(got, want)
 
 
-def test_a_plan_that_another_thread_pushes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_cache_eviction_by_another_thread_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, zero = Problem(heads_q=2, heads_kv=1, dim_qk=8, dim_v=8), np.zeros(1, np.int64)
     long, short = (Extents(n, n, zero - INFINITE, zero + INFINITE, zero, zero) for n in (zero + 7, zero + 3))
     others: list[threading.Thread] = []
@@ -110,7 +110,7 @@ families = pytest.mark.parametrize("f", [dense, selected], ids=["dense", "select
 
 
 @families
-def test_a_penalty_on_gradients_is_refused(f: Function) -> None:
+def test_double_backward_raises_not_implemented(f: Function) -> None:
     """The upstream gradient is a constant, so torch's once_differentiable would call the gradients constants too."""
     q = rows(2, 6, 4, 16).requires_grad_()
     (gradient,) = torch.autograd.grad(f(q), q, create_graph=True)
@@ -119,7 +119,7 @@ def test_a_penalty_on_gradients_is_refused(f: Function) -> None:
 
 
 @families
-def test_gradients_of_gradients_are_refused_to_torch_func(f: Function) -> None:
+def test_nested_torch_func_grad_raises_not_implemented(f: Function) -> None:
     q = rows(2, 6, 4, 16)
     with pytest.raises(NotImplementedError, match="cannot differentiate twice"):
         torch.func.grad(lambda a: torch.func.grad(f)(a).square().sum())(q)
@@ -132,7 +132,7 @@ def test_gradients_of_gradients_are_refused_to_torch_func(f: Function) -> None:
 
 
 @families
-def test_forward_mode_is_refused(f: Function) -> None:
+def test_forward_mode_differentiation_raises_not_implemented(f: Function) -> None:
     q = rows(2, 6, 4, 16)
     for function in (f, torch.func.grad(f)):
         with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -150,7 +150,7 @@ pretended = pytest.mark.parametrize("view", PRETENDED, ids=["negated", "zeros"])
 
 
 @pretended
-def test_memory_that_does_not_hold_the_values_is_refused(view: Function) -> None:
+def test_refuses_negative_views_and_zero_tensors_without_memory(view: Function) -> None:
     q, k = rows(2, 6, 4, 16), rows(2, 6, 2, 16)
     fa.attention(q, k, k)
     with pytest.raises(fa.ContractError, match="attention: k: expected a tensor whose values are in memory"):
@@ -163,7 +163,7 @@ def test_memory_that_does_not_hold_the_values_is_refused(view: Function) -> None
 
 @families
 @pretended
-def test_such_memory_as_a_gradient(f: Function, view: Function) -> None:
+def test_upstream_gradient_may_be_a_negative_view_or_zero_tensor(f: Function, view: Function) -> None:
     def gradient(upstream: Tensor) -> Tensor:
         q, k = rows(2, 6, 4, 16).requires_grad_(), rows(2, 6, 2, 16)
         out = fa.attention(q, k, k) if f is dense else fa.sparse_attention(q, k, k, LISTS)

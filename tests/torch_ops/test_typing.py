@@ -38,7 +38,7 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("name", OVERLOADED)
-def test_overloads_are_the_implementation(name: str) -> None:
+def test_overloads_match_the_implementation_signature(name: str) -> None:
     tree = ast.parse(Path(str(OVERLOADED[name].__file__)).read_text(encoding="utf-8"))
     *overloads, real = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     assert [[ast.unparse(d) for d in f.decorator_list] for f in overloads] == [["overload"]] * 3
@@ -60,7 +60,7 @@ def test_overloads_are_the_implementation(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["LightningIndexer", "SparseAttention", "SparseSelfAttention", "SparseLatentAttention"]
 )
-def test_a_layers_call_is_its_forward(name: str) -> None:
+def test_layer_call_has_the_type_of_forward(name: str) -> None:
     tree = ast.parse(Path(inspect.getfile(getattr(nn, name))).read_text(encoding="utf-8"))
     layer = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     (shown,) = (node for block in layer.body if isinstance(block, ast.If) for node in block.body)
@@ -69,7 +69,7 @@ def test_a_layers_call_is_its_forward(name: str) -> None:
     assert "__call__" not in vars(getattr(nn, name))  # For checkers alone: torch's own runs hooks.
 
 
-def test_words_are_those_that_are_taken() -> None:
+def test_literal_types_list_exactly_the_accepted_values() -> None:
     layouts = {"attention": attention, "sparse_attention": sparse, "lightning_indexer": sparse}
     layouts |= {"indexer_loss": sparse, "decode_attention": decode}
     for name, module in layouts.items():
@@ -92,7 +92,7 @@ by_checker = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @by_checker
-def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
+def test_type_checkers_report_every_wrong_call_of_tests_typed(checker: str, tmp_path: Path) -> None:
     """Without its comments every call of tests/typed that must be an error is one, in its own line."""
     text = (ROOT / "tests/typed/interfaces.py").read_text(encoding="utf-8")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if "# type: ignore[" in line]

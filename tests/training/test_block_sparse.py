@@ -131,7 +131,7 @@ def sequences(case: BlockCase, tensor: Tensor, lengths: tuple[int, ...]) -> list
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_forward_and_gradients(case: BlockCase) -> None:
+def test_block_sparse_forward_and_gradients_match_mask_matrix_reference(case: BlockCase) -> None:
     """By the error bound of the same attention with a matrix, sequence by sequence; nothing else is written."""
     args = given(case)
     results = run(case, args)
@@ -160,7 +160,7 @@ def test_forward_and_gradients(case: BlockCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_the_gradient_function_gives_autograds_bits(case: BlockCase) -> None:
+def test_block_sparse_backward_function_is_bitwise_equal_to_autograd(case: BlockCase) -> None:
     args = given(case)
     results = run(case, args)
     dy, q, k, v = (args[name] for name in ("dy", "query", "key", "value"))
@@ -174,7 +174,7 @@ def test_the_gradient_function_gives_autograds_bits(case: BlockCase) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (128, 128), (260, 129), (300, 700), (0, 5), (5, 0)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (256, 384), (100, 37), (1, 3), (1000, 1000), (32, 16)])
-def test_tiles_hide_what_blocks_hide(rows: int, keys: int, block: tuple[int, int]) -> None:
+def test_block_mask_tiles_hide_exactly_the_masked_blocks(rows: int, keys: int, block: tuple[int, int]) -> None:
     case = BlockCase(block, q_len=(rows,), kv_len=(keys,))
     mask = torch.rand(1, 4, -(-rows // block[0]), -(-keys // block[1])) < 0.6
     extents = RECORD.lower(  # type: ignore[misc]
@@ -194,7 +194,7 @@ def test_tiles_hide_what_blocks_hide(rows: int, keys: int, block: tuple[int, int
         assert ((tiles == ALL_BLOCKED) | (tiles == NONE_BLOCKED)).all()
 
 
-def test_equal_tiles_share_bits() -> None:
+def test_equal_mask_tiles_share_stored_bits() -> None:
     mask = torch.tensor([1, 0, 0, 1] * 64, dtype=torch.int8).view(1, 1, 32, 8)
     tiles, bits = to_tiles(mask, (64, 64), (2048, 512)).values()
     assert tiles.shape == (1, 1, 16, 4)
@@ -202,7 +202,7 @@ def test_equal_tiles_share_bits() -> None:
     assert bits.shape[1:] == (128, 16)
 
 
-def test_a_gpus_matrix_gives_the_same_problem() -> None:
+def test_block_mask_lowers_to_tiles_on_cpu_and_to_matrix_on_other_devices() -> None:
     """Other devices have no tiles: the same call there is lowered to a matrix."""
     args = given(BlockCase())
     lowered = {}
@@ -219,7 +219,7 @@ def test_a_gpus_matrix_gives_the_same_problem() -> None:
     assert replace(lowered["cpu"], has_blocked_tiles=False, has_blocked=True) == lowered["meta"]
 
 
-def test_hidden_values_and_rows_of_nan() -> None:
+def test_block_sparse_results_ignore_nan_and_infinity_in_hidden_keys() -> None:
     """NaN and infinities in keys and values that a row does not see reach neither it nor a gradient; a NaN of its own
     stays in its row."""
     case = BlockCase((64, 128), q_len=(256,), kv_len=(256,), rest=0)
@@ -240,7 +240,7 @@ def test_hidden_values_and_rows_of_nan() -> None:
     assert results["out"].isnan().sum() == results["out"][70].numel()
 
 
-def test_lse_has_a_derivative() -> None:
+def test_block_sparse_lse_gradient_matches_formula() -> None:
     """That of log(sum(exp)), beside the output's, in a call with rows that see no key."""
     q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]], dtype=torch.int8).expand(1, 2, 3, 2).contiguous()
@@ -259,7 +259,7 @@ def test_lse_has_a_derivative() -> None:
     compare_with("gradients", ours, formula)
 
 
-def test_masks_of_every_dtype_and_defaults() -> None:
+def test_block_mask_accepts_every_dtype_and_default_lengths_and_block_shape() -> None:
     """Any number but 0 shows a block; without lengths all rows of a padded call count; blocks are 128 wide."""
     q, k = torch.randn(2, 4, 200, 64), torch.randn(2, 2, 140, 64)
     mask = torch.tensor([[5, 0], [-1, 1]], dtype=torch.int8).expand(2, 4, 2, 2).contiguous()
@@ -283,7 +283,7 @@ def test_masks_of_every_dtype_and_defaults() -> None:
 )
 @pytest.mark.parametrize("layout", definitions.LAYOUTS)
 @pytest.mark.usefixtures("runtime")
-def test_both_phases(name: str, layout: str) -> None:
+def test_aclnn_block_sparse_functions_are_bitwise_equal_to_torch_npu(name: str, layout: str) -> None:
     """The bits of torch_npu's functions, also of the gradient; softmax_lse is written where it is asked for."""
     op, grad = RECORDS[name], RECORDS["aclnnBlockSparseAttentionGrad"]
     if layout not in op.layouts:
@@ -310,7 +310,7 @@ def test_both_phases(name: str, layout: str) -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_without_a_mask_all_keys_are_visible() -> None:
+def test_block_sparse_attention_without_mask_equals_full_attention() -> None:
     case = BlockCase(dtype="float16", rest=0)
     args = given(case)
     op = RECORDS["aclnnBlockSparseAttentionV3"]
@@ -326,7 +326,7 @@ def test_without_a_mask_all_keys_are_visible() -> None:
     same_bits(written, {"attention_out": want, "softmax_lse": lse.unsqueeze(-1)})
 
 
-def test_the_functions_of_canns_package(torch_npu: Any) -> None:
+def test_cann_ops_transformer_block_sparse_functions_equal_torch_npu(torch_npu: Any) -> None:
     cann = import_module("cann_ops_transformer")
     case = BlockCase((64, 128), "BNSD", rest=0, q_len=(130, 130), kv_len=(200, 200))
     args = given(case)
@@ -344,7 +344,7 @@ def test_the_functions_of_canns_package(torch_npu: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["TND", "BNSD"])
-def test_compiled(layout: str) -> None:
+def test_compiled_block_sparse_attention_is_bitwise_equal_to_eager(layout: str) -> None:
     case = BlockCase((64, 128), layout)
     args = given(case)
     want = run(case, args)
@@ -375,7 +375,7 @@ def test_compiled(layout: str) -> None:
         ({"scale_value": float("nan")}, "scale_value: expected a finite scale"),
     ],
 )  # fmt: skip
-def test_invalid_calls(changed: dict[str, Any], error: str) -> None:
+def test_block_sparse_attention_refuses_invalid_arguments(changed: dict[str, Any], error: str) -> None:
     case = BlockCase(rest=0)
     args = given(case)
     names = {"block_sparse_mask" if n == "block_mask" else n: t for n, t in args.items() if n != "dy"}
@@ -384,7 +384,7 @@ def test_invalid_calls(changed: dict[str, Any], error: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q_dequant_scale", "k_dequant_scale", "v_dequant_scale"])
-def test_forms_of_950_are_refused(name: str, torch_npu: Any) -> None:
+def test_block_sparse_quantised_arguments_of_ascend_950_are_refused(name: str, torch_npu: Any) -> None:
     cann = import_module("cann_ops_transformer")
     case = BlockCase(rest=0)
     args = given(case)

@@ -52,7 +52,7 @@ def truth(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
-def test_golden_against_the_formulas(case: Case) -> None:
+def test_golden_with_blocked_tiles_matches_dense_mask_formula(case: Case) -> None:
     want = plain(case, operands(case))
     for name, value in truth(case).items():
         size = value.masked_fill(value.abs() > 1e38, 0).abs().amax().clamp(min=1.0).item() if value.numel() else 1.0
@@ -60,14 +60,14 @@ def test_golden_against_the_formulas(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
-def test_back_end(case: Case) -> None:
+def test_cpu_back_end_with_blocked_tiles_matches_reference(case: Case) -> None:
     args = operands(case)
     check(case.id, run(lowered(case, args), args["dy"], "cpu"), expected(case, args, truth(case)))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("case", TILED[:12], ids=lambda case: case.id)
-def test_threads_change_no_bit(case: Case, threads: int) -> None:
+def test_blocked_tiles_results_are_bitwise_equal_for_any_thread_count(case: Case, threads: int) -> None:
     args = operands(case)
     torch.set_num_threads(1)
     want = run(lowered(case, args), args["dy"], "cpu")
@@ -83,7 +83,7 @@ def documents(lengths: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_documents_are_packed_sequences(dtype: str) -> None:
+def test_document_mask_of_blocked_tiles_equals_packed_sequences(dtype: str) -> None:
     lengths = (400, 3, 129, 256, 60)
     generator = torch.Generator().manual_seed(3)
     q, k, v, dy = (
@@ -114,7 +114,7 @@ def results(of: tuple[Tensor, ...], **words: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_beside_each_other_give_the_bits_of_a_matrix(dtype: str, empty_rows: str) -> None:
+def test_blocked_tiles_give_same_bits_as_blocked_matrix(dtype: str, empty_rows: str) -> None:
     blocked = documents((300, 5, 129, 500))[:700]
     blocked[130:140] = True
     tiles, bits = cut_tiles(blocked[None, None])
@@ -125,7 +125,7 @@ def test_tiles_beside_each_other_give_the_bits_of_a_matrix(dtype: str, empty_row
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_nobody_sees_may_be_anything(dtype: str) -> None:
+def test_results_ignore_nan_and_infinity_in_keys_hidden_by_tiles(dtype: str) -> None:
     blocked = torch.rand(200, 700, generator=torch.Generator().manual_seed(1)) < 0.3
     blocked[:, 128:300], blocked[:, 513:520], blocked[:, 690:] = True, True, True
     tiles, bits = cut_tiles(blocked[None, None])
@@ -139,7 +139,7 @@ def test_what_nobody_sees_may_be_anything(dtype: str) -> None:
         same_bits(value, want[name], name)
 
 
-def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> None:
+def test_invalid_tile_entries_written_after_check_hide_the_whole_tile() -> None:
     q, k, v, _ = (t.detach() for t in leaves(torch.float32, 200, 300))
     tiles, bits = cut_tiles(torch.zeros(1, 1, 200, 300, dtype=torch.bool))
     call = api_definition.dense_call(
@@ -152,7 +152,7 @@ def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> 
     assert out[:, :128].isfinite().all()
 
 
-def test_a_trace_computes_the_same() -> None:
+def test_compiled_attention_with_blocked_tiles_equals_eager() -> None:
     blocked = documents((100, 3, 200))
     tiles, bits = cut_tiles(blocked[None, None])
     of = leaves(torch.float32, *blocked.shape)
@@ -164,13 +164,13 @@ def test_a_trace_computes_the_same() -> None:
         same_bits(value, want[name], name)
 
 
-def test_a_gpu_says_that_it_wants_a_matrix() -> None:
+def test_triton_back_end_refuses_blocked_tiles_and_suggests_matrix() -> None:
     problem = Problem(1, 1, 8, 8, has_blocked_tiles=True)
     sentence = "the triton back end computes no blocked tiles: give them as a matrix, blocked."
     assert sentence in triton.reasons_against(problem, "cuda")
     assert sentence not in triton.reasons_against(replace(problem, has_blocked_tiles=False), "cuda")
 
 
-def test_a_cache_of_pages_has_no_tiles() -> None:
+def test_cpu_back_end_refuses_blocked_tiles_with_paged_cache() -> None:
     problem = Problem(1, 1, 8, 8, has_blocked_tiles=True, page_size=16)
     assert any("blocked tiles" in reason for reason in cpu.reasons_against(problem, "cpu"))

@@ -29,7 +29,7 @@ def sees(mode: int, pre: int, next_: int, rows: int, keys: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", [0, 4])
-def test_a_dense_window_must_show_something(mode: int) -> None:
+def test_dense_window_is_legal_only_if_some_key_is_visible(mode: int) -> None:
     for pre, next_, rows, keys in product(
         (-6, -4, -2, -1, 0, 1, 3, INFINITE), (-6, -3, -1, 0, 2, INFINITE), *[range(1, 6)] * 2
     ):
@@ -40,7 +40,7 @@ def test_a_dense_window_must_show_something(mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0, 3, 4])
-def test_a_packed_window_must_show_every_row_something(mode: int) -> None:
+def test_packed_window_is_legal_only_if_every_row_sees_a_key(mode: int) -> None:
     for pre, next_, q_len, kv_len in product((-3, -1, 0, 2, INFINITE), (-3, -1, 0, 2, INFINITE), range(5), range(1, 5)):
         legal = packed_window(mode, pre, next_, np.array([1, q_len]), np.array([9, kv_len])) is True
         every = bool(sees(mode, pre, next_, 1, 9).any() and sees(mode, pre, next_, q_len, kv_len).any(1).all())
@@ -66,11 +66,13 @@ def test_a_packed_window_must_show_every_row_something(mode: int) -> None:
         (8, 0, 0, [0, 0], [4, 5], True),
     ],
 )
-def test_a_cut_sequence(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list[int], legal: bool) -> None:
+def test_sparse_modes_7_and_8_check_the_window_of_the_cut_sequence(
+    mode: int, pre: int, next_: int, q_len: list[int], kv_len: list[int], legal: bool
+) -> None:
     assert (packed_window(mode, pre, next_, np.array(q_len), np.array(kv_len)) is True) is legal
 
 
-def test_prefixes() -> None:
+def test_prefix_check_reports_prefix_outside_allowed_bounds() -> None:
     for q_len, kv_len, prefix in product(range(4), range(5), range(-1, 6)):
         low = max(0, kv_len - q_len) if q_len else 0
         answer = prefix_fits(np.array([0, prefix]), np.array([3, q_len]), np.array([2, kv_len]))
@@ -95,13 +97,15 @@ def test_prefixes() -> None:
         ([2**63 - 1, -(2**63), 0], f"item 1: {-(2**63)} after {2**63 - 1}", 2**63 - 1),
     ],
 )
-def test_cumulative_ends(ends: list[int], answer: bool | str, tokens: int) -> None:
+def test_cumulative_lengths_check_reports_first_descending_item(
+    ends: list[int], answer: bool | str, tokens: int
+) -> None:
     assert rising(np.array(ends)) == answer
     assert last_end(np.array(ends)) == tokens
 
 
 @pytest.mark.parametrize("form", ["corner", "diagonal", "batch"])
-def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_table_check_refuses_masks_visible_beyond_the_diagonal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stored rows instead of 1024; each sequence's own part of the mask is asked, and its rebuilt rows only."""
     monkeypatch.setattr(checks, "TABLE_ROWS", 2)
     q_len, kv_len = np.array([4, 2, 3]), np.array([5, 4, 3])
@@ -131,7 +135,7 @@ def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.
     assert table_reaches(1, None, 0, 0, None, q_len, kv_len) != True  # noqa: E712
 
 
-def test_windows_and_masks() -> None:
+def test_window_check_reports_visible_mask_element_outside_window() -> None:
     mask = torch.ones(3, 4, dtype=torch.uint8)
     mask[0, 0] = mask[2, 3] = 0
     one = np.array([3]), np.array([4])
@@ -147,7 +151,7 @@ def test_windows_and_masks() -> None:
     assert window_holds_mask(torch.ones(0, 1, 3, 4), 0, 0, none, none) is True
 
 
-def test_windows_are_those_of_each_packed_sequence() -> None:
+def test_window_check_counts_rows_and_keys_within_each_packed_sequence() -> None:
     """A mask over all tokens: rows and keys count from each sequence's own, and other blocks are not read."""
     q_len, kv_len = np.array([2, 3]), np.array([5, 4])
     mask = torch.zeros(5, 9, dtype=torch.uint8)
@@ -159,7 +163,7 @@ def test_windows_are_those_of_each_packed_sequence() -> None:
     assert wrong == "a visible element outside the window of sequence 1, at [2, 3] of its mask"
 
 
-def test_compressed_masks() -> None:
+def test_compressed_mask_check_recognises_masks_of_modes_3_4_and_6() -> None:
     square = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     assert is_compressed_mask(square, 3)
     assert is_compressed_mask(square[None, None].to(torch.uint8) * 7, 4)

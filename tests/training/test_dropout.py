@@ -35,7 +35,7 @@ GRADIENT = {1: npu.npu_fusion_attention_grad, 2: npu.npu_fusion_attention_grad_v
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_mask_beside_a_seed(version: int) -> None:
+def test_dropout_mask_with_matching_seed_equals_mask_drawn_from_seed(version: int) -> None:
     """The mask says what is kept; seed and offset come back, and the gradient functions draw the same bits."""
     q, k, v = tensors(train=True)
     call = FORWARD[version]
@@ -62,7 +62,7 @@ def test_a_mask_beside_a_seed(version: int) -> None:
         assert torch.equal(two, three)
 
 
-def test_a_mask_of_the_callers_own_beside_a_seed() -> None:
+def test_dropout_mask_that_contradicts_seed_is_used_with_warning() -> None:
     """It is what drops; that the gradient functions would draw others is said."""
     q, k, v = tensors(train=True)
     mask = torch.randint(0, 256, (65,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -78,7 +78,7 @@ def test_a_mask_of_the_callers_own_beside_a_seed() -> None:
         assert torch.equal(one, two)
 
 
-def test_a_mask_beside_a_seed_of_packed_rows() -> None:
+def test_packed_dropout_mask_with_matching_seed_equals_drawn_mask() -> None:
     q = torch.randn(8, 4, 16)
     ends = {"actual_seq_qlen": [0, 8], "actual_seq_kvlen": [0, 8]}
     drawn = npu.npu_fusion_attention(q, q, q, 4, "TND", keep_prob=KEEP, seed=9, offset=2, **ends)
@@ -94,7 +94,7 @@ def test_a_mask_beside_a_seed_of_packed_rows() -> None:
         npu.npu_fusion_attention(q, q, q, 4, "TND", keep_prob=KEEP, dropout_mask=mask, seed=9, offset=3, **ends)
 
 
-def test_a_mask_needs_something_to_drop_and_the_pythonic_api_one_source() -> None:
+def test_dropout_mask_with_keep_prob_1_and_drop_bits_with_seed_are_refused() -> None:
     q, k, v = tensors()
     with pytest.raises(ContractError, match="dropout_mask: expected no mask with keep_prob 1"):
         npu.npu_fusion_attention(q, k, v, 4, "BSND", dropout_mask=mask_of(9, 2), seed=9)
@@ -104,7 +104,7 @@ def test_a_mask_needs_something_to_drop_and_the_pythonic_api_one_source() -> Non
     assert torch.equal(same, fa.attention(q, k, v, keep_prob=KEEP, seed=9, offset=2))
 
 
-def test_the_way_of_torch_npus_own_programs() -> None:
+def test_generated_dropout_mask_applied_to_softmax_equals_attention() -> None:
     """Bits asked for, unpacked, and applied to a softmax by hand."""
     q, k, v = tensors()
     size = (2, 4, 5, 13)
@@ -124,7 +124,7 @@ def test_the_way_of_torch_npus_own_programs() -> None:
 @pytest.mark.parametrize(
     "size", [(2, 4, 5, 13), (3, 7, 8), (5, 3), (17,), (1,), (), (2, 1, 3, 16), (1, 11, 200_003), (4, 0, 3), (128,)]
 )
-def test_drawn_bits_lie_as_the_chips_do(size: tuple[int, ...]) -> None:
+def test_dropout_gen_mask_bits_and_padding_match_philox_reference(size: tuple[int, ...]) -> None:
     *streams, rows, keys = (1, 1, *size)
     count = int(np.prod(size, dtype=np.int64))
     mask = mask_of(2**63 + 5, 7, size=size, p=0.4)
@@ -155,7 +155,7 @@ def test_drawn_bits_lie_as_the_chips_do(size: tuple[int, ...]) -> None:
         ({"offset": -1}, r"offset: expected 0 <= offset < 2\*\*32, got -1"),
     ],
 )
-def test_what_draws_no_mask(change: dict[str, Any], text: str) -> None:
+def test_dropout_gen_mask_refuses_invalid_arguments(change: dict[str, Any], text: str) -> None:
     args = {"input": torch.empty(0), "size": [2, 3], "p": 0.5, "seed": 1, "offset": 0}
     with pytest.raises(ContractError, match=f"^_npu_dropout_gen_mask: {text}"):
         npu._npu_dropout_gen_mask(**{**args, **change})
@@ -167,7 +167,7 @@ SEEDS = [-(2**63), -5, 2**63 - 1, 2**63, 2**64 - 5, 2**64 - 1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_unsigned_seeds_are_their_64_bits(seed: int) -> None:
+def test_unsigned_and_negative_seeds_of_equal_64_bits_draw_equal_masks(seed: int) -> None:
     q, k, v = tensors(train=True)
     other = seed + 2**64 if seed < 0 else seed - 2**64 if seed >= 2**63 else seed
     for backend in ("golden", "auto"):
@@ -184,7 +184,7 @@ def test_unsigned_seeds_are_their_64_bits(seed: int) -> None:
     assert torch.equal(explicit[1], torch.autograd.grad(one[0], k, one[0])[0])
 
 
-def test_what_torch_calls_a_seed_is_one() -> None:
+def test_torch_initial_seed_is_accepted_as_dropout_seed() -> None:
     q, k, v = tensors()
     before = torch.get_rng_state()
     try:
@@ -205,7 +205,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("name", "value", "text"), [(n, *wrong) for n, wrong_values in WRONG.items() for wrong in wrong_values]
 )
-def test_seeds_and_offsets_that_are_none(name: str, value: Any, text: str) -> None:
+def test_invalid_dropout_seeds_and_offsets_are_refused(name: str, value: Any, text: str) -> None:
     q, k, v = tensors()
     given = {"seed": 3, name: value}
     stats = torch.ones(2, 4, 5, 8)
@@ -226,7 +226,7 @@ def test_seeds_and_offsets_that_are_none(name: str, value: Any, text: str) -> No
 
 
 @pytest.mark.slow
-def test_traces_take_the_same_seeds_and_masks() -> None:
+def test_compiled_dropout_equals_eager_for_every_seed_and_mask() -> None:
     torch._dynamo.reset()
     q, k, v = tensors()
 
@@ -248,7 +248,7 @@ def test_traces_take_the_same_seeds_and_masks() -> None:
     assert torch.equal(drawn(q), mask_of(9, 2))
 
 
-def test_operators_refuse_what_64_bits_cannot_hold() -> None:
+def test_functional_gradient_refuses_dropout_seed_beyond_64_bits() -> None:
     q, k, v = tensors()
     with pytest.raises(TypeError, match=r"attention: seed: expected an int below 2\*\*63 \(a seed: 2\*\*64\)"):
         torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64).sum())(q)
@@ -257,7 +257,7 @@ def test_operators_refuse_what_64_bits_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("form", ["elements", "numbers", "squeezed", "int"])
-def test_a_seed_without_dimensions_is_its_number(form: str) -> None:
+def test_grad_v3_accepts_seed_tensors_without_dimensions(form: str) -> None:
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25, keep_prob=0.5)
     dy = torch.randn_like(out)

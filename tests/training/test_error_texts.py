@@ -100,7 +100,7 @@ TEXTS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "settings", "text"), TEXTS)
-def test_wording(name: str, settings: Args, text: str) -> None:
+def test_training_attention_error_text_is_exact(name: str, settings: Args, text: str) -> None:
     op = RECORDS[name]
     layout = settings.get(op.layout_attr, op.layouts[0])
     sample_layout = layout if layout in op.layouts else op.layouts[0]

@@ -77,14 +77,14 @@ CASES: dict[str, tuple[dict, dict]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
-def test_against_autograd(name: str) -> None:
+def test_golden_matches_autograd_through_plain_formula(name: str) -> None:
     fields, arguments = CASES[name]
     call = make(replace(PROBLEM, **fields), **arguments)
     agree(run(call), witness(call))
 
 
 @pytest.mark.parametrize("form", ["zero", "mean"])
-def test_scores_of_minus_infinity(form: str) -> None:
+def test_golden_with_scores_of_minus_infinity_matches_autograd(form: str) -> None:
     call = make(replace(PROBLEM, bias="matrix", empty_rows=form, **BITS), band=Band.causal())
     for t in call.bias:
         t[t > 0.8] = -INF
@@ -95,7 +95,7 @@ def test_scores_of_minus_infinity(form: str) -> None:
     agree(run(call), want)
 
 
-def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+def test_golden_sink_of_minus_infinity_has_no_effect() -> None:
     call = make(replace(PROBLEM, has_sink=True), band=Band.window(1, 0, "start"))
     assert call.sink is not None
     call.sink[2] = -INF  # and of its rows, some see no key
@@ -103,7 +103,7 @@ def test_a_sink_of_minus_infinity_is_no_sink() -> None:
 
 
 @pytest.mark.parametrize("form", ["full", "causal", "blocked", "bias"])
-def test_against_torch(form: str) -> None:
+def test_golden_matches_torch_scaled_dot_product_attention(form: str) -> None:
     problem = replace(PROBLEM, bias="matrix" if form == "bias" else "none", has_blocked=form == "blocked")
     call = make(problem, (9, 6), (7, 8), Band.causal("start") if form == "causal" else None)
     for t in call.blocked:
@@ -117,7 +117,7 @@ def test_against_torch(form: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.9])
-def test_against_finite_differences(softcap: float) -> None:
+def test_golden_gradients_match_finite_differences(softcap: float) -> None:
     problem = Problem(2, 1, 2, 2, 1, "float64", 0.7, "matrix", True, has_sink=True, dropout="bits", keep_prob=0.6)
     problem = replace(problem, softcap=softcap)
     call = make(problem, (3,), (3,), Band.causal())
@@ -177,7 +177,7 @@ def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "q_rope", "k_rope", "bias"])
 @pytest.mark.parametrize("form", ["zero", "mean"])
-def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
+def test_golden_nan_reaches_exactly_the_dependent_results(name: str, form: str) -> None:
     fields = {"dim_rope": 2, "bias": "matrix", "has_blocked": True, "empty_rows": form, "has_sink": form == "zero"}
     call = make(replace(PROBLEM, **fields, **BITS), (5, 2), (6, 3), Band.window(3, 1))
     call.blocked[0][:, :, 3] = True  # a key that nobody sees
@@ -202,7 +202,7 @@ def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("value", [INF, -INF])
-def test_seen_infinity_follows_the_formula(value: float) -> None:
+def test_golden_visible_infinite_value_causes_infinite_output_and_finite_dv(value: float) -> None:
     call = make(PROBLEM, (6,), (6,), Band.causal())
     call.v[0][1, 4, 2] = value
     got, want = run(call), witness(call)
@@ -215,7 +215,7 @@ def test_seen_infinity_follows_the_formula(value: float) -> None:
 # ------------------------------------------------------------------------------------------------ the saved statistics
 
 
-def test_statistics_may_span_more_keys_than_the_call() -> None:
+def test_golden_gradients_of_key_halves_add_up_with_whole_statistics() -> None:
     """Two halves of the keys, each differentiated with the whole's statistics and out, give the whole's gradients."""
     full = make(replace(PROBLEM, has_sink=True), (5, 3), (8, 6))
     saved, want = forward(full), run(full)
@@ -232,7 +232,7 @@ def test_statistics_may_span_more_keys_than_the_call() -> None:
     agree(got, {n: want[n] for n in got})
 
 
-def test_the_mean_form_is_read_from_the_statistics() -> None:
+def test_golden_backward_of_empty_row_divides_by_saved_sum() -> None:
     call = make(replace(PROBLEM, has_blocked=True), (3,), (5,))
     call.blocked[0][:, 1] = True
     saved = forward(call)
@@ -246,7 +246,7 @@ def test_the_mean_form_is_read_from_the_statistics() -> None:
 # -------------------------------------------------------------------------------------------------- the operation kinds
 
 
-def test_rounding_happens_on_store_only() -> None:
+def test_golden_rounds_only_stored_results() -> None:
     call = make(PROBLEM)
     operands = load(call, torch.bfloat16)
     operands = replace(operands, stats=Stats(*(buffer(call.q, 1, torch.float32) for _ in range(2))))
@@ -257,7 +257,7 @@ def test_rounding_happens_on_store_only() -> None:
             assert torch.equal(stored, value.to(stored.dtype))
 
 
-def test_only_what_was_asked_for_is_written() -> None:
+def test_golden_backward_writes_only_requested_gradients() -> None:
     call = make(replace(PROBLEM, dim_rope=2))
     saved, want = forward(call), run(call)
     operands = replace(load(call), out=rows(saved["out"]), stats=Stats(rows(saved["max"]), rows(saved["sum"])))

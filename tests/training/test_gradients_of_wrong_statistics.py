@@ -37,7 +37,9 @@ SEQ, HEAD, ROW = 0, 2, 60  # poisoned: rows from here on
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bias", ["none", "matrix"])
 @pytest.mark.parametrize("empty", [False, True], ids=["sums", "means"])
-def test_poisoned_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: str, variant: str, dtype: str) -> None:
+def test_wrong_statistics_change_only_gradients_of_their_rows_and_visible_keys(
+    empty: bool, bias: str, variant: str, dtype: str
+) -> None:
     more = {"dim_rope": 3, "has_sink": True, "dropout": "philox", "keep_prob": 0.8} if bias == "none" else {}
     problem = Problem(4, 2, 24, 17, dtype=dtype, scale=0.2, bias=bias, **more)
     converted_call = converted(make(problem, (130, 40), (150, 40), Band.causal("start")), problem.torch_dtype)
@@ -65,7 +67,7 @@ def test_poisoned_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: s
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_in_mean_form_may_hold_anything(variant: str) -> None:
+def test_empty_rows_with_any_statistics_give_zero_dq_and_dk(variant: str) -> None:
     problem = Problem(2, 1, 8, 8, dtype="float32", dropout="philox", keep_prob=0.5, empty_rows="mean")
     converted_call = converted(make(problem, (9, 3), (5, 7), Band.window(-20, 0)), torch.float32)  # no row sees a key
     saved = native(converted_call, variant)
@@ -78,7 +80,7 @@ def test_rows_in_mean_form_may_hold_anything(variant: str) -> None:
 
 
 @pytest.mark.parametrize(("peak", "total"), BAD)
-def test_golden_takes_them_too(peak: float, total: float) -> None:
+def test_golden_backward_with_wrong_statistics_keeps_other_rows_finite(peak: float, total: float) -> None:
     converted_call = make(Problem(2, 1, 8, 8), (9,), (5,), Band.causal())
     saved = {name: [t.clone() for t in tensors] for name, tensors in forward(converted_call).items()}
     saved["max"][0][1, 3], saved["sum"][0][1, 3] = peak, total
@@ -100,7 +102,7 @@ def of_npu(args: Args) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
-def test_both_interfaces_compute_the_same_from_any_statistics(op: Op) -> None:
+def test_aclnn_and_torch_npu_gradients_agree_for_any_statistics(op: Op) -> None:
     args = sample(op, S1=9, S2=9)
     for peak, total in BAD:
         poisoned = args | {n: torch.full_like(args[n], x) for n, x in (("softmax_max", peak), ("softmax_sum", total))}
@@ -109,7 +111,7 @@ def test_both_interfaces_compute_the_same_from_any_statistics(op: Op) -> None:
             assert same(got[name], theirs), (name, peak, total)
 
 
-def test_the_pythonic_api_keeps_its_own() -> None:
+def test_attention_backward_ignores_overwritten_lse_and_refuses_overwritten_out() -> None:
     q, k, v = (torch.randn(2, 9, 2, 16, requires_grad=True) for _ in range(3))
     out, lse = attention(q, k, v, return_lse=True)
     want = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)

@@ -44,13 +44,15 @@ def transposed(t: torch.Tensor) -> torch.Tensor:
 
 @samples
 @pytest.mark.parametrize("change", [torch.Tensor.contiguous, transposed], ids=["contiguous", "transposed"])
-def test_strides_do_not_matter(case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_input_strides_do_not_change_attention_results(
+    case: Case, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     args = operands(case)
     names = (*FLOATS, "drop_mask") + (() if case.mask == "compressed" else ("atten_mask",))
     same_bits(compute(case, changed(args, change, *names)), compute(case, args))
 
 
-def test_expanded_inputs() -> None:
+def test_expanded_inputs_give_same_bits_as_contiguous_copies() -> None:
     """Stride 0: one K and V for the whole batch; every sequence's gradient is its own."""
     case = Case(layout="BNSD", pse="full")
     args = operands(case)
@@ -63,7 +65,9 @@ def test_expanded_inputs() -> None:
 @pytest.mark.parametrize("shape", [(2, 4, 0, 16), (1, 1, 0, 16), (0, 16)])
 @pytest.mark.parametrize("name", ["bias", "blocked"])
 @pytest.mark.parametrize("backend", ["auto", "golden"])
-def test_matrices_without_rows(shape: tuple[int, ...], name: str, backend: str) -> None:
+def test_attention_with_mask_or_bias_without_rows_returns_empty_result(
+    shape: tuple[int, ...], name: str, backend: str
+) -> None:
     """Nothing lies there, with whatever strides: an empty result, and no gradient."""
     q, k = torch.randn(2, 0, 4, 8, requires_grad=True), torch.randn(2, 16, 2, 8, requires_grad=True)
     matrix = torch.zeros(*shape[:-1], 32, dtype=torch.bool if name == "blocked" else torch.float32)[..., ::2]
@@ -126,7 +130,7 @@ def fill_unseen(case: Case, args: Args, value: float) -> Args:
     ids=lambda case: case.id,
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: float) -> None:
+def test_results_ignore_nan_and_infinity_in_memory_that_rows_cannot_see(case: Case, value: float) -> None:
     args = operands(case)
     poisoned = fill_unseen(case, args, value)
     count = sum(int(poisoned[n].isnan().sum() + poisoned[n].isinf().sum()) for n in ("query", "key", "value"))
@@ -145,7 +149,7 @@ def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: fl
     ],
     ids=lambda case: case.id,
 )
-def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name: str, value: float) -> None:
+def test_row_with_nan_or_infinity_reaches_exactly_the_reference_rows(case: Case, name: str, value: float) -> None:
     args = changed(operands(case), hostile, *FLOATS)
     met = {"query": "key", "key": "query", "query_rope": "key_rope", "key_rope": "query_rope"}.get(name)
     if met is not None:  # most products are not -inf, which would hide their keys
@@ -179,7 +183,7 @@ def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, tor
 
 
 @pytest.mark.parametrize("case", LARGE[:2], ids=lambda case: case.id)
-def test_neighbours_do_not_matter(case: Case) -> None:
+def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch(case: Case) -> None:
     args = operands(case)
     together = compute(case, args)
     for b in range(len(case.q_len)):
@@ -192,7 +196,7 @@ def test_neighbours_do_not_matter(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
-def test_packed_equals_padded(case: Case) -> None:
+def test_packed_layout_is_bitwise_equal_to_padded_layouts(case: Case) -> None:
     args = operands(case)
     together = compute(case, args)
     for layout in ("BSND", "BNSD", "SBH"):
@@ -215,7 +219,7 @@ def test_packed_equals_padded(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [*LARGE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
 )
-def test_threads_and_repetition_do_not_matter(case: Case) -> None:
+def test_threads_and_repetition_do_not_change_attention_bits(case: Case) -> None:
     args = operands(case)
     want = compute(case, args)
     same_bits(compute(case, args), want)

@@ -69,7 +69,7 @@ def of_ratio(extents: Extents) -> Extents:
 
 
 @pytest.mark.parametrize("ratio", [2, 3, 128])
-def test_a_row_sees_one_key_more_every_ratio_rows(ratio: int) -> None:
+def test_band_with_ratio_shows_one_more_key_every_ratio_rows(ratio: int) -> None:
     extents = of_ratio(random_extents(np.random.default_rng(ratio), 200))
     extents = replace(extents, hi=extents.hi * 3)
     for b, visible in enumerate(matrices(extents, ratio)):
@@ -78,7 +78,7 @@ def test_a_row_sees_one_key_more_every_ratio_rows(ratio: int) -> None:
         assert np.array_equal(np.maximum(end, 0), visible.sum(1))
 
 
-def test_interval_forms_agree() -> None:
+def test_band_interval_and_matrix_forms_agree() -> None:
     extents = random_extents(np.random.default_rng(0), 400)
     for b, visible in enumerate(matrices(extents)):
         edges = (int(a[b]) for a in (extents.lo, extents.hi, extents.prefix))
@@ -89,7 +89,7 @@ def test_interval_forms_agree() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 7), (7, 3), (1, 6), (4, 0), (0, 4)])
-def test_bands_by_hand(q_len: int, kv_len: int) -> None:
+def test_band_visible_matches_rules_written_by_hand(q_len: int, kv_len: int) -> None:
     d = kv_len - q_len
     for align, a in (("start", 0), ("end", d)):
         expected = {
@@ -111,7 +111,7 @@ def test_bands_by_hand(q_len: int, kv_len: int) -> None:
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("tiles_by", [tiles.by_query, tiles.by_key])
-def test_tiles_cover_what_is_seen(tiles_by, size: int, ratio: int) -> None:
+def test_tiles_cover_exactly_the_visible_pairs(tiles_by, size: int, ratio: int) -> None:
     extents = random_extents(np.random.default_rng(size), 500)
     extents = extents if ratio == 1 else of_ratio(extents)
     # by_key is the same statement about the transposed matrix.
@@ -133,7 +133,7 @@ def test_tiles_cover_what_is_seen(tiles_by, size: int, ratio: int) -> None:
     assert all((count == 1).all() for count in listed)
 
 
-def test_a_tile_knows_no_neighbour() -> None:
+def test_tiles_of_a_sequence_do_not_depend_on_other_sequences() -> None:
     extents = random_extents(np.random.default_rng(7), 20)
     for tiles_by in (tiles.by_query, tiles.by_key):
         together = tiles_by(extents, 4)
@@ -143,7 +143,7 @@ def test_a_tile_knows_no_neighbour() -> None:
                 assert np.array_equal(getattr(alone, name), getattr(together, name)[together.seq == b])
 
 
-def test_a_problem_counts_visible_pairs_and_names_itself() -> None:
+def test_problem_str_group_and_flops_match_definition() -> None:
     problem = Problem(4, 2, 8, 6, scale=0.125, bias="table")
     assert str(problem) == "heads_q=4,heads_kv=2,dim_qk=8,dim_v=6,scale=0.125,bias='table'"
     assert problem.group == 2
@@ -176,7 +176,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("rounds", "given", "answer"), ANSWERS)
-def test_philox_known_answers(rounds: int, given: str, answer: str) -> None:
+def test_philox_matches_known_answers(rounds: int, given: str, answer: str) -> None:
     words = [int(w, 16) for w in given.split()]
     expected = [int(w, 16) for w in answer.split()]
     assert scalar_philox(words[:4], words[4:], rounds) == expected
@@ -185,7 +185,7 @@ def test_philox_known_answers(rounds: int, given: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(("seed", "offset", "keep_prob"), [(0, 0, 0.5), (2**63 - 25, 2**32 - 1, 0.9), (-3, 7, 0.1)])
-def test_drawn_bits_by_definition(seed: int, offset: int, keep_prob: float) -> None:
+def test_drawn_dropout_bits_match_philox_definition(seed: int, offset: int, keep_prob: float) -> None:
     heads, rows, keys, stream = 2, 3, 21, 5
     drawn = dropout.keep_from_philox(seed, offset, keep_prob, stream, heads, slice(0, rows), slice(0, keys))
     key = [seed % 2**32, (seed >> 32) % 2**32]
@@ -196,7 +196,7 @@ def test_drawn_bits_by_definition(seed: int, offset: int, keep_prob: float) -> N
             assert drawn[h, i].tolist() == [half < round(65536 * keep_prob) for half in halves[:keys]]
 
 
-def test_drawn_bits_slice_and_share() -> None:
+def test_slice_of_drawn_dropout_bits_equals_bits_drawn_for_the_slice() -> None:
     full = dropout.keep_from_philox(11, 3, 0.8, 0, 4, slice(0, 120), slice(0, 333))
     assert abs(full.double().mean().item() - 0.8) < 5 * (0.16 / full.numel()) ** 0.5
     rng = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def test_drawn_bits_slice_and_share() -> None:
         assert abs((moved == full).double().mean().item() - equal) < 5 * (equal * (1 - equal) / full.numel()) ** 0.5
 
 
-def test_packed_bits_against_numpy() -> None:
+def test_packed_dropout_bits_match_numpy_unpackbits() -> None:
     packed = np.random.default_rng(0).integers(0, 256, 40, np.uint8)
     bits = np.unpackbits(packed, bitorder="little")
     # Two sequences that do not start on a byte, the second with heads sharing their bits; the tensor itself offset.
@@ -234,7 +234,7 @@ def table_view(table: torch.Tensor) -> MatrixView:
 
 
 @pytest.mark.parametrize("q_len", [3, 1024, 1025, 1300, 2100])
-def test_table_rebuilds_the_matrix_it_was_cut_from(q_len: int) -> None:
+def test_bias_table_rebuilds_the_full_bias_matrix(q_len: int) -> None:
     distance = (torch.arange(q_len)[None, :] - torch.arange(q_len)[:, None]).abs()
     full = -torch.tensor([0.5, 0.125]).double()[:, None, None] * distance
     table = torch.full((2, 1024, q_len), torch.nan).double()
@@ -248,7 +248,7 @@ def test_table_rebuilds_the_matrix_it_was_cut_from(q_len: int) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_table_gradient_goes_where_values_came_from(shared: bool) -> None:
+def test_bias_table_gradient_is_added_to_the_source_elements(shared: bool) -> None:
     q_len = 1100
     below = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     gradient = torch.randn(2, q_len, q_len, dtype=torch.float64) * below
@@ -268,7 +268,7 @@ def test_table_gradient_goes_where_values_came_from(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("root", [False, True])
-def test_slopes_by_hand(root: bool) -> None:
+def test_bias_from_slopes_matches_distances_computed_by_hand(root: bool) -> None:
     slopes = torch.tensor([0.5, 2.0])
     got = bias.from_slopes(slopes, -3, slice(1, 4), slice(2, 6), root)
     for h in range(2):
@@ -279,7 +279,7 @@ def test_slopes_by_hand(root: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 5), (1, 4, 1), (1, 1, 1)])
-def test_matrix_and_its_gradient_by_tiles(shape: tuple[int, int, int]) -> None:
+def test_bias_matrix_and_gradient_by_tiles_match_whole_matrix(shape: tuple[int, int, int]) -> None:
     stored = torch.randn(shape, dtype=torch.float64)
     memory = torch.full((2 + stored.numel(),), torch.nan, dtype=torch.float64)
     memory[2:] = stored.flatten()
@@ -297,7 +297,7 @@ def test_matrix_and_its_gradient_by_tiles(shape: tuple[int, int, int]) -> None:
     assert memory[:2].isnan().all()
 
 
-def test_gradient_of_nothing_touches_nothing() -> None:
+def test_bias_gradient_of_zero_rows_leaves_memory_unchanged() -> None:
     # The last sequence has no rows, so its address lies behind the memory's end.
     memory = torch.linspace(0, 1, 6)
     before, view = memory.clone(), MatrixView(memory, np.array([6]), np.array([3]), np.array([0]), 1)

@@ -21,12 +21,12 @@ Tensor = torch.Tensor
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("parts", ["both", "lse"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_through_lse(name: str, parts: str) -> None:
+def test_gradients_through_lse_match_float64_formula(name: str, parts: str) -> None:
     judge(name, *dense(name, torch.float32), parts)
 
 
 @pytest.mark.parametrize("parts", ["both", "lse"])
-def test_of_lists(parts: str) -> None:
+def test_gradients_through_lse_of_sparse_attention_match_formula(parts: str) -> None:
     given, ours, wanted = lists(torch.float32)
     judge("lists", given, ours, wanted, parts)
     graph = torch.compile(partial(ours, "cpu"), backend="aot_eager", fullgraph=True)
@@ -37,7 +37,9 @@ def test_of_lists(parts: str) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", [*CASES, "lists"])
-def test_recorded_backwards_are_judged_with_it(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_captured_backward_is_judged_right_only_with_lse_gradient(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """The gradient of lse is in the file: what ignores it is wrong."""
     given, ours, _ = lists(dtype) if name == "lists" else dense(name, dtype)
     leaves = {n: t.requires_grad_() for n, t in given.items()}
@@ -53,7 +55,7 @@ def test_recorded_backwards_are_judged_with_it(name: str, dtype: torch.dtype, tm
     assert judged(replace(call, upstream=of_out), search=False).verdict == "wrong"
 
 
-def test_of_packed_rows_and_their_compiled_form() -> None:
+def test_gradients_through_lse_of_packed_rows_match_formula_also_compiled() -> None:
     lengths, sizes = [13, 1, 40], {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV}
     given = drawn(4, torch.float32, **{n: (sum(lengths), h, DIM) for n, h in sizes.items()})
     sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
@@ -73,7 +75,7 @@ def test_of_packed_rows_and_their_compiled_form() -> None:
     assert all(torch.equal(again[n], got[n]) for n in got)
 
 
-def test_branches_are_merged_by_their_lse() -> None:
+def test_attention_parts_merged_by_lse_have_gradients_of_whole_attention() -> None:
     """Two parts of the keys are the whole, with its gradients."""
     given = drawn(8, torch.float32, q=(1, HEADS, ROWS, DIM), k=(1, HEADS_KV, KEYS, DIM), v=(1, HEADS_KV, KEYS, DIM))
 
@@ -97,7 +99,7 @@ def test_branches_are_merged_by_their_lse() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_through_checkpoints_and_once_only(reentrant: bool) -> None:
+def test_lse_gradient_works_in_checkpoint_and_refuses_second_derivative(reentrant: bool) -> None:
     given = drawn(9, torch.float32, q=(1, 6, 2, 8))
     alone, through = (given["q"].clone().requires_grad_() for _ in range(2))
 

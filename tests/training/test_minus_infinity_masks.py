@@ -51,7 +51,7 @@ SPECIFIED: dict[str, tuple[dict[str, Any], str, Band | None]] = {
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", SPECIFIED)
-def test_golden_passes_over_scores_of_minus_infinity(name: str, fill: float) -> None:
+def test_golden_ignores_keys_with_scores_of_minus_infinity(name: str, fill: float) -> None:
     """The witness gets finite numbers, and a mask of the pairs whose scores are -inf."""
     fields, axes, band = SPECIFIED[name]
     problem = Problem(4, 2, 3, 2, dtype="float64", scale=0.7, bias="matrix", **fields)
@@ -117,7 +117,7 @@ def masked(size: str, fields: dict[str, Any], dtype: str, axes: str) -> Call:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, dtype: str) -> None:
+def test_nan_and_infinity_hidden_by_float_mask_give_same_bits_as_zeros(size: str, fields: str, dtype: str) -> None:
     tame = masked(size, FIELDS[fields], dtype, "j" if size == "odd" else "hij")
     wild = change_hidden(tame)
     for variant in VARIANTS:
@@ -147,7 +147,7 @@ def biased(seed: int) -> Call:
 
 
 @pytest.mark.parametrize("seed", range(3000, 3030))
-def test_what_a_float_mask_leaves_reaches_exactly_what_sees_it(seed: int) -> None:
+def test_nan_visible_through_float_mask_reaches_exactly_reference_results(seed: int) -> None:
     call = biased(seed)
     saved, want = native(call), forward(call)
     descent = wanted(call, saved)
@@ -172,7 +172,7 @@ CACHES = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("heads", [(8, 2), (20, 10)], ids=str)
-def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[int, int]) -> None:
+def test_decode_ignores_keys_hidden_by_float_mask(name: str, heads: tuple[int, int]) -> None:
     problem = Problem(*heads, 64, 32, scale=0.1, bias="matrix", **CACHES[name])
     tame = native_decode.plain_case(problem, (1, 3, 2), (2100, 77, 1024))
     for bias in tame.call.bias:
@@ -224,7 +224,7 @@ def hidden_values(case: Case, fill: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("case", INTERFACES, ids=lambda case: case.id)
-def test_pse_hides_values_from_every_interface(case: Case, fill: float) -> None:
+def test_every_interface_ignores_nan_and_infinity_in_values_hidden_by_pse(case: Case, fill: float) -> None:
     wild = hidden_values(case, fill)
     got, want = compute(case, wild), golden(case, wild)
     assert all(t.isfinite().all() for t in want.values())

@@ -76,7 +76,7 @@ def visible_pairs(
 
 
 @pytest.mark.parametrize("mode", range(9))
-def test_the_band_of_a_mode(mode: int) -> None:
+def test_band_of_each_sparse_mode_matches_literal_loops(mode: int) -> None:
     for items, (pre, nxt) in product(ITEMS, WINDOWS):
         for prefix in prefixes(items) if mode in (5, 6) else [None]:
             wanted = literal(mode, pre, nxt, prefix, items)
@@ -85,7 +85,7 @@ def test_the_band_of_a_mode(mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", range(9))
-def test_without_a_mask_a_mode_means_nothing(mode: int) -> None:
+def test_sparse_mode_is_ignored_without_a_mask(mode: int) -> None:
     q_len, kv_len = np.array([3, 7, 2]), np.array([5, 4, 2])
     lo, hi, prefix = mode_band(mode, False, 1, -1, np.array([2, 3, 1]), q_len, kv_len)
     i, j = np.indices((7, 5))
@@ -95,7 +95,7 @@ def test_without_a_mask_a_mode_means_nothing(mode: int) -> None:
 # ---------------------------------------------------------------------------------------------------- CANN's examples
 
 
-def test_the_cut_batches_of_the_page() -> None:
+def test_cut_batches_of_modes_7_and_8_see_same_keys_as_whole_batch() -> None:
     """One packed batch on two cards sees, row by row, what the whole batch sees: CANN's examples of modes 7 and 8."""
     # Mode 3 cut in the query direction: the front card in mode 7, the rear card in mode 3.
     whole_3 = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])

@@ -90,7 +90,9 @@ RINGS = [("SBH", "", True), ("SBH", "", False), ("TND", "", False), ("TND", "TND
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("layout", "order", "causal"), RINGS)
-def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: torch.dtype) -> None:
+def test_ring_of_two_steps_matches_attention_over_all_keys(
+    layout: str, order: str, causal: bool, dtype: torch.dtype
+) -> None:
     """Results, statistics, and gradients of each step's keys from merged statistics, or from their logarithm alone."""
     ring = Ring(layout, order, dtype, causal)
     merged, wanted = ring.merged(), of_two_steps(ring)
@@ -142,13 +144,13 @@ def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("order", ["", "TND"])
-def test_a_zero_before_the_ends_changes_nothing(order: str) -> None:
+def test_ring_update_ignores_leading_zero_of_cumulative_lengths(order: str) -> None:
     ring = Ring("TND", order, torch.float32, False)
     same_bits(ring.merged(torch.tensor([0, *ends(Q_LEN)])), ring.merged())
 
 
 @pytest.mark.parametrize("order", ["", "TND"])
-def test_packed_statistics_keep_their_order(order: str) -> None:
+def test_ring_update_with_empty_partial_returns_packed_partial_unchanged(order: str) -> None:
     """Merging twice with the keys of no one gives back what came, wherever it lay."""
     ring = Ring("TND", order, torch.float32, False)
     out, max_, sum_ = ring.forward(0)
@@ -158,7 +160,7 @@ def test_packed_statistics_keep_their_order(order: str) -> None:
         same_bits(npu.npu_ring_attention_update(*steps, **call), (out, max_, sum_))
 
 
-def test_rows_without_keys() -> None:
+def test_ring_update_of_rows_without_keys_keeps_the_other_partial() -> None:
     """In one step they weigh nothing; in both they keep what the first said."""
     ring = Ring("SBH", "", torch.float32, True)
     first = ring.forward(0)
@@ -199,7 +201,7 @@ def partial(out: float, max_: float, sum_: float) -> Partial:
         ((NAN, INF, NAN), (1.0, 0.0, 1.0), (NAN, INF, NAN)),
     ],
 )
-def test_what_is_merged(one: Any, other: Any, want: Any) -> None:
+def test_merge_of_partials_handles_empty_rows_nan_and_infinity(one: Any, other: Any, want: Any) -> None:
     for first, second in ((one, other), (other, one)):
         into = partial(*first)
         merge(into, partial(*second))
@@ -207,7 +209,7 @@ def test_what_is_merged(one: Any, other: Any, want: Any) -> None:
             assert torch.equal(got.nan_to_num(nan=7e7), torch.full_like(got, value).nan_to_num(nan=7e7)), (first, got)
 
 
-def test_a_sink_is_a_key_without_a_value() -> None:
+def test_sink_joined_to_partial_acts_as_key_without_value() -> None:
     into = empty_partial(torch.zeros(1), (5, 2), 4)
     merge(into, Partial(torch.ones(5, 2, 4), torch.zeros(5, 2), torch.full((5, 2), 3.0)))
     join_sink(into, torch.tensor([0.0, -INF]))
@@ -219,7 +221,7 @@ def test_a_sink_is_a_key_without_a_value() -> None:
 # -------------------------------------------------------------------------------------------------- a list of ranks
 
 
-def test_a_list_of_ranks_is_the_softmax_of_their_sums() -> None:
+def test_attention_update_weights_ranks_by_softmax_of_lse() -> None:
     generator = torch.Generator().manual_seed(0)
     lse = 3 * torch.randn(3, 11, generator=generator)
     outs = torch.randn(3, 11, 16, generator=generator)
@@ -268,7 +270,7 @@ GOOD: dict[str, Any] = {
         ({"prev_attn_out": torch.tensor(0.0)}, r"prev_attn_out: expected 3 dimensions .* got 0 dimensions"),
     ],
 )
-def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
+def test_ring_update_refuses_invalid_arguments(change: dict[str, Any], text: str) -> None:
     npu.npu_ring_attention_update(**GOOD)
     with pytest.raises(ContractError, match=f"npu_ring_attention_update: {text}"):
         npu.npu_ring_attention_update(**{**GOOD, **change})
@@ -289,12 +291,12 @@ def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
         ([torch.zeros(3)], [torch.zeros(3, 8)], torch.tensor([0, 1]), "update_type: expected an int"),
     ],
 )
-def test_a_list_that_does_not_fit(lse: Any, outs: Any, kind: int, text: str) -> None:
+def test_attention_update_refuses_invalid_arguments(lse: Any, outs: Any, kind: int, text: str) -> None:
     with pytest.raises(ContractError, match=f"npu_attention_update: {text}"):
         npu.npu_attention_update(lse, outs, kind)
 
 
-def test_nothing_here_has_a_derivative() -> None:
+def test_ring_and_attention_update_refuse_inputs_that_require_grad() -> None:
     out = torch.zeros(5, 4, 8, requires_grad=True)
     calls: list[Callable[[], Any]] = [
         lambda: npu.npu_ring_attention_update(**{**GOOD, "prev_attn_out": out}),

@@ -35,7 +35,7 @@ def selected(sink: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64])
 @pytest.mark.parametrize("way", [lambda interface: (interface, []), compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("interface", [dense, selected])
-def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
+def test_sink_of_any_float_dtype_acts_as_float32_and_gradient_keeps_dtype(
     interface: Callable[..., torch.Tensor], way: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     sink = torch.randn(HEADS).to(dtype).requires_grad_()
@@ -51,7 +51,7 @@ def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
 
 
 @pytest.mark.parametrize("interface", [dense, selected])
-def test_what_runs_is_what_a_trace_was_told(interface: Callable[..., torch.Tensor]) -> None:
+def test_narrow_sink_gradient_dtype_agrees_with_fake_tensor_mode(interface: Callable[..., torch.Tensor]) -> None:
     """The gradient of a narrow sink too has the dtype that its operator promised."""
     sink = torch.randn(HEADS).bfloat16().requires_grad_()
     with CrossRefFakeMode():
@@ -60,7 +60,7 @@ def test_what_runs_is_what_a_trace_was_told(interface: Callable[..., torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_sinks_and_slopes_without_a_gradient(dtype: torch.dtype) -> None:
+def test_narrow_sinks_and_alibi_slopes_give_same_bits_as_float32(dtype: torch.dtype) -> None:
     given = torch.rand(HEADS).to(dtype)
     out, lse = fa.attention(Q, K, K, alibi_slopes=given, return_lse=True)
     for one, other in zip((out, lse), fa.attention(Q, K, K, alibi_slopes=given.float(), return_lse=True), strict=True):
@@ -78,7 +78,7 @@ def test_sinks_and_slopes_without_a_gradient(dtype: torch.dtype) -> None:
     assert torch.equal(fa.attention(half, half, half, sink=given), fa.attention(half, half, half, sink=given.float()))
 
 
-def test_float64_stays_what_it_is() -> None:
+def test_float64_sink_and_slopes_are_not_narrowed() -> None:
     q = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
     with fa.use_backend("golden"):
@@ -88,7 +88,7 @@ def test_float64_stays_what_it_is() -> None:
     assert not torch.equal(one, other)
 
 
-def test_the_chips_interfaces_take_float32_alone() -> None:
+def test_npu_fusion_attention_refuses_bfloat16_sink() -> None:
     with pytest.raises(fa.ContractError, match="sink: expected float32, got bfloat16"):
         npu.npu_fusion_attention(Q, Q, Q, HEADS, "BSND", scale=0.25, sink=torch.zeros(HEADS, dtype=torch.bfloat16))
 
@@ -118,7 +118,7 @@ def sparse(table: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("interface", [attended, incre, sparse])
-def test_page_tables_of_int64(interface: Callable[..., torch.Tensor]) -> None:
+def test_int64_page_table_equals_int32_and_invalid_pages_are_refused(interface: Callable[..., torch.Tensor]) -> None:
     table = torch.tensor([[3, 1, 1 << 40], [0, 7, -5]])  # what no token needs may hold anything
     table[:, 2] = torch.tensor([1 << 40, -5])
     want = interface(table[:, :2].int())
@@ -133,7 +133,7 @@ def test_page_tables_of_int64(interface: Callable[..., torch.Tensor]) -> None:
         interface(table)
 
 
-def test_int64_is_beyond_the_chip() -> None:
+def test_strict_mode_refuses_int64_block_table() -> None:
     half = POOL.half().flatten(2)
     table = torch.tensor([[3, 1], [0, 7]])
     options = {"num_heads": HEADS, "num_key_value_heads": 2, "scale_value": 0.25, "block_size": 16}
@@ -147,7 +147,7 @@ def test_int64_is_beyond_the_chip() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_two_phases_read_the_table_that_phase_2_finds() -> None:
+def test_aclnn_phase_2_reads_block_table_changed_after_phase_1() -> None:
     op = RECORDS["aclnnIncreFlashAttentionV3"]
     args = sample(op, block_table="B 2", block_size=16, actual_seq_lengths=[20, 32], key="8 16 N2*D", value="8 16 N2*D")
     outputs = [torch.zeros_like(args["query"]) for _ in range(2)]
@@ -170,7 +170,7 @@ def rows(count: int, sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sequences, count, 2, 64), torch.randn(sequences, count, 2, 64)
 
 
-def test_a_cache_prints_what_it_holds() -> None:
+def test_paged_kv_cache_repr_shows_used_pages_and_sequences() -> None:
     cache = fa.PagedKVCache(2, 64, 32, page_size=16, stored="int8")
     assert repr(cache) == "<PagedKVCache: 2 x 64, int8, 0 of 32 pages of 16 used, 0 sequences>"
     a, b = cache.allocate(), cache.allocate()
@@ -183,7 +183,7 @@ def test_a_cache_prints_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, [[0]], [0.0], [True], ["0"], torch.tensor([0]), [torch.tensor(0)], [7]])
-def test_what_is_no_list_of_sequences(wrong: Any) -> None:
+def test_paged_kv_cache_refuses_invalid_sequence_lists(wrong: Any) -> None:
     cache = fa.PagedKVCache(2, 64, 8, page_size=16)
     a = cache.allocate()
     cache.allocate()
@@ -199,7 +199,7 @@ def test_what_is_no_list_of_sequences(wrong: Any) -> None:
     assert cache.lengths([a]) == [3]
 
 
-def test_a_query_of_other_rows_than_the_caches_sequences() -> None:
+def test_decode_refuses_query_batch_that_differs_from_cache_sequences() -> None:
     cache = fa.PagedKVCache(2, 64, 8, page_size=16)
     a, b, _ = (cache.allocate() for _ in range(3))
     q = torch.ones(2, 1, 4, 64)
@@ -210,7 +210,7 @@ def test_a_query_of_other_rows_than_the_caches_sequences() -> None:
     fa.decode_attention(q, cache, sequences=[a, b])
 
 
-def test_a_length_below_zero_in_pages() -> None:
+def test_decode_error_for_negative_paged_kv_length_names_sequence() -> None:
     table = torch.zeros(1, 2, dtype=torch.int32)
     with pytest.raises(fa.ContractError, match=r"kv_len: .*got -1 for sequence 0 ") as caught:
         fa.decode_attention(torch.ones(1, 1, 4, 16), (POOL, POOL), kv_len=[-1], block_table=table)

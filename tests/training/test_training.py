@@ -53,7 +53,7 @@ EMPTY_ROWS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [*CASES, *EMPTY_ROWS], ids=lambda case: case.id)
-def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
+def test_golden_and_lowering_match_independent_formulas(case: Case) -> None:
     want = plain(case, operands(case))
     assert want.keys() == truth(case).keys()
     for name, value in truth(case).items():
@@ -66,7 +66,7 @@ def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_back_end(case: Case, backend: str) -> None:
+def test_training_attention_of_each_back_end_matches_reference(case: Case, backend: str) -> None:
     args = operands(case)
     check(case.id, run(lowered(case, args), args["dy"], backend), expected(case, args, truth(case)))
 
@@ -79,7 +79,7 @@ EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
-def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
+def test_explicit_gradient_function_is_bitwise_equal_to_autograd(case: Case) -> None:
     args = dict(operands(case))
     dy = args["dy"]
     want = run(lowered(case, args), dy, "cpu")
@@ -109,7 +109,7 @@ def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
             assert explicit[name].numel() == 0, name
 
 
-def test_every_mode_layout_and_dtype_is_a_case() -> None:
+def test_cases_include_every_sparse_mode_layout_and_dtype() -> None:
     allowed = {(mode, layout) for mode in range(7) for layout in DENSE} | {(m, "TND") for m in (0, 1, 2, 3, 4, 6, 7, 8)}
     wanted = {(*pair, dtype) for pair in allowed for dtype in DTYPES}
     assert wanted <= {(case.sparse_mode, case.layout, case.dtype) for case in CASES if case.mask != "none"}
@@ -127,7 +127,7 @@ def interface(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.packed and case.q_rest + case.kv_rest], ids=lambda case: case.id
 )
-def test_rows_beyond_the_last_end_are_zero(case: Case) -> None:
+def test_packed_rows_beyond_last_sequence_end_are_zero(case: Case) -> None:
     args = operands(case)
     got = run(lowered(case, args), args["dy"], "cpu")
     rows, keys = sum(case.q_len), sum(case.kv_len)
@@ -138,7 +138,7 @@ def test_rows_beyond_the_last_end_are_zero(case: Case) -> None:
             assert not rest.any(), name
 
 
-def test_statistics_of_packed_rows_in_both_orders() -> None:
+def test_softmax_layout_orders_packed_statistics_by_sequence_or_by_token() -> None:
     """Per sequence head-major under a token-major shape, or truly token-major; eight equal lanes."""
     case = Case(layout="TND", q_len=(3, 6), kv_len=(5, 4))
     args = operands(case)
@@ -175,7 +175,7 @@ IGNORED = [
 
 
 @pytest.mark.parametrize(("case", "mode", "text"), IGNORED, ids=lambda value: getattr(value, "id", str(value)))
-def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str, Any], text: str) -> None:
+def test_sparse_mode_without_effect_warns_and_is_ignored(case: Case, mode: dict[str, Any], text: str) -> None:
     args, want = interface(case)
     with pytest.warns(ContractWarning, match=text):
         got = call_interface(npu_fusion_attention_v2, training.TORCH_V2, {**args, **mode})
@@ -183,7 +183,7 @@ def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_rows_in_mean_form_are_rounded_together(dtype: torch.dtype) -> None:
+def test_value_gradient_of_many_empty_rows_is_rounded_once(dtype: torch.dtype) -> None:
     rows, keys = 1500, 4
     q, k = torch.zeros(1, rows, 1, 8, dtype=dtype), torch.zeros(1, keys, 1, 8, dtype=dtype)
     dy = torch.rand(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
