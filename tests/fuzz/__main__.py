@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
         return 2
     family, number, count = [*arguments, "1"][:3]
     describe = ["--describe", "-s"] if count == "1" else []
-    test = f"{HERE / 'test_fuzz.py'}::test_many_calls[{family}]"
+    test = f"{HERE / 'test_fuzz.py'}::test_many_random_calls_match_formulas[{family}]"
     return int(pytest.main([test, "-m", "", "-q", "--tb=short", "--calls", count, "--seed", number, *describe]))
 
 
