@@ -109,7 +109,7 @@ def test_number_types_are_accepted_or_refused_per_parameter(name: str, value: An
     assert (outcome(training.TORCH_V1, args)[0] == ()) is legal
 
 
-def test_an_int_is_a_float_where_float64_holds_it() -> None:
+def test_int_for_float_attribute_is_converted_and_refused_beyond_float64() -> None:
     """torch computes with no int above 64 bits."""
     args = sample(training.TORCH_V1, input_layout="BSND")
     scale = bind(training.TORCH_V1, args | {"scale": 2**64})["scale"]
@@ -132,7 +132,7 @@ def test_empty_optional_tensors_count_as_omitted() -> None:
     assert "blocked: expected" in one(ATTENTION, sample(ATTENTION) | {"blocked": torch.tensor(True)})
 
 
-def test_a_seed_without_axes_was_given() -> None:
+def test_zero_dimensional_seed_counts_as_present_in_bind_and_function() -> None:
     op = training.TORCH_GRAD_V3
     args = sample(op, keep_prob=0.5, seed=torch.tensor([3]), offset=torch.tensor([0]))
     same_bits(call(op, args | {"seed": torch.tensor(3)})[0], call(op, args)[0])

@@ -314,7 +314,7 @@ def test_decode_refuses_scalar_tensors_as_cache() -> None:
 
 @pytest.mark.parametrize("name", ["v_scale", "v_offset"])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3,)])
-def test_values_that_lie_in_keys_have_their_scale(name: str, shape: tuple[int, ...]) -> None:
+def test_value_scale_and_offset_without_v_are_refused(name: str, shape: tuple[int, ...]) -> None:
     stored = torch.ones(2, 6, 2, 16, dtype=torch.int8)
     given = {"k_scale": torch.ones(1), name: torch.ones(shape)}
     with pytest.raises(fa.ContractError, match=rf"{name}: expected None without v, .* \[{shape[0]}\] "):

@@ -46,7 +46,7 @@ def test_cross_entropy_loss_and_gradient_match_torch(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_gradient_of_one_element_has_any_rank(reduction: str) -> None:
+def test_grad_loss_of_one_element_may_have_any_rank(reduction: str) -> None:
     def gradient(*shape: int) -> torch.Tensor:
         dloss, log_prob = torch.ones(shape), X.log_softmax(1)
         return npu.npu_cross_entropy_loss_backward(dloss, log_prob, Y, WEIGHT, reduction=reduction)

@@ -172,7 +172,7 @@ def test_init_routing_and_finalize_routing_match_naive_loops(bounds: tuple[int, 
         compare_with("out", out, golden)
 
 
-def test_a_range_of_experts_beyond_64_bits_is_refused() -> None:
+def test_active_expert_range_beyond_64_bits_is_refused() -> None:
     x, ids = torch.randn(T, H), routes().int()
     for bounds in ([-(2**63), 2**63 - 1], [2**63 - 1, -(2**63)]):
         with pytest.raises(ContractError, match=r"active_expert_range: expected \[start, end\)"):
@@ -181,14 +181,14 @@ def test_a_range_of_experts_beyond_64_bits_is_refused() -> None:
             )
 
 
-def test_rows_without_elements_have_no_scale() -> None:
+def test_dynamic_quantisation_of_rows_without_elements() -> None:
     arguments: dict[str, Any] = {"expert_num": E, "expert_idx": routes().int()}
     with pytest.raises(ContractError, match="x: expected rows with elements"):
         npu.npu_moe_init_routing_v2(torch.empty(T, 0), **arguments, quant_mode=1)
     assert npu.npu_moe_init_routing_v2(torch.empty(T, 0), **arguments)[0].shape == (T * K, 0)
 
 
-def test_shapes_beyond_64_bits_are_refused() -> None:
+def test_restore_shape_beyond_64_bits_is_refused() -> None:
     for shape in ([-(2**63), 2**63 - 1], [2**63 - 1, 4]):
         with pytest.raises(ContractError, match=r"restore_shape: expected|sorted_indices: expected the same number"):
             npu.npu_moe_token_unpermute_with_routing_map(torch.randn(12, 4), torch.arange(12).int(), shape)

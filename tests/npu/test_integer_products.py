@@ -16,7 +16,7 @@ from fusion_attention.testing.estimated_rounding_errors import compare_with
 M, K, N, E = 9, 16, 6, 3
 
 
-def test_rows_without_elements_have_no_scale() -> None:
+def test_dynamic_quantisation_of_rows_without_elements() -> None:
     groups = {"smooth_scales": torch.ones(2, 8), "group_index": torch.tensor([1, 4])}
     with pytest.raises(ContractError, match="input: expected at least two axes, and at least one element"):
         npu.npu_dynamic_quant(torch.ones(4, 0), **groups)

@@ -145,7 +145,7 @@ def args_of(**changes: Any) -> dict[str, Any]:
     return {"token_x": X, **dict(zip(names, WEIGHTS, strict=True)), **angles, **cache_arguments, **changes}
 
 
-def test_without_heads_the_caches_are_written() -> None:
+def test_mla_prolog_without_heads_still_writes_the_caches() -> None:
     args, full = args_of(weight_uq_qr=UQ[:, :0], weight_uk=UK[:0]), args_of()
     query, query_rope, *_ = npu.npu_mla_prolog(**args)
     npu.npu_mla_prolog(**full)

@@ -66,7 +66,7 @@ def test_operators_that_write_inputs_have_mutable_schemas() -> None:
     assert written == WRITTEN
 
 
-def test_no_number_is_a_range_of_experts(ops: Any) -> None:
+def test_single_integer_active_expert_range_is_refused(ops: Any) -> None:
     """torch passes an operator one number as two."""
     x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int32)
     for call, text in (

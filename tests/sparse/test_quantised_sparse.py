@@ -151,7 +151,7 @@ def test_npu_quant_lightning_indexer_error_names_argument_and_operator(change: d
     assert caught.value.op == "npu_quant_lightning_indexer"
 
 
-def test_the_definition_asks_for_a_finite_scale() -> None:
+def test_quantised_sparse_attention_refuses_infinite_scale() -> None:
     args = sample(ATTENTION, scale_value=float("inf"))
     with pytest.raises(ContractError, match=f"^{ATTENTION.name}: scale_value: expected a finite scale, got inf"):
         bind(ATTENTION, args)

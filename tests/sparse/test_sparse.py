@@ -348,7 +348,7 @@ def test_lists_without_entries_give_zero_output_and_gradient(layout: str, backen
         ([5, -2], 2**31 + 1, "-2 at batch 0, row 0, slot 1"),
     ],
 )
-def test_entries_of_lists_beside_lengths_of_64_bits(entries: list[int], keys: int, fault: str) -> None:
+def test_list_entries_are_compared_with_64_bit_lengths(entries: list[int], keys: int, fault: str) -> None:
     lists = torch.tensor([[entries]], dtype=torch.int32)
     text = f"{fault}, outside [-1, {keys})"
     assert entries_fit(lists, "TND", np.array([1]), np.array([keys])) == text
