@@ -1,5 +1,5 @@
-"""Every test: one thread (thousands of tiny operations, for which waking others takes longer than the work), draws that
-are its own, and memory for results and scratch that holds NaN before an operator writes it.
+"""Fixtures of every test: one thread (waking others takes longer than thousands of tiny operations), a seed per test,
+and memory for results and scratch that is NaN before an operator writes it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from fusion_attention import memory
 from fusion_attention.testing.cases import Named
 
-# The device "npu" is compiled once for a checkout, by whichever process asks first; the others wait for it.
+# The device "npu" is compiled once per checkout, by the first process that needs it; other processes wait.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build" / "torch_extensions"))
 
 
@@ -27,7 +27,7 @@ FRESH = "FUSION_FRESH_SEED"  # draws every test and case anew; the environment r
 
 
 def _seed(name: str) -> int:
-    """Seeds torch's generators, and returns the seed. torch.manual_seed takes 0.7 ms where no GPU is."""
+    """Seed torch's generators and return the seed; torch.manual_seed would take 0.7 ms on machines without a GPU."""
     seed = zlib.crc32(f"{name}{os.environ.get(FRESH, '')}".encode())
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
@@ -46,7 +46,7 @@ TURN = "FUSION_SLOW_TURN"  # "3/40": every fortieth slow test runs too, drawn by
 
 
 def _is_comparable(value: object) -> bool:
-    """Whether repr tells values apart, and reads no memory: tensors of some tests lie outside theirs."""
+    """True if repr distinguishes values without reading memory; some tests have tensors outside their storage."""
     if isinstance(value, tuple | list):
         return all(map(_is_comparable, value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
@@ -86,7 +86,7 @@ def _everyday(cases: list[pytest.Item], most: int) -> list[pytest.Item]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks all but the _everyday() cases of a test as slow: at most MOST, one in n with `sampled(n)`, all with n = 1.
 
-    Cases that are slow anyway do not count, nor do tests on a GPU. Those whose turn it is are slow no longer.
+    Tests already marked slow and tests on a GPU are left out. FUSION_SLOW_TURN unmarks a fraction of the slow tests.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -122,20 +122,20 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """What a module draws while it is imported depends on no other module."""
+    """Seed per module, so that numbers drawn at import do not depend on other modules."""
     if isinstance(collector, pytest.Module):
         _seed(collector.nodeid)
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """A test draws the same alone, after others and in every run; another test draws something else."""
+    """Seed per test, so that a test draws the same numbers alone, after others and in every run."""
     np.random.seed(_seed(request.node.nodeid))  # noqa: NPY002 - whoever draws from numpy's global state
 
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_scratch() -> None:
-    """What the native core takes for a run is NaN; tests on a GPU run where it is not built."""
+    """Fill the native core's scratch with NaN; machines for GPU tests have no core."""
     with contextlib.suppress(ImportError):
         from fusion_attention import _native
 
@@ -144,9 +144,9 @@ def poisoned_scratch() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory.py gives out is NaN, or -99 in integers: an element that nobody writes cannot pass.
+    """Fill memory from memory.py with NaN, integers with -99, so that unwritten elements fail a comparison.
 
-    Nothing else allocates results or scratch (test_source_rules.py), and test_poison.py leaves them unwritten.
+    No other code allocates results or scratch (test_memory_rules.py); test_poison.py leaves some of them unwritten.
     """
     ready = memory._ready
 
@@ -161,7 +161,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def runtime() -> Iterator[None]:
-    """acl, as a program finds it behind aclInit and aclrtSetDevice."""
+    """acl after aclInit and aclrtSetDevice."""
     from fusion_attention import acl
 
     assert acl.init() == acl.rt.set_device(0) == 0
@@ -172,7 +172,7 @@ def runtime() -> Iterator[None]:
 
 @pytest.fixture
 def torch_npu() -> Iterator[Any]:
-    """The module of that name, as a program finds it behind npu.install()."""
+    """The module torch_npu, imported after npu.install()."""
     from fusion_attention import npu
 
     npu.install()
@@ -184,5 +184,5 @@ def torch_npu() -> Iterator[Any]:
 
 @pytest.fixture
 def fresh() -> None:
-    """torch.compile remembers nothing of other tests."""
+    """Clear torch.compile's caches of other tests."""
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""acl: devices, streams, memory, tensors and lists; what does not fit is a code and a text, never a crash."""
+"""acl: devices, streams, memory, tensors and lists; invalid arguments return a code and a text, and never crash."""
 
 import doctest
 import importlib
@@ -188,7 +188,6 @@ def test_create_tensor_refuses_sizes_beyond_memory(at: int) -> None:
 
 
 def test_random_acl_arguments_return_handles_or_error_codes() -> None:
-    """Nothing that a caller writes into a description is a Python error."""
     draw = random.Random(5)
     odd = [0, 1, 2, 3, 7, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 2**130, 10**5000, -(10**5000), np.int64(5)]
     odd += [np.uint64(2**63), 1.5, True, None, "x", [1], torch.tensor(3), float("inf")]

@@ -1,5 +1,5 @@
-"""The two-phase interface: records compute what the npu interface does; a mistake is a code and a text, and writes
-nothing."""
+"""Two-phase interface: results equal those of the npu functions; invalid calls return a code and a text, and write
+no output."""
 
 import inspect
 import itertools
@@ -38,7 +38,7 @@ def by_name(op: Op) -> str:
     return op.name.removeprefix("aclnnFlashAttention")
 
 
-# ------------------------------------------------------------------------------------------ the same as npu's interface
+# ------------------------------------------------------------------------------------- results equal the npu functions'
 
 VARIANTS: dict[str, Args] = {
     "plain": {},
@@ -56,7 +56,7 @@ VARIANTS: dict[str, Args] = {
 
 
 def variants(op: Op) -> Iterator[tuple[str, Args]]:
-    """Sampled calls of a record, in every layout and with everything that it has."""
+    """Yields sample calls of an operator, in every layout and with every feature that it has."""
     for (name, settings), layout in itertools.product(VARIANTS.items(), op.layouts):
         settings_here = {**settings, **settings.get(layout, {})}
         applies = all(key in op.by_name or key in op.sizes or key in op.layouts for key in settings_here)
@@ -66,12 +66,12 @@ def variants(op: Op) -> Iterator[tuple[str, Args]]:
 
 
 def everywhere(args: Args) -> bool:
-    """Whether a sampled call is within the chip's limits in every version: one takes neither pse nor dropout."""
+    """Returns whether all chip versions accept a sample call: one version has neither pse nor dropout."""
     return args["pse"] is None and args["drop_mask"] is None
 
 
 def torch_npu(args: Args, **changes: Any) -> tuple[torch.Tensor, ...]:
-    """The same forward call by npu_fusion_attention_v2."""
+    """Makes the same forward call by npu_fusion_attention_v2."""
     names = inspect.signature(npu.npu_fusion_attention_v2).parameters
     given = {name: value for name, value in {**args, **changes}.items() if name in names and value is not None}
     given["dropout_mask"] = args["drop_mask"]
@@ -113,7 +113,7 @@ STATISTICS = {"softmax_lse", "softmax_max", "softmax_sum", "sparse_values_out"} 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
 def test_aclnn_calls_bitwise_equal_direct_computation(op: Op) -> None:
-    """In every layout, with the outputs that a flag asks for and without, which may then stay as they were."""
+    """Each layout, with optional outputs on and off; outputs that are off may stay unwritten."""
     flags = [op.by_name[n] for n in ("return_softmax_lse", "softmax_lse_flag", "return_values") if n in op.by_name]
     for layout, flag in itertools.product(layouts(op), (0, 1) if flags else (1,)):
         args = sample(op, **layout, **{p.name: p.type(flag) for p in flags})  # type: ignore[union-attr, operator]
@@ -137,10 +137,10 @@ def test_aclnn_function_signatures_match_operator_definitions(op: Op) -> None:
         getattr(aclnn, op.name + "V9")
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------------- invalid calls
 
 
-# Lengths come as arrays, and where records have them read, as tensors too.
+# Lengths are arrays; for operators that read lengths on the host, tensors as well.
 ARRAYS = [pytest.param(op, False, id=by_name(op), marks=of_versions(name)) for name, op in OPERATORS.items()]
 LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*sparse.ACLNN, *indexer.ACLNN, *loss.ACLNN)]
 
@@ -166,7 +166,7 @@ def test_each_broken_rule_returns_error_code_and_leaves_outputs_unwritten(op: Op
 
 
 def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Executor | None, dict[str, acl.Tensor]]:
-    """Phase 1 of a small V2 call, and its handles by name."""
+    """Runs phase 1 of a small V2 call; returns its code, workspace size, executor and handles by name."""
     args = sample(V2) if args is None else args
     given = outputs_of(V2, args) | outputs
     handles = handles_of(V2, args, given)
@@ -355,7 +355,7 @@ KINDS = ("transposed", "padded rows", "offset", "every second")
 
 
 def strided(like: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same values in memory that lies otherwise, with bytes 0xA5 around them."""
+    """Copies values to memory with the strides of `kind`, with bytes 0xA5 in all gaps."""
     shape = tuple(like.shape)
     if not like.numel() or not shape:
         return like.clone()
@@ -370,14 +370,14 @@ def strided(like: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage."""
+    """Returns all bytes of a tensor's storage as uint8."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=by_name)
 def test_results_of_strided_tensors_bitwise_equal_contiguous_tensors(op: Op) -> None:
-    """Calls in which every parameter occurs: the same bits, and nothing is written beside outputs."""
+    """Calls that cover every parameter; the memory around outputs must not change."""
     for number, (settings, layout) in enumerate(itertools.product(starts(op), layouts(op))):
         args, kind = sample(op, **{**layout, **settings}), KINDS[number % 4]
         outputs = outputs_of(op, args)

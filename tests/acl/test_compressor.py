@@ -1,4 +1,4 @@
-"""The two-phase interface's Compressor and CompressorGrad, and the package's function of it."""
+"""Compressor and CompressorGrad: the two-phase interface, and the Python function."""
 
 import itertools
 from typing import Any
@@ -57,7 +57,7 @@ CASES: list[tuple[int, Args, bool]] = [
 
 
 def called(args: Args) -> tuple[Tensor, Tensor]:
-    """The result and the cache of the package's function."""
+    """Calls the Python function; returns its result and the updated cache."""
     names = ("x", "wkv", "wgate", "state_cache", "ape", "cmp_ratio", "state_block_table", "cu_seqlens", "seqused",
              "start_pos", "coff", "cache_mode")  # fmt: skip
     given = {name: args[name] for name in names}
@@ -66,7 +66,7 @@ def called(args: Args) -> tuple[Tensor, Tensor]:
 
 
 def by_loops(args: Args) -> Tensor:
-    """The result in float64, channel by channel; earlier rows are in the first block of a sequence."""
+    """Computes the result in float64 by loops over channels; the first block of a sequence holds its earlier rows."""
     x, wkv, wgate, ape, cache = (args[n].double() for n in ("x", "wkv", "wgate", "ape", "state_cache"))
     ends = args["cu_seqlens"]
     parts = list(x) if ends is None else [x[a:b] for a, b in itertools.pairwise(ends)]
@@ -113,7 +113,7 @@ def test_compressor_and_its_gradient_match_naive_loops_and_autograd(coff: int, l
 
 
 def test_compressor_saves_rows_of_previous_and_current_window_alternately() -> None:
-    """Rows of the window before and of the window: prev 0, current 0, prev 1, current 1 and so on."""
+    """Order of saved rows: previous 0, current 0, previous 1, current 1 and so on."""
     args = arguments(2, {}, False)
     got = done(FORWARD, args, outputs(args))
     x, wkv = args["x"][0].double(), args["wkv"].double()

@@ -1,4 +1,4 @@
-"""FlashAttentionScoreV4 and its gradient: drawn dropout, rope parts in every layout, and forms that are refused."""
+"""FlashAttentionScoreV4 and its gradient: dropout drawn by seed, rope parts in every layout, and unsupported inputs."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def drawn(layout: str, seed: int, offset: int, **settings: Any) -> dict[str, Any
 
 
 def by_torch_npu(args: dict[str, Any], **changes: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Results of npu_fusion_attention_v2, and its gradients for the output itself as its gradient."""
+    """Returns results of npu_fusion_attention_v2, and gradients with the output as upstream gradient."""
     others = ("d_scale", "out_dtype", "softmax_max", "softmax_sum", "softmax_out", "attention_out", "drop_mask")
     given = {name: value for name, value in args.items() if not name.startswith(others)}
     given |= {"dropout_mask": args["drop_mask"], **changes}
@@ -43,7 +43,7 @@ def gradients_of(args: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Te
 
 
 def check_bits_of_torch_npu(args: dict[str, Any]) -> None:
-    """Results and gradients."""
+    """Checks that results and gradients are bitwise equal to those of npu_fusion_attention_v2."""
     want, gradients = by_torch_npu(args)
     results = done(SCORE_V4, args)
     for name, value in want.items():
@@ -60,7 +60,6 @@ def test_score_v4_dropout_from_seed_bitwise_equals_torch_npu(layout: str, seed: 
 
 
 def test_seed_0_draws_dropout_and_keep_prob_1_disables_dropout() -> None:
-    """Dropout is off with keep_prob 1 alone."""
     args = drawn("BSND", 0, 0)
     first, again = done(SCORE_V4, args)["attention_out"], done(SCORE_V4, args)["attention_out"]
     same_bits(again, first)
@@ -86,19 +85,18 @@ def test_drop_mask_overrides_seed_and_offset() -> None:
 @pytest.mark.parametrize("layout", SCORE_V4.layouts)
 @pytest.mark.parametrize("more", [{}, {"sink": True, "out_dtype": 27}], ids=["alone", "sink"])
 def test_score_v4_rope_in_every_layout_bitwise_equals_torch_npu(layout: str, more: dict[str, Any]) -> None:
-    """Without a mask, and beside drawn dropout and a sink."""
     check_bits_of_torch_npu(drawn(layout, 11, 2, **ROPE, **more))
 
 
 def test_trailing_zero_lengths_do_not_change_packed_results() -> None:
-    """Trailing zeros of the ends are sequences without rows."""
+    """Zeros after the last cumulative end mean sequences without rows."""
     args = sample(SCORE_V4, input_layout="TND")
     longer = {name: [*args[name], 0, 0] for name in ("actual_seq_qlen", "actual_seq_kvlen")}
     same_bits(done(SCORE_V4, {**args, **longer}), done(SCORE_V4, args))
 
 
 def test_rope_dims_and_float32_sink_beyond_chip_limits_need_strict_false() -> None:
-    """Other dims beside rope, and float32 beside a sink: computed where calls are not strict."""
+    """Cases: head size other than 128 with rope, and float32 with a sink."""
     narrow = sample(SCORE_V4, query_rope=True, key_rope=True)
     failed(call(SCORE_V4, narrow, outputs_of(SCORE_V4, narrow))[0], 161002, "query_rope", "128")
     done(SCORE_V4, narrow, strict=False)

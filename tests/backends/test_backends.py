@@ -1,4 +1,4 @@
-"""Which back end is chosen, what it says when none is, and that none is needed to import the package."""
+"""The choice of a back end, the error where none can be chosen, and imports of the package without back ends."""
 
 import subprocess
 import sys

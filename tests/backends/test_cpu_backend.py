@@ -1,4 +1,4 @@
-"""What is special to the CPU back end: its memory, its bits, its refusals. What it computes is checked elsewhere."""
+"""Properties of the CPU back end alone: memory, equal bits, errors. Tests elsewhere check its values."""
 
 import dataclasses
 import math
@@ -39,13 +39,13 @@ CASES = {
 
 
 def call_of(problem: Problem) -> Call:
-    """Causal from the first key, with a window that leaves rows far behind the last key nothing to see."""
+    """Returns a causal call with a window of 200 keys; rows far behind the last key see no key."""
     q_len, kv_len = zip(*LENGTHS, strict=True)
     return converted(make(problem, q_len, kv_len, Band.window(200, 0, "start")), problem.torch_dtype)
 
 
 def run(call: Call, packed: bool = True, threads: int = 1) -> Results:
-    """Every output of forward and backward."""
+    """Returns every output of forward and backward."""
     saved = native(call, packed=packed, threads=threads)
     return saved | gradients(call, saved, packed=packed, threads=threads)
 
@@ -60,7 +60,7 @@ def test_packed_padded_and_repeated_runs_are_bitwise_equal(name: str) -> None:
 
 
 def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch() -> None:
-    # Without drawn dropout, whose streams count sequences by definition.
+    # Dropout is off, because its random streams depend on the index of a sequence in the batch.
     call = call_of(dataclasses.replace(RICH, dropout="none", keep_prob=1.0))
     together = run(call)
     del together["dsink"]  # one for all
@@ -71,7 +71,7 @@ def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch() -> No
 
 @pytest.mark.parametrize("heads", [1, 6, 7])
 def test_many_short_sequences_are_bitwise_equal_on_1_2_and_3_threads(heads: int) -> None:
-    # So many that a thread takes several heads of a sequence at a time, or every single one of a prime number.
+    # With 70 sequences a thread takes several heads of one at a time, or single heads if their number is prime.
     lengths = [40 + n % 5 for n in range(70)]
     q, k, v = (torch.randn(sum(lengths), heads, 16) for _ in range(3))
     results = []
@@ -161,7 +161,7 @@ def test_attention_does_not_allocate_the_full_score_matrix() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     grown, claimed = map(int, done.stdout.split())
     operands = 4 * 8192 * (4 * 16 + 2)
-    # All pairs would take 256 MiB. Memory that the process holds for other reasons moves by a few MiB.
+    # All pairs of rows and keys would take 256 MiB. The process's other memory changes by a few MiB.
     assert grown < operands + claimed + (16 << 20)
     assert claimed < 4 << 20
 
@@ -177,7 +177,7 @@ def test_reasons_against_name_unsupported_dtype_and_device(dtype: str, device: s
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_mean_of_values_of_empty_row_does_not_depend_on_key_order(size: float) -> None:
-    """So no number of threads, which add in another order, changes a bit."""
+    """Threads add in different orders: results must not depend on their number."""
     torch.manual_seed(3)
     keep, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
     values[0, 7], values[1, 9, 3] = 0.0, torch.inf

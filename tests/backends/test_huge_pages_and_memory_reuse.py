@@ -1,4 +1,4 @@
-"""Large results ask for huge pages, inside their own memory alone, and take over what earlier ones left."""
+"""Memory of large results: only this memory requests huge pages, and memory of earlier results is used again."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ granted = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """No test finds another's memory."""
+    """Empties the list of idle memory before and after each test."""
     memory._idle.clear()
     yield
     memory._idle.clear()
@@ -37,16 +37,16 @@ def large(size: int = memory.LARGE) -> torch.Tensor:
 
 
 def whole_pages(tensor: torch.Tensor) -> tuple[int, int]:
-    """The huge pages that lie in a tensor's memory altogether, in bytes from its first one."""
+    """Returns [begin, end) in bytes from the tensor's start: the huge pages completely in its memory."""
     first = tensor.data_ptr()
     return -first % PAGE, (first + tensor.nbytes) // PAGE * PAGE - first
 
 
 def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The parts [begin, end) of its whole pages for which huge ones were asked.
+    """Returns the ranges [begin, end) of a tensor's complete pages that were requested as huge pages.
 
-    What the first and the last page hold beside them may still be marked for what lay there before; the system may
-    list neighbouring parts apart.
+    The tensor's first and last pages may still be marked for memory that lay there before; the system may list
+    adjacent ranges separately.
     """
     results: list[tuple[int, int]] = []
     first, begin, end = tensor.data_ptr(), 0, 0

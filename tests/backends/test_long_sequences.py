@@ -1,4 +1,4 @@
-"""Calls of 4096 to 16384 tokens, judged at both ends, at boundaries of tiles and at tiles drawn by a seed."""
+"""Calls of 4096 to 16384 tokens, checked at both ends, at boundaries of tiles and at randomly drawn tiles."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Calls on the meta device: every check and the shapes, dtypes and strides that the same call has elsewhere."""
+"""Calls on the meta device: all checks, and the shapes, dtypes and strides of the same calls on other devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ Tensors = list[torch.Tensor]
 
 
 def prepared(value: Any) -> Any:
-    """Tensors as they are described, in whatever holds them."""
+    """Replaces each tensor, also inside tuples and lists, by its shape, strides and dtype."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return type(value)(map(prepared, value)) if isinstance(value, (tuple, list)) else value

@@ -1,4 +1,4 @@
-"""Whatever a back end forgets to write is noticed: memory for results holds poison, and comparisons refuse it."""
+"""Tests detect elements that a back end does not write: result memory is poisoned, comparisons reject poison."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def test_unwritten_result_element_fails_the_comparison(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RECORDS)
 def test_fresh_results_of_every_operator_are_poisoned(name: str) -> None:
-    """Those too that no operation kind writes, but what comes after it."""
+    """Includes results that are computed after the operation kind, and memory for traced results (`op.fresh`)."""
     op = RECORDS[name]
     args = sample(op)
     assert op.lower is not None
@@ -38,7 +38,7 @@ def test_fresh_results_of_every_operator_are_poisoned(name: str) -> None:
 
 
 def test_results_of_calls_with_prepared_plan_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third call of one signature the core writes without an operation kind."""
+    """From the third call with one signature on, a prepared plan writes the results; here a stub writes none."""
     monkeypatch.setattr(cpu, "prepare", lambda *_: lambda *given: True)
     q, k, v = torch.randn(3, 1, 5, 2, 24).unbind()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The native module and the C libraries run on other systems than the one that they were built on, beside any torch."""
+"""The native module and the C libraries load on other systems than the build machine, beside any torch."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def of_elf(option: str, file: Path = MODULE) -> str:
 @linux
 @every_file
 def test_shared_library_requires_at_most_glibc_2_28(file: Path) -> None:
-    """As manylinux_2_28 allows; what is too new gets an old version in csrc/old_glibc.cpp."""
+    """manylinux_2_28 allows no later version; csrc/old_glibc.cpp binds newer symbols to old versions."""
     result = re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info", file))
     versions = {tuple(map(int, version)) for version in result}
     assert versions
@@ -38,7 +38,7 @@ def test_shared_library_requires_at_most_glibc_2_28(file: Path) -> None:
 @linux
 @every_file
 def test_shared_library_depends_only_on_base_system_libraries(file: Path) -> None:
-    """No libstdc++ (another one may be loaded), no libgomp (torch's has any name), nothing of torch's or Python's."""
+    """Another libstdc++ may be loaded, torch's libgomp has any name, and libraries of torch may be absent."""
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", of_elf("--dynamic", file)))
     system = {"libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6"}
     others = {path.name for path in LIBRARIES} if file != MODULE else set()  # each lies beside those that it needs
@@ -67,7 +67,7 @@ print(len(os.listdir("/proc/self/task")) - threads)
 @linux
 @pytest.mark.parametrize("order", [("torch", "fusion_attention._native"), ("fusion_attention._native", "torch")])
 def test_one_openmp_runtime_serves_torch_and_the_core(order: tuple[str, str]) -> None:
-    """Asked after both have computed; the core begins no thread of its own."""
+    """Counts OpenMP runtimes, and threads that the core adds, after torch and the core have computed."""
     done = subprocess.run([sys.executable, "-c", BOTH_COMPUTE, *order], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n0\n"
 

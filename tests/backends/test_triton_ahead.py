@@ -1,7 +1,7 @@
 """The Triton kernels compiled for sm_80 to sm_90 without a GPU: registers, spills, shared memory, instructions.
 
-The lists cover every row of the tables of tiles; the everyday suite compiles a part of them, which covers every dense
-kernel, dtype, class of head dims and feature, on and off. The figures recorded last are in support/resources:
+The compiled runs cover every row of the tables of tiles; `make test` compiles a part of them, which covers every dense
+kernel, dtype, class of head dims and feature, on and off. Recorded figures are in support/resources:
 
     python tests/support/triton_ahead.py     records new ones
 """
@@ -17,7 +17,7 @@ from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.ir.problem import Problem
 
-# Instructions of a whole tile's turn per score, or of decode's warps per 64 keys, that no compiler may exceed.
+# Most instructions in one iteration over a complete tile: per score, or (decode) of all warps per 64 keys.
 GOALS = {
     "forward 128 plain sm_90": 7.8,
     "forward 64 plain sm_90": 7.2,
@@ -27,7 +27,7 @@ GOALS = {
     "decode 128 16 rows sm_90": 1700,
     "decode 128 16 rows int8 sm_90": 3700,
 }
-# Runs that keep bytes on the stack, with this Triton or another, and why no tile that keeps none is taken.
+# Runs that spill registers to the stack, with this Triton or another, and why no tile without spills is used.
 OUTSIDE = "written before the main loop and read behind it"
 WITHIN = "with Triton 3.7.1; at most 4 instructions of hundreds in a turn touch it"
 SPILLED = {
@@ -45,8 +45,8 @@ SPILLED = {
     ),
 }
 STACKED = 4
-# With Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet: the pinned 3.6.0 keeps at most 8 bytes, outside loops.
-# Worst are forwards that read `blocked` on sm_80 and sm_86, where up to 45 instructions of a turn touch the stack.
+# Runs that spill with Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet; 3.6.0 spills at most 8 bytes, outside
+# loops. Worst: forwards that read `blocked` on sm_80 and sm_86; up to 45 stack accesses in an iteration.
 LATER = {
     *("forward 128 mean sm_80", "forward 256 mean sm_80", "forward 256 sm_90", "key 192 mean sm_90"),
     *(f"forward {size} blocked sm_{chip}" for size in (128, 192, 256) for chip in (80, 86)),
@@ -99,7 +99,6 @@ def test_kernel_loops_issue_at_most_the_target_number_of_instructions() -> None:
 
 @recorded
 def test_kernels_with_register_spills_or_stack_use_are_all_listed() -> None:
-    """Bytes on the stack are recorded, and rise no more; each run that keeps some says why."""
     listed = {*SPILLED, *LATER, *ahead_sparse.SPILLED, *ahead_indexer.SPILLED}
     assert {run: row["spilled"] for run, row in RECORDED.items() if row["spilled"] and run not in listed} == {}
     outside = [run for run, reason in SPILLED.items() if reason == OUTSIDE and run not in LATER]
@@ -111,16 +110,16 @@ def test_kernels_with_register_spills_or_stack_use_are_all_listed() -> None:
 
 @recorded
 def test_every_compiled_kernel_run_has_recorded_figures() -> None:
-    """Of each area of which this Triton has figures; of older and newer ones, the everyday runs."""
+    """Counts areas with figures for this Triton version; of the dense area only the runs of `make test`."""
     runs = [run for run, (area, _, _) in ahead.RUNS.items() if OF_AREA[area] and (area != "dense" or is_everyday(run))]
     assert [run for run in runs if run not in RECORDED] == []
 
 
-# Kernels: the constant with the rows of the first factor of their products; "BM" for others.
+# By kernel: the constant that is the row count of its products' first factor; "BM" for all others.
 FACTORS = {"index_scores": "BN", "backward_slots": "BN", "weigh_slots": "BH", "backward_rows": "BH"}
 FACTORS |= {"target": "BK", "score": "BK", "warm_key": "BR"}
-# Kernels that have a stage less in flight than they have stages ahead of the first product, and runs that have none: a
-# loop of one turn, and rows that are copied two bytes at a time.
+# Kernels with one stage less in flight than stages ahead of the first product, and runs with none in flight: a loop of
+# one iteration, and rows that are copied two bytes at a time.
 FEWER = ("index_scores", "index_gradient", "score", "warm_difference", "warm_lse")
 NONE = ("sparse slots 16 ", "indexer gradient odd strides ")
 
@@ -172,7 +171,6 @@ def test_forward_with_bias_and_mask_matrix_uses_tiles_of_half_the_rows() -> None
 
 
 def test_compiled_kernels_cover_every_tile_of_the_tile_tables() -> None:
-    """Every tile that a launch can choose is compiled by some entry, and the list stays short."""
     assert len(ahead_dense.CONFIGS) <= 120
     chosen = {
         (table_of(name, chip), chip, ahead.launched(run).tile)

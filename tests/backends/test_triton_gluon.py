@@ -1,4 +1,4 @@
-"""The Gluon forward without a GPU: when it is chosen, what it is launched with, what the compiler makes of it."""
+"""The Gluon forward without a GPU: conditions of its choice, launch arguments, compiled instructions."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def problem(dim: int = 128, **more: Any) -> Problem:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU of sm_90."""
+    """Makes torch report a GPU of compute capability sm_90."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
@@ -88,7 +88,7 @@ def test_gluon_launch_passes_every_kernel_argument(monkeypatch: pytest.MonkeyPat
 
 
 def compiled(p: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernel for sm_90."""
+    """Returns the kernel compiled for sm_90."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     monkeypatch.setattr(select_gluon, "serves", lambda *_: True)
@@ -105,7 +105,7 @@ def compiled(p: Problem, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_gluon_kernel_compiles_without_spills_and_overlaps_products(
     p: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No register spills, products of a tile overlap the weighing of another, and loads are one warp's."""
+    """No register spills; products of one tile overlap the softmax of another; one warp issues all loads."""
     binary, file = compiled(p, monkeypatch), tmp_path / "cubin"
     file.write_bytes(binary.asm["cubin"])
     usage, code = (
@@ -117,7 +117,7 @@ def test_gluon_kernel_compiles_without_spills_and_overlaps_products(
     tile = select_gluon.TILE
     scores = sass.loops(code)
     assert len(scores) == 2  # warpgroups, each with a loop of its own
-    # instructions of a whole tile per score of a thread
+    # Instructions per score of a thread, in a complete tile.
     assert all(loop.least * 32 * 4 / (64 * tile.BN) <= 7.3 for loop in scores)
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[01])", code)
     assert waits == ["0x0", "0x1", "0x0", "0x0"] * 2  # the first tile, the loop's two, the last one's

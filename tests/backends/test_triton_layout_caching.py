@@ -1,4 +1,4 @@
-"""What a run of the Triton back end finds out once, and on which device it asks."""
+"""Tables and strides that the Triton back end computes once and caches, and the device that it queries."""
 
 import dataclasses
 import weakref
@@ -30,20 +30,20 @@ PROBLEM = Problem(2, 1, 16, 16, dtype="float16", scale=0.3)
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Name and constants of every launch; nothing is computed."""
+    """Records the name and constants of every launch; no kernel runs."""
     results: list[Launch] = []
     watch(monkeypatch, lambda kernel, named: results.append((kernel.__name__, constants(named))), computes=False)
     return results
 
 
 def extents(q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Extents:
-    """Causal, aligned to the last key: rows before the first key see none."""
+    """Returns causal extents, aligned to the last key: rows before the first key see none."""
     q, kv = np.array(q_len), np.array(kv_len)
     return Extents(q, kv, q * 0 - INFINITE, kv - q + 1, q * 0, kv - q)
 
 
 def memory_of(count: int, length: int, width: int = 16) -> tuple[Operands, Grads]:
-    """Of rows that lie `width` elements apart."""
+    """Returns operands and gradients of zeros; rows lie `width` elements apart."""
 
     def of(heads: int, dim: int = 16) -> RowView:
         return rows(torch.zeros(count, length, heads, width, dtype=torch.float16)[..., :dim])
@@ -59,7 +59,7 @@ def run(problem: Problem, e: Extents, operands: Operands, grads: Grads) -> None:
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean", "mean_in_band"])
 def test_batch_with_empty_row_launches_the_same_kernels(empty_rows: Any, launches: list[Launch]) -> None:
-    """Compiling takes seconds; a batch in the middle of a training run must not ask for it."""
+    """Compiling takes seconds; a batch with an empty row must not trigger it in the middle of training."""
     problem = dataclasses.replace(PROBLEM, empty_rows=empty_rows)
     operands, grads = memory_of(2, 40)
     run(problem, extents((20, 30), (40, 40)), operands, grads)
@@ -94,7 +94,7 @@ def test_int8_cache_alignment_is_counted_in_int8_elements() -> None:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that are current, the innermost last."""
+    """Records the current devices, the innermost context last."""
     inside: list[torch.device] = []
 
     @contextmanager
@@ -110,7 +110,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_layout_tables_and_kernels_use_the_device_of_the_tensors(
     entered: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a graph is being captured is asked of the current device: it has to be theirs."""
+    """CUDA reports graph capture for the current device, which must be the device of the tensors."""
     devices_asked: list[str] = []
 
     def asking(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ def test_layout_tables_and_kernels_use_the_device_of_the_tensors(
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """The tables of places that were made; nothing is computed."""
+    """Records the stride tables that are made; no kernel runs."""
     results: list[np.ndarray] = []
     real = layout_table.strides
 
@@ -173,7 +173,7 @@ def test_repeated_run_reuses_layout_table_and_launches_on_new_tensors(
 
 
 def other_layouts() -> dict[str, Operands]:
-    """Of memory_of(2, 40)'s shapes."""
+    """Returns operands with the shapes of memory_of(2, 40), by name of the changed layout."""
     operands, _ = memory_of(2, 40)
     k = operands.k.keep[0]
     pair = (k[0], torch.zeros_like(k[1]))
@@ -203,7 +203,7 @@ def test_changed_tensor_layout_creates_another_layout_table(
 
 
 def test_smaller_page_pool_lowers_the_last_page_passed_to_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same shape and strides: what is behind a pool's memory is never read."""
+    """A cached number of the last page would let the kernel read behind the memory of a smaller pool."""
     last: list[int] = []
 
     def noting(kernel: Any, named: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""launch(): Triton's allocator, which descriptors need, in any thread and beside the caller's own; keys of kernels."""
+"""launch() sets Triton's allocator, which descriptors need, in any thread, and restores the caller's; kernel keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_attention.backends.triton.common import kernels, launching, shapes
 
 
 class Asking:
-    """A kernel that asks for scratch, as a compiled one with descriptors does."""
+    """A kernel that requests scratch memory, as a compiled kernel with descriptors does."""
 
     arg_names = ("strides",)
 

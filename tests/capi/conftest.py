@@ -1,4 +1,4 @@
-"""The C libraries, as a test finds them: none of them runs before it, and none after."""
+"""Fixtures of the C libraries: the runtime is stopped before and after each test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from support.c_runtime import Runtime
 
 @pytest.fixture
 def library() -> Iterator[Runtime]:
-    """Before aclInit(); whatever a test leaves running ends with it."""
+    """Yields the runtime before aclInit(), and finalizes it after the test."""
     result = Runtime()
     yield result
     result.aclFinalize()
@@ -18,13 +18,13 @@ def library() -> Iterator[Runtime]:
 
 @pytest.fixture
 def acl(library: Runtime) -> Iterator[Runtime]:
-    """Between aclInit() and aclFinalize(), with device 0 current."""
+    """Yields the runtime after aclInit() with device 0 current, and finalizes it after the test."""
     yield from library.started()
 
 
 @pytest.fixture
 def checked(library: Runtime, tmp_path: Path) -> Iterator[Runtime]:
-    """The same in the checked mode."""
+    """Yields the started runtime in checked mode."""
     config = tmp_path / "acl.json"
     config.write_text('{"dump": {"dump_list": []}, "fusion_attention": {"checked": true}}')
     yield from library.started(config)

@@ -1,5 +1,5 @@
-"""Programs in C as their authors build them: examples/capi by the commands of its page, CANN's own kind of CMakeLists,
-pkg-config; and that the libraries have what the headers declare.
+"""Builds of C programs: examples/capi by the commands of its README, CMakeLists in the style of CANN's samples,
+pkg-config; the libraries export all functions that the headers declare.
 """
 
 import os
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 EXAMPLES = ROOT / "examples/capi"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.c"))
-# As CANN's samples are: paths below ASCEND_CUSTOM_PATH, libraries as files, no package.
+# CMakeLists in the style of CANN's samples: paths below ASCEND_CUSTOM_PATH, libraries as files, no package.
 CANN_STYLE = """
 cmake_minimum_required(VERSION 3.14)
 project(ACLNN_EXAMPLE)
@@ -35,7 +35,7 @@ include_directories(${INCLUDE_BASE_DIR} ${INCLUDE_BASE_DIR}/aclnn)
 target_link_libraries(opapi_test PRIVATE ${ASCEND_PATH}/lib64/libascendcl.so ${ASCEND_PATH}/lib64/libnnopbase.so
                       ${ASCEND_PATH}/lib64/libopapi.so)
 """
-# The operator is called wrongly, before aclInit: its library answers without starting anything.
+# Calls the operator with invalid arguments before aclInit: the library must answer without starting Python.
 PROGRAM = """
 #include <stdio.h>
 #include "acl/acl.h"
@@ -64,7 +64,7 @@ int main(void) {
 
 
 def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
-    """What a command prints, where no path of libraries is set."""
+    """Runs a command without LD_LIBRARY_PATH; returns its output."""
     variables = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | more
     words = [*map(str, command)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=variables, timeout=300)
@@ -73,13 +73,13 @@ def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
 
 
 def documented() -> list[str]:
-    """The two commands of the page."""
+    """Returns the two shell commands of the README of examples/capi."""
     return blocks((EXAMPLES / "README.md").read_text(encoding="utf-8"), "sh")[0].splitlines()
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs, built by the page's first command."""
+    """Builds the programs by the first command of the README; returns the build folder."""
     folder = tmp_path_factory.mktemp("c examples") / "build"
     tool = folder.parent / "bin/fusion-attention"  # of this Python, installed or not
     tool.parent.mkdir()
@@ -123,7 +123,7 @@ def test_c_example_with_wrong_formula_exits_with_1(program: str, poisoned: str, 
 
 
 def test_program_builds_and_runs_with_cann_style_cmake(tmp_path: Path) -> None:
-    """Nothing changes but the path."""
+    """A CANN project needs no change except ASCEND_CUSTOM_PATH."""
     (tmp_path / "CMakeLists.txt").write_text(CANN_STYLE, encoding="utf-8")
     (tmp_path / "program.cpp").write_text(PROGRAM, encoding="utf-8")
     run("cmake", "-S", ".", "-B", "build", cwd=tmp_path, ASCEND_CUSTOM_PATH=str(environment.ROOT))

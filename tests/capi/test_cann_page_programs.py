@@ -1,8 +1,8 @@
-"""The complete C++ programs that CANN's pages print, from the pages' text: compiled and run unchanged.
+"""Complete C++ programs of CANN's pages, compiled and run unchanged.
 
-Where their text lies FUSION_SEEDS says: a folder of pages. Without it there is nothing here to run; examples/capi has
-programs of our own after the same interface. The bytes that the programs copy back are compared with those of the same
-calls in Python, of which tests/contract/test_page_programs.py says what they ought to be, and with the golden model's.
+FUSION_SEEDS is the folder of the pages' texts; without it these tests are skipped (examples/capi has other programs
+for the same interface). The bytes that the programs copy back must equal those of the same calls in Python, which
+tests/contract/test_page_programs.py checks, and those of the golden model.
 """
 
 import os
@@ -31,7 +31,7 @@ TWINS: dict[str, Callable[[Given], Printed]] = {
     LOSS: cann_sample_programs.indexer_grad_kl_loss,
 }
 EACH = pytest.mark.parametrize("operator", TWINS)
-# The program of the loss, with the shapes and the types of host data that its page's tables ask for.
+# Corrections of the KL loss program: shapes and host dtypes that the tables of its page require.
 CORRECTED = {
     "weightShape = {4,64}": "weightShape = {4,32}",
     "sparseIndicesShape = {1, 2048}": "sparseIndicesShape = {4, 1, 2048}",
@@ -46,7 +46,7 @@ CORRECTED = {
     "<short> softmaxSumHostData": "<float> softmaxSumHostData",
     "<short> lossHostData": "<float> lossHostData",
 }
-# What the programs do wrong, as the checked mode says it.
+# Defects of the programs, as messages of the checked mode.
 TYPES, LEAK = r"dataType: .* the host's type is not the tensor's", r"aclFinalize: leak: "
 DEFECTS = {
     "aclnnFlashAttentionUnpaddingScoreGradV3": (TYPES, f"{LEAK}an aclIntArray"),
@@ -59,7 +59,7 @@ DEFECTS = {
 
 @cache
 def printed() -> dict[str, str]:
-    """The program of every page, by its operator."""
+    """Returns the C++ program of each page, by operator."""
     results = {}
     for page in sorted(PAGES.glob("*.txt")):
         blocks = re.findall(r"```[cC]\S*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
@@ -85,7 +85,7 @@ class Ran(NamedTuple):
 
 
 class Bench:
-    """A folder where programs are built and run."""
+    """Builds programs in a folder and runs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +124,7 @@ def finalized() -> Iterator[None]:
 
 
 def tensors(text: str) -> tuple[list[str], list[str]]:
-    """The tensors that a program makes, and those that it copies back, in order."""
+    """Returns the names of the tensors that a program creates and of those that it copies back, in order."""
     body = text[text.index("int main()") :]
     created = re.findall(r"CreateAclTensor\([^;]*&(\w+)\);", body)
     taken = re.findall(r"PrintOutResult\(\w+, &(\w+)DeviceAddr\)", body) or ["outTensor"]
@@ -132,14 +132,14 @@ def tensors(text: str) -> tuple[list[str], list[str]]:
 
 
 def poisoned(text: str, given: dict[str, bytes]) -> dict[int, bytes]:
-    """What replaces the program's host data: outputs by a pattern, inputs by what is given."""
+    """Returns the replacement of host data by tensor index: a fill pattern for outputs, `given` bytes for inputs."""
     created, taken = tensors(text)
     fill = bytes([FILL]) * (1 << 21)
     return {created.index(name): fill for name in taken} | {created.index(name): data for name, data in given.items()}
 
 
 def same(ran: Ran, twin: Printed) -> None:
-    """Every copy has the twin's bytes; programs that copy more than a buffer has got what lies behind."""
+    """Checks that copied bytes equal those of the Python call; a program may copy more bytes than a buffer has."""
     assert ran.code == 0, ran
     assert len(ran.copies) == len(twin)
     for copy, (name, values) in zip(ran.copies, twin.items(), strict=True):
@@ -148,7 +148,7 @@ def same(ran: Ran, twin: Printed) -> None:
 
 
 def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
-    """Random numbers at the start of queries, keys and values: by the program's variables, and by its twin's names."""
+    """Draws 16 numbers for each query, key and value; returns (bytes by C variable, tensors by Python argument)."""
     generator = torch.Generator().manual_seed(25)
     dtype = torch.bfloat16 if "Unpadding" in operator else torch.float16
     file_bytes, twin = {}, {}
@@ -171,7 +171,7 @@ def test_cann_c_program_bitwise_equals_python_calls_and_golden(
     same(ran, twin)
     init = acl.init
     monkeypatch.setattr(acl, "init", lambda config: init(config, backend="golden"))
-    # The last bit of a loss in float32 depends on the processor; tests/contract/test_page_programs.py bounds it.
+    # A float32 loss differs by processor in its last bit; tests/contract/test_page_programs.py bounds it.
     same(ran, TWINS[operator]({}) | {name: twin[name] for name in ("loss",) if name in twin})
 
 

@@ -1,4 +1,4 @@
-"""The checked mode: what the chip would let pass is reported, with the call and the memory that it concerns."""
+"""Checked mode: errors that the chip would not detect are reported with the call and the memory involved."""
 
 import ctypes
 import re
@@ -77,7 +77,7 @@ def test_checked_mode_reports_overlapping_copy(checked: Runtime, capfd: pytest.C
 def test_checked_mode_reports_host_dtype_that_differs_from_tensor(
     checked: Runtime, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """16-bit values copied to where a tensor of 32 bits is prepared; 32-bit values read where one of 16 bits lies."""
+    """Two cases: float16 host data for a 32-bit tensor, and 32-bit host memory for a 16-bit tensor."""
     address = copied(checked, np.zeros(16, np.float16), 64)
     float_tensor = checked.tensor((16,), FLOAT, address)
     (line,) = reported(capfd)
@@ -154,7 +154,6 @@ def test_checked_mode_abort_ends_the_process_at_the_first_defect() -> None:
 def test_checked_mode_reports_invalid_workspace_executor_and_memory(
     checked: Runtime, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A workspace that is too small, an executor that has run, memory that was freed between the phases."""
     c, op = Operators(checked), RECORDS["aclnnFlashAttentionScore"]
     args = sample(op)
     given = outputs_of(op, args) | {name: value for name, value in args.items() if value is not None}

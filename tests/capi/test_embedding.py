@@ -1,4 +1,4 @@
-"""Python inside C programs: which one is found, what it leaves alone, what is said where there is none."""
+"""The Python interpreter in C programs: choice of the interpreter, side effects, and the error without one."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from support.sources import ROOT
 from fusion_attention.capi import environment
 
 pytestmark = needs_compiler
-# Calls an operator with nothing: as far as Python, and what it says.
+# Calls an operator with null arguments, which starts Python, and prints the code and the message.
 ASKS = """
 #include <cstdio>
 #include "acl/acl.h"
@@ -25,7 +25,7 @@ int main() {
     std::printf("%d %s", ret, aclGetRecentErrMsg());
 }
 """
-# Ends the runtime, which gives torch's memory back, while a thread that never lends Python's lock calls operators.
+# Finalizes the runtime, which frees torch's memory, while a thread that holds the GIL calls operators.
 LOCKED = """
 import ctypes, sys, threading, time
 from fusion_attention.capi.environment import LIBRARY
@@ -42,7 +42,7 @@ while time.monotonic() < until:
 ends.join()
 print("ended")
 """
-# An interpreter as far as the library asks one: who it is, and that it has no shared library.
+# Fake interpreter that answers the library's questions: its path, and the name of a missing shared library.
 FAKE = "#!/bin/sh\necho {path}\necho libpython9.9.so.1.0\n"
 
 
@@ -61,7 +61,7 @@ def interpreter(path: Path) -> Path:
 
 
 def package(folder: Path) -> Path:
-    """The libraries as a package below a folder has them; the folder that they lie in."""
+    """Copies the libraries to a package below a folder; returns the folder of the copies."""
     libraries = folder / "fusion_attention/capi/lib64"
     libraries.mkdir(parents=True)
     for path in environment.LIBRARY.glob("*.so"):
@@ -70,7 +70,7 @@ def package(folder: Path) -> Path:
 
 
 def answer(program: Path, libraries: Path, **settings: str) -> str:
-    """What the program says with the libraries of a folder, which come before those that it was linked to."""
+    """Runs the program with preloaded libraries of a folder; returns its output."""
     preloaded = ":".join(str(libraries / f"lib{name}.so") for name in ("ascendcl", "nnopbase", "opapi"))
     run = ended(program, LD_PRELOAD=preloaded, **settings)
     assert run.returncode == 0, run
@@ -112,7 +112,7 @@ def test_missing_python_interpreter_returns_error_message(program: Path, tmp_pat
 
 
 def test_interpreter_without_fusion_attention_returns_error_message(program: Path, tmp_path: Path) -> None:
-    """It starts, and nothing of it stays in the way of who says so."""
+    """The interpreter starts, and the program must still report the error."""
     bare = tmp_path / "bare"
     (bare / "bin").mkdir(parents=True)
     (bare / "bin/python3").symlink_to(Path(sys.executable).resolve())
@@ -124,7 +124,7 @@ def test_interpreter_without_fusion_attention_returns_error_message(program: Pat
 
 
 def test_embedded_python_keeps_threads_signals_and_locale(tmp_path: Path) -> None:
-    """From a shell without this environment, with variables that are meant for another Python."""
+    """Environment variables (PYTHONHOME, PYTHONPATH) point to another Python."""
     program = compiled(ROOT / "tests/native/capi/embedded.cpp", tmp_path / "embedded", "-std=c++17")
     ours = {"FUSION_ATTENTION_PYTHON": sys.executable}  # a copy of the sources lies beside no environment
     run = ended(program, PYTHONHOME="/nowhere", PYTHONPATH="/nowhere", LC_ALL="C.UTF-8", **ours)

@@ -1,4 +1,4 @@
-"""CANN's opaque handles in C: what they are, and anything whatever in every position of every function."""
+"""CANN's opaque handles in C, and invalid arguments in every position of every function."""
 
 import ctypes
 import sys
@@ -22,7 +22,7 @@ from support.c_runtime import (
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the C libraries are built for Linux")
-# docs/two_phase.md's table, and those that only C has: files and events.
+# Codes of docs/two_phase.md, and those that only the C interface returns (files, events).
 CODES = {0, 100000, 100001, 100002, 100003, 100005, 100006, 100008, 100037, 107000, 107001, 107002, 107006, 107007,
          107017, 161001, 161002, 207001, 207002, 207004, 361001, 561103}  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_acl_create_tensor_refuses_invalid_descriptions(acl: Runtime) -> None:
     scalar = acl.aclCreateTensor(None, 0, FLOAT, None, 0, 2, None, 0, data)
     assert scalar is not None
     assert acl.aclDestroyTensor(scalar) == 0
-    # Phase 1 may do without an address: aclSetInputTensorAddr() brings it.
+    # Address is optional in phase 1: aclSetInputTensorAddr() can set it later.
     later = acl.tensor((4,), FLOAT, None)
     assert later is not None
     assert acl.aclDestroyTensor(later) == 0
@@ -100,7 +100,7 @@ def test_destroying_a_tensor_list_destroys_its_tensors(acl: Runtime) -> None:
     size = ctypes.c_uint64()
     assert acl.aclGetTensorListSize(tensor_list, ctypes.byref(size)) == 0
     assert size.value == 3
-    # As in a program of an operator's page: one ends before its list does.
+    # A tensor may be destroyed before its list, as in a program of CANN's pages.
     assert acl.aclDestroyTensor(tensors[1]) == 0
     assert acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3) is None
     assert acl.message() == "aclCreateTensorList: value[1]: expected an aclTensor, got an aclTensor that was destroyed"
@@ -141,7 +141,7 @@ def test_handles_are_never_used_again(acl: Runtime) -> None:
 
 
 def ordinary(parameter: Parameter, buffer: Any) -> Any:
-    """A value that is no mistake by itself, so that only the hostile one next to it is."""
+    """Returns a valid value for a parameter, so that only the hostile argument next to it is invalid."""
     return ctypes.addressof(buffer) if parameter.is_pointer and not parameter.is_handle else 0
 
 
@@ -151,7 +151,7 @@ NOT_FOR_ALL = {"aclInit", "aclFinalize", "aclGetRecentErrMsg", "aclrtGetSocName"
 
 @pytest.mark.parametrize("name", sorted(set(functions()) - NOT_FOR_ALL))
 def test_c_functions_survive_hostile_arguments_in_every_position(library: Runtime, name: str) -> None:
-    """Null, freed and wild addresses, ended handles, handles of every other kind, in every position."""
+    """Arguments: null, freed and random addresses, destroyed handles, handles of other types."""
     function = functions()[name]
     buffer = (ctypes.c_uint64 * 32)()
     for begun in (False, True):
@@ -211,7 +211,7 @@ def test_streams_and_memory_are_invalid_after_acl_finalize(library: Runtime) -> 
 
 
 def test_concurrent_threads_copy_memory_and_change_a_shared_tensor(acl: Runtime) -> None:
-    """Each copies through its own memory and through one that others move and destroy meanwhile."""
+    """Each thread copies through private memory, and through a tensor that other threads change and destroy."""
     shared, wrong = [acl.tensor((4,), FLOAT, None)], []
 
     def work(seed: int) -> None:

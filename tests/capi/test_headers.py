@@ -1,4 +1,4 @@
-"""The C headers: what the records give, what CANN's pages print, and clean for every compiler that programs use."""
+"""C headers: generated from operator definitions, equal to the declarations of CANN's pages, without warnings."""
 
 import re
 import shutil
@@ -23,20 +23,20 @@ C_TYPES = {"char": "char *", **{f"acl{kind}": f"const acl{kind} *" for kind in (
 
 
 def printed(page: Page) -> str:
-    """A page's declaration of phase 1, by the kinds of its prototype."""
+    """Returns the C declaration of phase 1 by a page's prototype."""
     types = [C_TYPES.get(parameter.kind, parameter.kind) for parameter in page.prototype]
     return f"aclnnStatus {page.operator}GetWorkspaceSize({', '.join((*types, 'uint64_t *', 'aclOpExecutor **'))});\n"
 
 
 PRINTED = "".join(map(printed, PAGES))
-# Declarations of a page that has no table here, and of a phase 2.
+# More declarations: an operator without a table in tests/clauses, and a phase 2.
 PRINTED += """
 aclnnStatus aclnnLightningIndexerGetWorkspaceSize(const aclTensor *, const aclTensor *, const aclTensor *,
     const aclTensor *, const aclTensor *, const aclTensor *, char *, char *, int64_t, int64_t, int64_t, int64_t, bool,
     const aclTensor *, const aclTensor *, uint64_t *, aclOpExecutor **);
 aclnnStatus aclnnIncreFlashAttentionV4(void *, uint64_t, aclOpExecutor *, const aclrtStream);
 """
-# Which file declares what: the pages' programs include these.
+# Header of each operator; the programs of the pages include these headers.
 HOMES = {
     "aclnnFlashAttentionUnpaddingScoreGradV3": "aclnn_flash_attention_score_grad.h",
     "aclnnFlashAttentionVarLenScoreV5": "aclnn_flash_attention_score.h",
@@ -87,7 +87,7 @@ def test_every_operator_is_declared_and_defined_once_in_its_file() -> None:
 
 
 def test_outputs_are_the_last_consecutive_tensor_parameters() -> None:
-    """So csrc/capi/entry.cpp takes them."""
+    """csrc/capi/entry.cpp relies on this order."""
     for op in (op for name, op in RECORDS.items() if name.startswith("aclnn")):
         kinds = "".join("t" if kind == "const aclTensor *" else "." for kind, _ in headers.parameters(op))
         last = re.search(r"t+(?=\.*$)", kinds)
@@ -98,7 +98,7 @@ def test_outputs_are_the_last_consecutive_tensor_parameters() -> None:
 @needs_compiler
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_headers_compile_without_warnings(language: str, tmp_path: Path) -> None:
-    """All together, and each one first in a file: none leans on another's includes."""
+    """All headers together, and each alone: a header must not depend on the includes of another."""
     names = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
     together = "".join(f'#include "{name}"\n' for name in names)
     for compiler in COMPILERS:
@@ -110,7 +110,7 @@ def test_headers_compile_without_warnings(language: str, tmp_path: Path) -> None
 
 @needs_compiler
 def test_header_declarations_match_cann_pages(tmp_path: Path) -> None:
-    """A second declaration of another type would not compile."""
+    """The compiler refuses a second declaration with another type."""
     written = headers.files(RECORDS)
     (tmp_path / "aclnnop").mkdir()
     for name, text in written.items():
@@ -124,14 +124,14 @@ def test_header_declarations_match_cann_pages(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_header_functions_have_c_linkage_in_cpp(tmp_path: Path) -> None:
-    """A second declaration with C's linkage would not compile beside one with C++'s."""
+    """The compiler refuses a declaration with C linkage beside one with C++ linkage."""
     includes = "".join(f'#include "{name}"\n' for name in ["acl/acl.h", *headers.files(RECORDS)])
     compiles(COMPILERS[0], "c++20", f'{includes}extern "C" {{{PRINTED}}}', tmp_path)
 
 
 @needs_compiler
 def test_program_for_the_chip_compiles_with_headers(tmp_path: Path) -> None:
-    """Codes and results of all calls land in one variable; enumerators are asked of their type; layouts are char[]."""
+    """One variable receives the codes of all functions, enumerators have a scope (aclFormat::), layouts are char[]."""
     program = """
 #include <vector>
 #include "acl/acl.h"

@@ -1,4 +1,4 @@
-"""Operators called from C: the bytes, codes and words of the two-phase interface in Python; executors; threads."""
+"""Operators called from C: bytes, codes and error texts equal those of the Python interface; executors; threads."""
 
 import ctypes
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ pytestmark = [needs_compiler, pytest.mark.filterwarnings("ignore::fusion_attenti
 
 @pytest.fixture
 def c(acl: Runtime) -> Iterator[Operators]:
-    """The C operators, and the Python interface beside them."""
+    """Yields the C operators, with the Python interface initialised as well."""
     assert python.init() == 0
     assert python.rt.set_device(0) == 0
     yield Operators(acl)
@@ -35,7 +35,7 @@ def c(acl: Runtime) -> Iterator[Operators]:
 
 
 def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
-    """The codes of a call in C and in Python, after their bytes and their words were compared."""
+    """Makes a call in C and in Python, compares their outputs and error texts; returns (C code, Python code)."""
     ours, theirs = outputs_of(op, args), outputs_of(op, args)
     result = c.call(op, args, ours)
     error_text = c.runtime.message() or ""
@@ -77,7 +77,7 @@ def test_every_operator_has_a_c_prototype() -> None:
 
 
 def broken(c: Operators, op: Op) -> int:
-    """How many of a record's broken calls C can say; each gives the code and the words that Python's gives."""
+    """Compares each invalid sample call in C and Python; returns the number of calls that C can express."""
     count = 0
     for broken in invalid_samples(op):
         try:
@@ -104,8 +104,8 @@ def test_invalid_c_calls_of_all_operators_have_error_codes_of_python(op: Op, c: 
 
 
 class Attention:
-    """2 heads over 2^n tokens, in device memory. Keys are alike: the output is the mean of the values, small whole
-    numbers, and exact."""
+    """Attention of 2 heads over `tokens` tokens in device memory. All keys are equal: the output is the mean of
+    the values, which are small integers, and therefore exact."""
 
     def __init__(self, c: Operators, tokens: int = 16, seed: int = 0) -> None:
         self.c, generator = c, torch.Generator().manual_seed(seed)
@@ -232,7 +232,6 @@ def test_invalid_handle_in_phase_1_returns_error_code(wrong: str, place: int, c:
 
 
 def nothing(name: str) -> list[Any]:
-    """Null for every pointer, 0 for every number."""
     return [KINDS[kind](0) if kind in KINDS else None for kind in prototypes()[name]]
 
 
@@ -264,11 +263,11 @@ def test_operator_before_acl_init_returns_error_code(library: Runtime) -> None:
     assert c.second(SCORE, None) == 361001
 
 
-# ------------------------------------------------------------------------------------------------ memory from elsewhere
+# ------------------------------------------------------------------------------------------ memory of another allocator
 
 
 def test_operators_compute_in_memory_allocated_by_torch(library: Runtime, tmp_path: Path) -> None:
-    """The table that a GPU's memory goes through, on the CPU."""
+    """Runs the table of allocation functions for GPU memory on the CPU."""
     config = tmp_path / "acl.json"
     config.write_text('{"fusion_attention": {"memory": "torch"}}')
     for _ in library.started(config):
@@ -292,7 +291,7 @@ def test_operators_compute_in_memory_allocated_by_torch(library: Runtime, tmp_pa
 
 @pytest.mark.parametrize("loader", [ctypes.CDLL, ctypes.PyDLL])
 def test_concurrent_threads_run_operators_correctly(loader: Any, c: Operators) -> None:
-    """Callers that let go of Python's lock, and callers that hold it."""
+    """Calls with the GIL released (ctypes.CDLL) and with the GIL held (ctypes.PyDLL)."""
     c.library = loader(c.library._name)
     attentions = [Attention(c, tokens=16 << i % 4, seed=i) for i in range(16)]
 

@@ -1,4 +1,4 @@
-"""The C runtime: its configuration, devices, streams, memory; called as C programs call it, without an operator."""
+"""The C runtime without operators: configuration, devices, streams, memory."""
 
 import ctypes
 import re
@@ -16,7 +16,7 @@ from fusion_attention.capi.environment import LIBRARY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the C libraries are built for Linux")
 
-# ----------------------------------------------------------------------------------------------- what the libraries are
+# ---------------------------------------------------------------------------------------- dependencies of the libraries
 
 
 def test_c_libraries_do_not_link_python_torch_or_new_glibc() -> None:
@@ -39,7 +39,7 @@ def test_c_libraries_do_not_link_python_torch_or_new_glibc() -> None:
         assert "NODELETE" in text
 
 
-# -------------------------------------------------------------------------------------------------------- begin and end
+# -------------------------------------------------------------------------------------------------------- start and end
 
 
 def test_second_acl_init_or_finalize_returns_error_code(library: Runtime) -> None:
@@ -93,14 +93,14 @@ def test_acl_init_accepts_or_refuses_configuration_file(
 
 
 def test_acl_init_accepts_null_and_empty_configuration_path(library: Runtime) -> None:
-    """CANN takes an empty path for none, and many programs give one."""
+    """CANN treats an empty path as none, and many programs pass one."""
     for path in (None, b""):
         assert library.aclInit(path) == 0, library.message()
         assert library.aclFinalize() == 0
 
 
 def test_aclnn_init_starts_the_same_runtime_as_acl_init(library: Runtime) -> None:
-    """As programs do: one of the two, or both in any order; the runtime is the same one."""
+    """Programs call aclnnInit, aclInit, or one after the other in any order."""
     for init, end, *more in (
         ("aclnnInit", "aclnnFinalize"),
         ("aclnnInit", "aclFinalize", "aclnnFinalize"),
@@ -222,7 +222,7 @@ def test_events_measure_elapsed_time(acl: Runtime) -> None:
 
 @pytest.mark.parametrize(("policy", "grain"), [(0, 2 * MIB), (1, 2 * MIB), (2, 4096), (3, 2 * MIB), (5, 4096)])
 def test_allocations_are_rounded_up_to_pages_of_the_chip(acl: Runtime, policy: int, grain: int) -> None:
-    """Programs copy and lay tensors over more than they asked for; on the chip the page has it."""
+    """On the chip, programs may copy to the rest of the last page beyond the requested size."""
     address, data = acl.malloc(100, policy), np.zeros(2 * grain, np.uint8)
     assert address % 512 == 0
     assert acl.aclrtMemcpy(address, grain, data.ctypes.data, grain, TO_DEVICE) == 0
@@ -242,7 +242,7 @@ def test_memcpy_and_memset_write_the_right_bytes(acl: Runtime) -> None:
     assert acl.aclrtMemset(second + 3, 100, 0x1FF, 5) == 0
     assert acl.aclrtMemcpy(back.ctypes.data, 10, second, 10, TO_HOST) == 0
     assert back[:10].tolist() == [*data[:3], 255, 255, 255, 255, 255, *data[8:10]]
-    # Overlapping ends: as if over a buffer of its own.
+    # Overlapping source and destination: the result is as with a temporary copy.
     assert acl.aclrtMemcpy(first + 1, 1000, first, 1000, ON_DEVICE) == 0
     assert acl.aclrtMemcpy(back.ctypes.data, 1001, first, 1001, TO_HOST) == 0
     assert np.array_equal(back[1:1001], data[:1000])

@@ -1,6 +1,6 @@
-"""The runtime's sources under sanitizers: hostile.c calls everything in any order, with anything, from four threads.
+"""The runtime under sanitizers: hostile.c calls all functions in random order with invalid arguments from four threads.
 
-Slow: every source is compiled anew. tests/capi/test_handles.py asks the same of the libraries as they were built.
+Slow, because all sources are compiled; tests/capi/test_handles.py tests the installed libraries likewise.
 """
 
 import shutil
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="builds with GCC, for Linux"),
 ]
-# What leaves the library by new[] a C program can only free().
+# Memory that the library allocates by new[] can only be released by free() in a C program.
 OPTIONS = {"ASAN_OPTIONS": "alloc_dealloc_mismatch=0:allocator_may_return_null=1", "TSAN_OPTIONS": "halt_on_error=1"}
 
 

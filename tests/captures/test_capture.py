@@ -1,4 +1,4 @@
-"""capture() and replay(): what is recorded is what was called, once, whoever else records meanwhile."""
+"""capture() and replay(): every call is recorded once and unchanged, also during other captures."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def attended(q: torch.Tensor, **given: Any) -> torch.Tensor:
 
 
 def golden_replays_golden(call: Callable[[], Any], folder: Path) -> None:
-    """What golden computed, golden computes again from the file, to the bit."""
+    """Capture `call` on golden, and assert that golden replays every file with equal bits."""
     with fa.use_backend("golden"), fa.capture(folder) as recorded:
         call()
     assert recorded.files
@@ -92,7 +92,7 @@ def test_captured_attention_call_replays_without_difference(
 
 
 def selecting(q: torch.Tensor) -> tuple[list[str], Any]:
-    """Every function of torch_npu that selects keys, or learns to: (their names, what the last returned)."""
+    """Call every function of torch_npu that selects keys or trains the selection; return (names, last result)."""
     keys, index, weights = (rows(2, 7, 1, 16, seed=1), rows(2, 7, 1, 8, seed=2), rows(2, 5, 3, seed=3))
     index_q, ends = rows(2, 5, 3, 8, seed=4), {"actual_seq_qlen": [5, 4], "actual_seq_klen": [7, 6]}
     lengths = {"actual_seq_lengths_query": torch.tensor([5, 4]), "actual_seq_lengths_key": [7, 6]}
@@ -226,7 +226,7 @@ def test_capture_records_results_of_a_real_torch_npu(tmp_path: Path, monkeypatch
         real.npu_fusion_attention_grad(q, q, q, q, 4, "BSND", scale_value=0.5, **saved)
         real.npu_lightning_indexer(q, q[:, :, :1], q[..., 0], sparse_count=2)
     assert real.npu_fusion_attention is npu_fusion_attention
-    # The stand-in computes by our functions, which are recorded too.
+    # The simulated torch_npu computes with this library's functions, which are recorded too.
     chip = [fa.replay(f) for f in recorded.files if content_of(f)[1]["backend"] == "torch_npu"]
     names = ["npu_fusion_attention", "npu_fusion_attention_grad", "npu_lightning_indexer"]
     assert [call.operator for call in chip] == names

@@ -1,4 +1,4 @@
-"""Captures beside captures: numbers, threads, processes and ends in any order lose nothing and leave nothing."""
+"""Concurrent captures, in threads and processes, ended in any order, lose no call and leave no wrapper."""
 
 import contextlib
 import gc
@@ -67,7 +67,7 @@ def test_file_numbers_continue_after_existing_files(there: list[str], first: int
 
 
 def test_capture_never_overwrites_files_of_another_process(tmp_path: Path) -> None:
-    """Another process has taken, or is about to take, the numbers that come next."""
+    """Another process has written, or is about to write, the files with the next numbers."""
     with fa.capture(tmp_path) as recorded:
         (tmp_path / "0000-attention.safetensors").write_text("theirs")
         (tmp_path / "0001-attention.part").write_text("theirs")
@@ -120,7 +120,7 @@ def test_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs work(0), work(1), ... at once; what one of them raises is raised."""
+    """Run work(0), work(1), ... at once in threads, and raise their exceptions."""
     start = threading.Barrier(count, timeout=60)
 
     def begin(i: int) -> None:
@@ -144,7 +144,7 @@ def test_calls_of_concurrent_threads_are_all_captured(tmp_path: Path) -> None:
 
 
 def test_captures_in_concurrent_threads_record_the_calls_of_their_thread(tmp_path: Path) -> None:
-    """Each records at least what its own thread calls, in a folder of its own and in one for all."""
+    """A capture may also record calls of other threads, so counts are lower bounds."""
 
     def work(i: int) -> None:
         for folder in (tmp_path / str(i), tmp_path / "all"):
@@ -245,7 +245,7 @@ def test_capture_into_uncreatable_folder_raises_and_patches_no_function(tmp_path
 def test_capture_below_another_wrapper_stops_recording_after_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
+    """The wrapper below another one cannot be removed; it must stop recording, also for later captures."""
     before, calls = attention_forward.forward, []
     with fa.capture(tmp_path) as recorded:
         below = attention_forward.forward

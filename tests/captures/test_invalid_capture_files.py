@@ -1,4 +1,4 @@
-"""replay(): a file that is truncated, foreign or mislabelled is one error, which names the file and the field."""
+"""replay(): a truncated, foreign or mislabelled file gives one error, which names the file and the field."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 
 
 def refused(file: Path, what: str) -> None:
-    """One CaptureError, short, with the file's name."""
+    """Assert that replay() raises a short CaptureError with the file's name."""
     with pytest.raises(fa.CaptureError, match=what) as caught:
         fa.replay(file)
     assert str(file) in str(caught.value)
@@ -215,7 +215,7 @@ def selecting() -> None:
     fa.sparse_attention(rows(1, 5, 4, 16), rows(1, 5, 1, 16), None, lists)
 
 
-# What a forger may write in any place. Sizes that memory is allocated for are small: a call decides them, not a file.
+# Forged JSON values for any field. The call, not the file, determines how much memory is allocated.
 HOSTILE = [
     *(None, True, False, -1, 0, 1, 3, 4.5, 2**31, 2**63 - 1, -(2**63), 2**64, 10**40),
     *(float("nan"), float("inf"), 1e300),
@@ -224,7 +224,7 @@ HOSTILE = [
 
 
 def forged(value: Any, chance: random.Random) -> Any:
-    """A JSON value with one place of it, or a name, exchanged."""
+    """Copy of a JSON value with one random value or key replaced or deleted."""
     if isinstance(value, (dict, list)) and value and chance.random() < 0.8:
         copy: Any = dict(value) if isinstance(value, dict) else list(value)
         key = chance.choice(list(value)) if isinstance(value, dict) else chance.randrange(len(value))
@@ -240,7 +240,7 @@ def forged(value: Any, chance: random.Random) -> Any:
 
 
 def poisoned(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
-    """Another shape, dtype or content."""
+    """Copy of a tensor with another shape, dtype or content."""
     dtypes = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bool, torch.uint8)
     changes: list[Callable[[], torch.Tensor]] = [
         lambda: tensor[..., :1],
@@ -256,7 +256,7 @@ def poisoned(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 @pytest.mark.parametrize("call", [dense, packed, gradient, decoding, selecting], ids=lambda call: call.__name__)
 def test_randomly_changed_files_replay_or_raise_capture_error(call: Callable[[], None], tmp_path: Path) -> None:
-    """Replayed, or one CaptureError with the file's name; 150 times, half of them in a byte."""
+    """Half of 150 changes flip a bit of the file; the others forge JSON fields or tensors."""
     with fa.capture(tmp_path) as recorded:
         call()
     chance = random.Random(call.__name__)

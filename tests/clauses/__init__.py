@@ -1,5 +1,5 @@
-"""Pages of CANN, one table per page: statements of the page, calls that show each, and the results that they must give.
+"""Tables of CANN's pages: statements of a page, calls that test each statement, and the expected results.
 
-A table is checked against its page by reading both: parameters are spelled as the page's prototype spells them, and
-what a call computes is compared with the page's formula, written here in float64 and nowhere else (near.py).
+A table is checked against its page by reading: parameters have the names of the page's prototype, and results are
+compared with the page's formula in float64, which is implemented here with error bounds (error_bounds.py).
 """

@@ -1,4 +1,4 @@
-"""The pages of aclnnBlockSparseAttention and aclnnBlockSparseAttentionGrad, clause by clause."""
+"""Tables of the pages of aclnnBlockSparseAttention and aclnnBlockSparseAttentionGrad."""
 
 from collections.abc import Iterator, Sequence
 from functools import wraps
@@ -42,7 +42,7 @@ def base(
     layout: str = "TND", rows: Sequence[int] = (3, 5), keys: Sequence[int] = (140, 260), N: int = 4, N2: int = 2,
     D: int = 64, block: tuple[int, int] = (2, 128), dtype: torch.dtype = H, most: int = 2,
 ) -> Args:  # fmt: skip
-    """Sequences of rows and keys, BNSD and BSND: all alike. most: blocks are shown where a number below it is not 0."""
+    """Makes a legal call; BNSD, BSND: sequences of equal length. most: a block is visible if randint(most) is not 0."""
 
     def shaped(lengths: Sequence[int], heads: int) -> torch.Tensor:
         if layout == "TND":
@@ -75,7 +75,7 @@ def base(
 
 
 def by_head(t: torch.Tensor, args: Args, side: int) -> list[torch.Tensor]:
-    """[N, S, ...] of every sequence; a view."""
+    """Returns views [N, S, ...] of every sequence."""
     if args["qInputLayout"] != "TND":
         return list(t if args["qInputLayout"] == "BNSD" else t.transpose(1, 2))
     ends = [0, *accumulate(args[LENGTHS[side]])]
@@ -83,7 +83,7 @@ def by_head(t: torch.Tensor, args: Args, side: int) -> list[torch.Tensor]:
 
 
 def heads_of(args: Args) -> Iterator[tuple[int, int, int, torch.Tensor, Near]]:
-    """(sequence, head, key head, [rows, keys] that are visible, scores) of every head."""
+    """Yields (sequence, head, key head, visible [rows, keys], scores) of every head."""
     query, key = by_head(args["query"], args, 0), by_head(args["key"], args, 1)
     for b, (q, k) in enumerate(zip(query, key, strict=True)):
         for h in range(len(q)):
@@ -96,7 +96,7 @@ def heads_of(args: Args) -> Iterator[tuple[int, int, int, torch.Tensor, Near]]:
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """softmax over the keys of visible blocks; a row without one has zeros and softmaxLse -inf."""
+    """Computes a softmax over the keys of visible blocks; a row without visible keys has out 0 and softmaxLse -inf."""
     dtype, values = args["query"].dtype, by_head(args["value"], args, 1)
     names = [name for name in ("attentionOut", "softmaxLseOptional") if args[name] is not None]
     written = {name: torch.zeros(args[name].shape, dtype=torch.float64) for name in names}
@@ -168,7 +168,7 @@ def grad_base(**over: Any) -> Args:
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """attentionOut and softmaxLse as the forward operator leaves them."""
+    """Sets attentionOut and softmaxLse to results of the forward operator."""
     results = formula({**args, "softmaxLseOptional": args["softmaxLse"]})
     for name, result in (("attentionOut", "attentionOut"), ("softmaxLse", "softmaxLseOptional")):
         if name not in changed:

@@ -1,9 +1,9 @@
-"""What a page of CANN says, as a table: its prototype, and clauses, each with calls and what they must give.
+"""Table of a CANN page: its prototype, and statements, each with calls and their expected results.
 
-A call is made as a C program makes it: phase 1 and phase 2 of fusion_attention.aclnn in strict mode, tensors as
-acl.Tensor, integers as acl.IntArray, outputs full of NaN (integers: -1) beforehand. It starts from a legal base of its
-page; a check says what it changes. Keywords of the base (sizes, dtype) change it as a whole, others replace one
-parameter, spelled as the page spells it; a function of the old value gives a new one.
+A call is made as a C program makes it: phase 1 and phase 2 of fusion_attention.aclnn in strict mode, with acl.Tensor,
+acl.IntArray, and outputs that are filled with NaN (integers: -1) before. It starts from a legal call, the base of the
+page; a check lists its changes. Keywords of base() (sizes, dtype) change the whole call, other keywords replace one
+parameter, named as on the page; a function as value maps the old value to the new one.
 """
 
 import inspect
@@ -25,7 +25,7 @@ Args = dict[str, Any]
 NULL, INVALID, TILING, RUNTIME = 161001, 161002, 561002, 361001
 HEAD = 1 << 20  # Bytes of an output that a refused call is watched in: the largest ones are never touched elsewhere.
 
-# What a C kind may be in a record: the integers of a tensor are read, so a record may call them an array.
+# Types of an operator definition for each C kind; an integer tensor that is read on the host may be declared Array.
 KINDS: dict[str, tuple[type, ...]] = {
     "aclTensor": (Tensor, Array),
     "aclTensorList": (Tensors,),
@@ -40,14 +40,14 @@ TYPES = {"double": float, "int64_t": int, "bool": bool, "char": str}
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """One call: what it changes of the base, and what must come of it.
+    """A call: its changes of the base, and the expected outcome.
 
     Args:
         over: changes by keyword.
-        codes: what phase 1 (or 2) must return; empty: both return 0 and outputs are as the formula says.
-        names: the parameters of which the refusal must name one, as the page spells them.
-        second: changes of phase 2's own arguments; "again": run the executor twice.
-        repeats: outputs have the same bits when two threads compute them again.
+        codes: allowed codes of phase 1 (or 2); empty: each phase returns 0, and outputs match the formula.
+        names: parameters; the error text must name one of them, as on the page.
+        second: changes of phase 2's arguments; "again": run the executor twice.
+        repeats: outputs have the same bits when two threads repeat the call.
     """
 
     over: Mapping[str, Any]
@@ -62,32 +62,32 @@ class Check:
 
 
 def computes(**over: Any) -> Check:
-    """A legal call, whose outputs are the formula's."""
+    """Makes a check of a legal call with outputs that match the formula."""
     return Check(over)
 
 
 def repeats(**over: Any) -> Check:
-    """A legal call that gives the same bits when two threads run it again."""
+    """Makes a check of a legal call that gives the same bits when two threads repeat it."""
     return Check(over, repeats=True)
 
 
 def refuses(codes: int, names: str, /, **over: Any) -> Check:
-    """A call for which the page names the code."""
+    """Makes a check of an invalid call for which the page names the code."""
     return Check(over, (codes,), tuple(names.split()))
 
 
 def forbids(names: str, /, **over: Any) -> Check:
-    """A call that the page rules out without a code of its own."""
+    """Makes a check of an invalid call for which the page names no code."""
     return Check(over, (INVALID, TILING), tuple(names.split()))
 
 
 def fails_to_run(code: int, names: str, /, **second: Any) -> Check:
-    """A legal phase 1, whose phase 2 is called wrongly."""
+    """Makes a check of a legal phase 1 with an invalid call of phase 2."""
     return Check({}, (code,), tuple(names.split()), second)
 
 
-# The statements of a page, and calls that show each. "(ruling N)" ends a statement that docs/rulings.md decides
-# otherwise than the page, or on which the page contradicts itself.
+# Statements of a page, with calls that test each. "(ruling N)" ends a statement in which the page contradicts itself,
+# or differs from the decision N of docs/rulings.md.
 Clauses = Mapping[str, Sequence[Check]]
 
 RUN_TIME: Clauses = {
@@ -101,19 +101,19 @@ RUN_TIME: Clauses = {
 
 
 def merged(*tables: Clauses) -> Clauses:
-    """The clauses of several tables, in which no statement stands twice."""
+    """Merges tables; a statement must be in only one of them."""
     result = {text: checks for table in tables for text, checks in table.items()}
     assert len(result) == sum(map(len, tables))
     return result
 
 
 class Parameter(NamedTuple):
-    """A line of a prototype.
+    """A parameter of a prototype.
 
     Args:
-        kind: in C; name: as the page spells it.
-        shown: the record's name, where it is made of other words.
-        default: the number that the page says it has by itself, where it says so.
+        kind: C type; name: name on the page.
+        shown: canonical name, if it has other words.
+        default: the default value that the page gives, if any.
     """
 
     kind: str
@@ -123,7 +123,7 @@ class Parameter(NamedTuple):
 
 
 def prototype(lines: str) -> tuple[Parameter, ...]:
-    """Lines "kind name name=record's name name:default ...", in the page's order."""
+    """Parses lines "kind name name=canonical_name name:default ...", in the page's order."""
     results = []
     for line in lines.strip().splitlines():
         kind, *names = line.split()
@@ -135,27 +135,27 @@ def prototype(lines: str) -> tuple[Parameter, ...]:
 
 
 def filled(lines: Iterable[Parameter], **given: Any) -> Args:
-    """A call of what is given: the rest is null, or the default that the page names."""
+    """Returns the arguments of a call; those not given are null or the page's default."""
     return {p.name: TYPES[p.kind](p.default) if p.default else None for p in lines} | given
 
 
 def taken_over(lines: Iterable[Parameter], args: Args, **given: Any) -> Args:
-    """A gradient's call: the forward's arguments of the same names, and what is given."""
+    """Returns the arguments of a gradient: those of the forward with the same names, and the given ones."""
     names = {p.name for p in lines}
     return filled(lines, **{name: value for name, value in args.items() if name in names} | given)
 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """A page's table.
+    """Table of a page.
 
     Args:
         operator: the operator's name.
         prototype: phase 1's parameters in the page's order, without workspaceSize and executor.
-        base: a legal call by the page's names, from keywords that all have defaults.
-        formula: the outputs of a legal call, from its inputs.
-        clauses: the table.
-        finish: completes the inputs of a legal call with what the forward operator would have saved.
+        base: returns a legal call by the page's names; every keyword has a default.
+        formula: returns the outputs of a legal call from its inputs.
+        clauses: the statements with their checks.
+        finish: sets the inputs of a legal call that the forward operator would have saved.
     """
 
     operator: str
@@ -166,7 +166,7 @@ class Page:
     finish: Callable[[Args, frozenset[str]], None] | None = None
 
     def checks(self) -> Iterator[Check]:
-        """The calls of all clauses."""
+        """Yields the checks of all statements."""
         return chain.from_iterable(self.clauses.values())
 
 
@@ -182,18 +182,17 @@ def _shown(value: Any) -> str:
 
 
 def record_of(page: Page) -> Any:
-    """The record of a page's operator."""
     return aclnn.OPERATORS[page.operator]
 
 
 def outputs_of(page: Page) -> list[str]:
-    """The outputs, as the page spells them."""
+    """Returns the names of the outputs on the page."""
     pairs = zip(page.prototype, record_of(page).params, strict=True)
     return [ours.name for ours, p in pairs if isinstance(p, Tensor) and p.output]
 
 
 def arguments(page: Page, check: Check) -> Args:
-    """The arguments of a check's phase 1, outputs poisoned."""
+    """Returns phase 1's arguments of a check, with poisoned outputs."""
     GENERATOR.manual_seed(1)
     whole_call = set(inspect.signature(page.base).parameters)
     args = page.base(**{name: value for name, value in check.over.items() if name in whole_call})
@@ -209,12 +208,12 @@ def arguments(page: Page, check: Check) -> Args:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory behind a tensor."""
+    """Returns all bytes of a tensor's storage."""
     return torch.empty(0, dtype=U8).set_(tensor.untyped_storage())
 
 
 def handle(value: Any, kind: str) -> Any:
-    """What a C program passes."""
+    """Converts a value to the handle or number that a C program passes."""
     if isinstance(value, Formatted):
         return acl.Tensor.of(value.tensor, acl.ACL_FORMAT_FRACTAL_NZ)
     if isinstance(value, torch.Tensor):
@@ -225,7 +224,7 @@ def handle(value: Any, kind: str) -> Any:
 
 
 def called(page: Page, args: Args, second: Mapping[str, Any] | None = None) -> tuple[tuple[int, ...], str]:
-    """(what the phases returned, the text of the last failure)."""
+    """Runs phase 1 and phase 2; returns (their codes, the text of the last failure)."""
     values = [handle(args[p.name], p.kind) for p in page.prototype]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContractWarning)
@@ -243,7 +242,7 @@ def called(page: Page, args: Args, second: Mapping[str, Any] | None = None) -> t
 
 
 def wrong(page: Page, check: Check) -> str:
-    """What does not hold of a check; "" where all does."""
+    """Runs a check; returns a description of its failure, or ""."""
     args = arguments(page, check)
     rets, text = called(page, args, check.second)
     if check.codes:
@@ -269,7 +268,7 @@ def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], te
 
 
 def not_computed(page: Page, args: Args) -> str:
-    """Where the outputs among the arguments are not the formula's; "" where all are."""
+    """Compares the outputs with the formula; returns a description of the first difference, or ""."""
     expected = page.formula(args)
     for name in outputs_of(page):
         got = args[name]
@@ -280,7 +279,7 @@ def not_computed(page: Page, args: Args) -> str:
         right = expected[name]
         if got.shape != right.value.shape:
             return f"{name}: shape {list(got.shape)}, by the formula {list(right.value.shape)}"
-        # Not `>`: a NaN is wrong.
+        # Comparison by <= makes a NaN an error.
         bad = ~(((got.double() - right.value).abs() <= right.slack) | (got.double() == right.value))
         if bool(bad.any()):
             at = tuple(int(i) for i in bad.nonzero()[0])

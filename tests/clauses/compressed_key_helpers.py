@@ -1,4 +1,4 @@
-"""Rows and keys of calls whose keys may stand for several tokens each: several pages of the indexer share these."""
+"""Helpers of the indexer's pages: rows and keys of calls in which a key may represent several tokens."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -13,24 +13,24 @@ Names = tuple[str, str]  # of the rows' and of the keys' parameter
 
 
 def has_bound(ratio: int, mode: int) -> bool:
-    """Whether a residual says where rows stand."""
+    """Returns True if a residual (tokens after the last full group) determines the positions of rows."""
     return ratio > 1 and mode == 3
 
 
 def bound(row: int, rows: int, keys: int, ratio: int, residual: int, mode: int) -> int:
-    """How many keys a row sees: those whose tokens have all come."""
+    """Returns the number of keys that a row sees: a key is visible if all its tokens are at or before the row."""
     return keys if mode == 0 else min(max((keys * ratio + residual - rows + row + 1) // ratio, 0), keys)
 
 
 def ends_of(names: Names, *lengths: Sequence[int]) -> Args:
-    """The ends of packed sequences from their lengths, with 0 before them."""
+    """Returns the cumulative ends of packed sequences, with a leading 0."""
     return {name: torch.tensor([*accumulate(n, initial=0)], dtype=I32) for name, n in zip(names, lengths, strict=True)}
 
 
 def lists_of(
     rows: Sequence[int], keys: Sequence[int], K: int, ratio: int, residual: Sequence[int], mode: int
 ) -> torch.Tensor:
-    """[rows, 1, K]: up to three of the keys that each row sees, then -1."""
+    """Returns [rows, 1, K]: up to three random visible keys of each row, then -1."""
     lists = torch.full((sum(rows), 1, K), -1, dtype=I32)
     for b, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
         left = residual[b] if has_bound(ratio, mode) else 0
@@ -42,7 +42,7 @@ def lists_of(
 
 
 def sequences(args: Args, tensor: str, ends: str, used: str) -> list[tuple[int, int]]:
-    """(first row, rows) of every sequence, in a tensor's rows end to end."""
+    """Returns (first row, number of rows) of every sequence in a tensor with its batch axis flattened."""
     rows = args[tensor].shape[1]
     room = args[ends].tolist() if args[tensor].dim() == 3 else [b * rows for b in range(len(args[tensor]) + 1)]
     counts = [b - a for a, b in pairwise(room)] if args[used] is None else args[used].tolist()
@@ -50,7 +50,7 @@ def sequences(args: Args, tensor: str, ends: str, used: str) -> list[tuple[int, 
 
 
 def rows_of(args: Args, ends: Names, used: Names, residual: str) -> Iterator[tuple[int, int, int, int]]:
-    """(sequence, row of q, first key, how many it sees) of every row of a call with q and k."""
+    """Yields (sequence, row of q, first key, number of visible keys) of every row."""
     sides = (sequences(args, *of) for of in zip("qk", ends, used, strict=True))
     for b, ((first, rows), (key, keys)) in enumerate(zip(*sides, strict=True)):
         left = 0 if args[residual] is None else int(args[residual][b])

@@ -1,4 +1,4 @@
-"""The pages of aclnnCompressor and aclnnCompressorGrad, clause by clause."""
+"""Tables of the pages of aclnnCompressor and aclnnCompressorGrad."""
 
 from collections.abc import Iterator, Sequence
 from functools import wraps
@@ -32,7 +32,7 @@ def base(
     rows: Sequence[int] = (9, 9), packed: bool = False, start: Sequence[int] | None = None, coff: int = 2,
     ratio: int = 4, mode: int = 1, saves: bool = True, width: int = 1024, D: int = 128, dtype: torch.dtype = H,
 ) -> Args:  # fmt: skip
-    """Rows of two sequences. width: elements of x's rows; saves: the gradient's tensors are asked for."""
+    """Makes a legal call. width: elements of a row of x; saves: request the tensors that the gradient needs."""
     total, items, channels_of_all = sum(rows), len(rows), coff * D
     x = draw(total, width, d=dtype) / 16
     windows = (min(total, total // ratio + items),) if packed else (items, -(-rows[0] // ratio))
@@ -60,7 +60,7 @@ def base(
 
 
 def spans(args: Args) -> Iterator[tuple[int, int, int, int]]:
-    """(first row of x, rows, position of the first, first window in the results) of every sequence."""
+    """Yields (first row of x, number of rows, position of the first row, first result window) of every sequence."""
     ends, x, window = args["cuSeqlens"], args["x"], 0
     first = ends.tolist() if ends is not None else [b * x.shape[1] for b in range(len(x) + 1)]
     for b in range(len(first) - 1):
@@ -72,7 +72,7 @@ def spans(args: Args) -> Iterator[tuple[int, int, int, int]]:
 
 
 def windows_of(args: Args, D: int) -> Iterator[tuple[int, Near, Near]]:
-    """(place in results, rows, gates) of every complete window, [coff * ratio, D]; absent: a gate of -inf."""
+    """Yields (index in results, rows, gates [coff * ratio, D]) of every complete window; absent rows have gate -inf."""
     x, ratio, coff = args["x"].flatten(0, -2), args["cmpRatio"], args["coff"]
     rows, gates = (near(x) @ near(args[name]).T for name in ("wkv", "wgate"))
     for b, (first, tokens, start, at) in enumerate(spans(args)):
@@ -99,13 +99,13 @@ def windows_of(args: Args, D: int) -> Iterator[tuple[int, Near, Near]]:
 
 
 def alternating(rows: Near, coff: int) -> Near:
-    """Rows of the window before and of the window by turns."""
+    """Interleaves the rows of the previous window and of the current window."""
     order = torch.arange(len(rows.value)).view(coff, -1).T.flatten()
     return rows[order]
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """A softmax per channel over the rows of a window, its weighted sum, and its weights and rows if they are saved."""
+    """Computes a softmax per channel over the rows of a window, the weighted sum, and optionally weights and rows."""
     D, shape = args["cmpKv"].shape[-1], args["cmpKv"].shape
     count, every = shape[:-1].numel(), args["coff"] * args["cmpRatio"]
     out, score, saved = (
@@ -189,7 +189,7 @@ def grad_base(**over: Any) -> Args:
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """softmaxScore and kv as numbers that sum to 1 in every channel, and rows."""
+    """Sets softmaxScore to random numbers that sum to 1 in every channel, and kv to random rows."""
     if args["softmaxScore"] is not None and "softmaxScore" not in changed:
         args["softmaxScore"] = draw(*args["softmaxScore"].shape).softmax(-2)
     if args["kv"] is not None and "kv" not in changed:

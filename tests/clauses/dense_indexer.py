@@ -1,5 +1,5 @@
-"""The pages of aclnnDenseLightningIndexerKLLossGrad and aclnnDenseLightningIndexerSoftmaxLseV2, clause by clause: by
-those of the loss over lists.
+"""Tables of the pages of aclnnDenseLightningIndexerKLLossGrad and aclnnDenseLightningIndexerSoftmaxLseV2, derived from
+the table of the loss over lists.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ NAMES = {"q": "queryIndex", "k": "keyIndex", "w": "weight"}
 
 @wraps(lists.base)
 def base(**over: Any) -> Args:
-    """The loss against a target for every key; packed, for one more than the longest sequence has."""
+    """Makes a legal call of the loss with a target for every key; packed targets have one column more than needed."""
     args = lists.base(**over)
     q, k = args["q"], args["k"]
     packed = q.dim() == 3
@@ -52,20 +52,20 @@ def base(**over: Any) -> Args:
 
 @wraps(lists.base)
 def lse_base(**over: Any) -> Args:
-    """The statistics of the same rows and keys."""
+    """Makes a legal call of the operator of statistics with the same rows and keys."""
     args = base(**over)
     args |= {new: args[name] for name, new in NAMES.items()}
     return filled(LSE, **{p.name: args[p.name] for p in LSE})
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """softmaxLse of the statistics' operator."""
+    """Sets softmaxLse to the result of the operator of statistics."""
     if "softmaxLse" not in changed:
         args["softmaxLse"] = lse(args)["softmaxLse"].value.float()
 
 
 def scores(args: Args) -> Iterator[tuple[int, slice, Near, Near]]:
-    """(row, its keys, q k^T by head, I) of every row that sees a key."""
+    """Yields (row, slice of its keys, q k^T by head, I) of every row that sees a key."""
     q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
     w = args["w"].flatten(0, -2)
     for _, row, key, visible in rows_of(args, ENDS, USED, RESIDUAL):
@@ -76,7 +76,7 @@ def scores(args: Args) -> Iterator[tuple[int, slice, Near, Near]]:
 
 
 def lse(args: Args) -> dict[str, Near]:
-    """log(sum(exp(I))) over the keys that a row sees; -inf where it sees none."""
+    """Computes log(sum(exp(I))) over the visible keys of a row; -inf without visible keys."""
     result = near(torch.full((args["w"].shape[:-1].numel(), 1), -torch.inf))
     for row, _, _, score in scores(args):
         _, top, total = softmax(score, torch.ones_like(score.value, dtype=torch.bool))
@@ -85,7 +85,7 @@ def lse(args: Args) -> dict[str, Near]:
 
 
 def lse_formula(args: Args) -> dict[str, Near]:
-    """The same by the page's names."""
+    """Computes lse() of arguments with the names of this page."""
     return lse(args | {name: args[new] for name, new in NAMES.items()})
 
 
@@ -108,12 +108,12 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def shared(check: Check) -> bool:
-    """False for what is about lists."""
+    """Returns False for checks of lists, which the dense loss does not have."""
     return not {"sparseIndices", "K", "mass"} & {*check.over, *check.names}
 
 
 def of_statistics(check: Check) -> bool:
-    """False for what only the gradients' page has."""
+    """Returns False for checks of parameters that only the gradient has."""
     return not {"attnSoftmaxL1Norm", "dq", "dk", "dw", "softmaxOut"} & {*check.over, *check.names}
 
 

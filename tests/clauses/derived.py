@@ -1,4 +1,4 @@
-"""Clauses that follow from the names of an operator's parameters, or from another page."""
+"""Statements that are generated from parameter names, or copied from another page."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from clauses.values import deeper, fractal, gapped, to
 
 
 def of_page(clauses: Clauses, names: Mapping[str, str], holds: Callable[[Check], bool]) -> Clauses:
-    """The clauses of another page, without checks that do not hold here; names: parameters as this page spells them."""
+    """Returns the statements of another page with the checks that hold here; names: names there -> names here."""
 
     def renamed(check: Check) -> Check:
         over = {names.get(name, name): value for name, value in check.over.items()}
@@ -26,13 +26,13 @@ def of_parameters(
     needed: str, rows: str, singles: str = "", integers: str = "", bad: Mapping[str, Sequence[object]] | None = None,
     outputs: str = "", workspace: bool = True, repeats: bool = True,
 ) -> Clauses:  # fmt: skip
-    """The clauses of what any page says of its parameters.
+    """Returns statements that every page makes about its parameters.
 
     Args:
-        needed: tensors without which a call is refused. rows: those of the call's dtype. singles: those of FLOAT32.
-        integers: tensors of integers. outputs: those among needed tensors, which may have gaps.
-        bad: attributes, and values that they do not take. workspace: a call needs one.
-        repeats: two threads give the same bits, which torch's own products do not on every processor.
+        needed: required tensors. rows: tensors with the call's dtype. singles: tensors of FLOAT32.
+        integers: integer tensors. outputs: the outputs among needed tensors, which may have gaps.
+        bad: invalid values by attribute. workspace: a call needs a workspace.
+        repeats: two threads give the same bits; torch's matrix products do not on every processor.
     """
 
     def each(names: str, *dtypes: torch.dtype) -> Iterator[Check]:

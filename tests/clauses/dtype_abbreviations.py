@@ -1,4 +1,4 @@
-"""torch's dtypes in the few letters that a table has room for."""
+"""Short names of torch's dtypes for the tables."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Numbers that know how far from them a right result may lie: a page's formula written with them brings its own bound.
+"""Numbers with error bounds: a formula that is computed with them also gives the allowed error of its result.
 
-Inputs are exact. Every operation adds what float32 may lose in it (a sum of n terms: n roundings, in any order) and
-carries on what its operands may be off; rounded() adds one rounding to a storage dtype. First order in the errors,
-which are small; nothing is measured or tuned.
+Inputs are exact. Every operation adds the largest rounding error of float32 (a sum of n terms: n roundings, in any
+order) and propagates the errors of its operands; rounded() adds one rounding to a storage dtype. Products of errors
+are neglected, because errors are small; no bound is measured or tuned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TINY = torch.finfo(torch.float32).tiny  # Smaller ones may be flushed to zero.
 
 @dataclass(frozen=True)
 class Near:
-    """A float64 value and its slack: |right result - value| <= slack, element by element."""
+    """A float64 value with its allowed error: |result - value| <= slack, element by element."""
 
     value: torch.Tensor
     slack: torch.Tensor
@@ -53,7 +53,7 @@ class Near:
         return Near(self.value[at], self.slack[at])  # type: ignore[index]
 
     def prepare(self, where: slice, addend: Near) -> None:
-        """Writes rows, in the shape that they have here."""
+        """Assigns rows, reshaped to the shape of the target."""
         shape = self.value[where].shape
         self.value[where], self.slack[where] = addend.value.reshape(shape), addend.slack.reshape(shape)
 
@@ -86,24 +86,24 @@ class Near:
         return Near(self.value.relu(), torch.where(self.value > -self.slack, self.slack, 0))
 
     def step(self) -> Near:
-        """1 where it is positive, 0 elsewhere; either where it may be both."""
+        """Returns 1 for positive elements, else 0; the slack is 1 where the sign is uncertain."""
         return Near((self.value > 0).double(), (self.value.abs() <= self.slack).double())
 
     def reshape(self, shape: tuple[int, ...]) -> Near:
         return Near(self.value.reshape(shape), self.slack.reshape(shape))
 
     def only(self, where: torch.Tensor, otherwise: float) -> Near:
-        """Its elements where a mask is True, an exact number elsewhere."""
+        """Returns elements where the mask is True, and the exact number `otherwise` elsewhere."""
         return Near(torch.where(where, self.value, otherwise), torch.where(where, self.slack, 0))
 
     def rounded(self, dtype: torch.dtype) -> Near:
-        """After one rounding to a dtype, or half a step between its smallest numbers."""
+        """Adds the error of one rounding to a dtype, including subnormal numbers."""
         info = torch.finfo(dtype)
         return Near(self.value, self.slack + info.eps / 2 * (self.value.abs() + self.slack) + info.tiny * info.eps)
 
 
 def near(x: Near | torch.Tensor | float) -> Near:
-    """An exact number."""
+    """Converts an exact value to Near."""
     if isinstance(x, Near):
         return x
     value = torch.as_tensor(x).double()
@@ -111,7 +111,7 @@ def near(x: Near | torch.Tensor | float) -> Near:
 
 
 def softmax(scores: Near, visible: torch.Tensor) -> tuple[Near, Near, Near]:
-    """(probabilities, maximum, sum of exp(score - maximum)) of the last axis over seen keys; a row must see one."""
+    """Returns (probabilities, maximum, sum of exp(score - maximum)) over visible keys; each row must see a key."""
     top = scores.only(visible, float("-inf")).max(-1)
     weights = (scores.only(visible, 0) - near(top.value)).exp().only(visible, 0)  # Any number in its place cancels.
     total = weights.sum(-1)
@@ -120,10 +120,8 @@ def softmax(scores: Near, visible: torch.Tensor) -> tuple[Near, Near, Near]:
 
 
 def cat(parts: list[Near], dim: int = 0) -> Near:
-    """torch.cat."""
     return Near(torch.cat([p.value for p in parts], dim), torch.cat([p.slack for p in parts], dim))
 
 
 def stack(parts: list[Near]) -> Near:
-    """torch.stack."""
     return Near(torch.stack([p.value for p in parts]), torch.stack([p.slack for p in parts]))

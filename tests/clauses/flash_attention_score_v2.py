@@ -1,4 +1,4 @@
-"""The page of aclnnFlashAttentionScoreV2, clause by clause: the edition for Atlas A2 that ends with a REG_OP."""
+"""Table of the page of aclnnFlashAttentionScoreV2: the edition for Atlas A2 that ends with a REG_OP."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def base(
     Dv: int = 0,
     dtype: torch.dtype = H,
 ) -> Args:
-    """Attention of padded batches; Dv 0 is D."""
+    """Makes a legal call of padded batches; Dv = 0 means Dv = D."""
     query = prepared(draw(B, N, S1, D, d=dtype), layout)
     return filled(
         PROTOTYPE,
@@ -75,7 +75,7 @@ def base(
 
 
 def _visible(args: Args, batch: int, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, 1, rows, keys] of the band, [B or 1, N or 1, rows, keys] of the mask)."""
+    """Returns visibility by the band [B, 1, rows, keys] and by the mask [B or 1, N or 1, rows, keys]."""
     mask, mode = given(args["attenMaskOptional"]), args["sparseModeOptional"]
     everything = torch.ones(1, 1, rows, keys, dtype=torch.bool)
     if mask is None:
@@ -90,13 +90,13 @@ def _visible(args: Args, batch: int, rows: int, keys: int) -> tuple[torch.Tensor
 
 
 def _bias(args: Args, rows: int, keys: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(bias [B or 1, N, rows or 1, keys] or slopes [B or 1, N], distances)."""
+    """Returns (bias [B or 1, N, rows or 1, keys] or slopes [B or 1, N], distances [rows, keys])."""
     i, j = grid(rows, keys)
     starts = [(args[name] or [0])[0] for name in ("qStartIdxOptional", "kvStartIdxOptional")]
     distance = (j + starts[1]) - (i + starts[0])
     bias = given(args["realShiftOptional"])
     if bias is not None and args["pseTypeOptional"] in (0, 1) and bias.shape[-2] == 1024 and rows > 1024:
-        # The last 1024 rows of a bias that depends on row - key: its last row holds every one that is seen.
+        # A bias of 1024 rows depends on row - key: its last row has the values of all distances that a row sees.
         bias = tabled(torch.nn.functional.pad(bias[..., -1, :].flip(-1), (keys - 1, 0)), rows, keys)
     return bias, distance
 
@@ -121,7 +121,7 @@ def formula(args: Args) -> dict[str, Near]:
     some, full = visible.any(-1, keepdim=True), (batch, heads, rows, 8)
     weights, top, total = softmax(scores, visible | ~some)
     zeros = args["innerPreciseOptional"] == 2 or not bool(window.any(-1).all())
-    # A row without keys: zeros, or the mean of all values.
+    # Rows without keys return zeros, or the mean of all values.
     mean = near(torch.tensor(0.0 if zeros else 1 / keys))
     weights = Near(torch.where(some, weights.value, mean.value), torch.where(some, weights.slack, 0))
     drop = given(args["dropMaskOptional"])
@@ -150,33 +150,31 @@ OPTIONAL = {
 }
 MASKS = ((2, 4, 5, 7), (2, 1, 5, 7), (1, 1, 5, 7), (5, 7))
 SQUARE = {"S1": 6, "S2": 6}
-# Queries, keys: fewer, more, as many.
+# Query length less than, greater than and equal to the key length.
 SIDES = ({}, {"S1": 7, "S2": 5}, SQUARE)
 
 
 def triangle(old: object) -> torch.Tensor:
-    """The compressed mask of modes 2, 3 and 4."""
     return TRIANGLE
 
 
 def prefix_triangle(old: object) -> torch.Tensor:
-    """The compressed mask of mode 6."""
     return PREFIX_TRIANGLE
 
 
 def mode(number: int, **over: Any) -> dict[str, Any]:
-    """A sparse mode with the mask that it needs."""
+    """Returns changes for a sparse mode and the mask that it needs."""
     mask = {0: hiding(2, 1, 5, 7), 1: hiding(2, 1, 5, 7), 6: prefix_triangle}.get(number, triangle)
     return {"sparseModeOptional": number, "attenMaskOptional": mask} | over
 
 
 def full(*shape: int, number: int = 1, **over: Any) -> dict[str, Any]:
-    """A mode with a full mask of a shape."""
+    """Returns changes for a mode with a full mask of the given shape."""
     return mode(number, attenMaskOptional=hiding(*shape), **over)
 
 
 def prefixed(rows: int, keys: int, prefix: list[int], number: int = 6, **over: Any) -> dict[str, Any]:
-    """Modes 5 and 6; of 5 the mask that the prefix stands for."""
+    """Returns changes for mode 5 or 6 with prefixes; in mode 5 with the corresponding full mask."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     masks = torch.stack([(j > i + keys - rows) & (j >= n) for n in prefix])[:, None]
     mask = {"attenMaskOptional": lambda old: masks} if number == 5 else {}
@@ -184,17 +182,17 @@ def prefixed(rows: int, keys: int, prefix: list[int], number: int = 6, **over: A
 
 
 def shift(*shape: int, d: torch.dtype = H, kind: int = 1, **over: Any) -> Check:
-    """A bias."""
+    """Makes a check with a random bias of the given shape."""
     return computes(realShiftOptional=drawn(*shape, d=d), pseTypeOptional=kind, **over)
 
 
 def slopes(*shape: int, kind: int, **over: Any) -> Check:
-    """Slopes of a bias that is computed."""
+    """Makes a check with random slopes, from which the operator computes the bias."""
     return computes(realShiftOptional=lambda old: draw(*shape).abs(), pseTypeOptional=kind, **SQUARE | over)
 
 
 def alibi(batch: int, rows: int, keys: int, **over: Any) -> dict[str, Any]:
-    """The last 1024 rows of a bias that depends on row - key."""
+    """Returns changes for the last 1024 rows of a bias that depends on row - key."""
 
     def last(old: object) -> torch.Tensor:
         return tabled(draw(batch, 1, rows + keys, d=H), rows, keys)[:, :, -1024:].contiguous()
@@ -203,7 +201,7 @@ def alibi(batch: int, rows: int, keys: int, **over: Any) -> dict[str, Any]:
 
 
 def dropping(keep_prob: float, **over: Any) -> Check:
-    """Dropout of about a share of the scores."""
+    """Makes a check of dropout with random bits."""
     bytes_ = 64
 
     def drawn_bits(old: object) -> torch.Tensor:
@@ -257,7 +255,7 @@ CLAUSES = {
             dropMaskOptional=lambda old: fractal(zeros(40, d=U8)(old)),
         ),
     ],
-    # ---------------------------------------------------------------------------------------------- what must be there
+    # ---------------------------------------------------------------------------------------------- required arguments
     "Required tensors, outputs and inputLayout are not null.": [
         *(refuses(NULL, name, **{name: None}) for name in (*REQUIRED, "inputLayout")),
     ],

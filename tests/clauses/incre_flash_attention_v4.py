@@ -1,4 +1,4 @@
-"""The page of aclnnIncreFlashAttentionV4, clause by clause, for Atlas A2: inference cards take less."""
+"""Table of the page of aclnnIncreFlashAttentionV4 for Atlas A2; inference cards support less."""
 
 import torch
 
@@ -17,24 +17,24 @@ DTYPES = {"attenMask": BOOL, "blocktable": I32, "kvPaddingSize": I64, "pseShift"
     ("antiquantScale", "antiquantOffset"), H
 )
 PAGES = (*({"layout": layout, "pages": "BSH"} for layout in LAYOUTS), {"layout": "BNSD", "pages": "BNSD"})
-# antiquantScale and antiquantOffset, of 2 key heads of 16 elements.
+# Shapes of antiquantScale and antiquantOffset for 2 key heads of 16 elements.
 CHANNELS = ((2,), (2, 32), (2, 2, 16), (2, 2, 1, 16))
-# quantScale2 and quantOffset2, of 4 query heads of 16 elements.
+# Shapes of quantScale2 and quantOffset2 for 4 query heads of 16 elements.
 OUT_CHANNELS = ((1,), (64,), (1, 1, 64), (1, 4, 1, 16), (4, 16), (1, 1, 4, 16))
 
 
 def masked(*shape: int, d: torch.dtype) -> Check:
-    """A mask that hides every third token."""
+    """Makes a check with a mask that hides every third token."""
     return computes(attenMask=lambda old: (torch.arange(shape[-1]) % 3 == 1).expand(shape).contiguous().to(d))
 
 
 def narrow(layout: str = "BNSD", **over: object) -> dict[str, object]:
-    """int8 output."""
+    """Returns changes for int8 output."""
     return {"layout": layout, "attentionOut": to(I8), "quantScale2": zeros(1), **over}
 
 
 def scales(name: str) -> dict[str, object]:
-    """64 numbers with gaps between them, and their like without."""
+    """Returns changes that pass scales or offsets with gaps; the scales that an offset needs have no gaps."""
     like = {"antiquantOffset": "antiquantScale", "quantOffset2": "quantScale2"}.get(name)
     shape, d = ((64,), F32) if "2" in name else ((2, 32), H)
     beside = {like: drawn(*shape, d=d)} if like else {}
@@ -42,7 +42,7 @@ def scales(name: str) -> dict[str, object]:
 
 
 def scale(*shape: int, d: torch.dtype = F32) -> object:
-    """Positive scales, one of which saturates."""
+    """Returns positive scales, one of which is large enough to saturate int8."""
     return lambda old: (torch.arange(int(torch.Size(shape).numel())) * 8 + 5.0).reshape(shape).to(d)
 
 
@@ -301,7 +301,7 @@ CLAUSES = {
         forbids("key", page=16, B=1, N=256, N2=256, D=512, tokens=(16,)),
         computes(page=16, B=1, N=256, N2=256, D=512, tokens=(16,), pages="BNSD"),
     ],
-    # ---------------------------------------------------------------------------------------------------- the rest
+    # -------------------------------------------------------------------------------------------- other statements
     "Tensors are contiguous.": [
         *(forbids(name, **{name: gapped}) for name in ("query", "attentionOut")),
         *(forbids(f"{name} query", **{name: gapped}) for name in ("key", "value")),

@@ -39,13 +39,13 @@ def base(
     tokens: Sequence[int] = (20, 32),
     listed: Sequence[int] = (),
 ) -> Args:
-    """One query token per item over a cache.
+    """Makes a legal call with one query token per sequence and a cache.
 
     Args:
         cache: dtype of keys and values: I8, with scales per tensor, or the query's.
         page: slots of a page; pages: "BSH" (blocknum, blocksize, H) or "BNSD" (blocknum, KV_N, blocksize, D);
-            tokens: of every item in pages.
-        listed: S of every item, where keys are a list of tensors.
+            tokens: length of each sequence in pages.
+        listed: lengths of the sequences, if keys are a list of tensors.
     """
 
     def rows(n: int, s: int, heads: int, order: str, d: torch.dtype) -> torch.Tensor:
@@ -82,7 +82,7 @@ def base(
 
 
 def _cache(args: Args, which: str, heads: int) -> torch.Tensor:
-    """[B, N, slots, D] as stored: pages in the order of the table, shorter items of a list padded."""
+    """Returns stored numbers [B, N, slots, D]: pages in the order of the table, or a list padded to equal length."""
     tensors, table = args[which], args["blocktable"]
     if table is not None and table.numel():
         (pool,) = tensors
@@ -94,7 +94,7 @@ def _cache(args: Args, which: str, heads: int) -> torch.Tensor:
 
 
 def _window(args: Args, items: int, slots: int) -> torch.Tensor:
-    """[B, 1, 1, slots]: the tokens of every item."""
+    """Returns bool [B, 1, 1, slots], True for the tokens of every sequence."""
     given, listed, pad = args["actualSeqLengths"], len(args["key"]) > 1, args["kvPaddingSize"]
     layout = args["inputLayout"]
     capacities = [heads_first(t, layout, 1 if t.dim() == 3 else 0).shape[2] for t in args["key"]] if listed else [slots]
@@ -110,7 +110,7 @@ def _window(args: Args, items: int, slots: int) -> torch.Tensor:
 
 
 def _stored(args: Args, which: int, heads: int) -> Near:
-    """Keys (0) or values (1): (stored + antiquantOffset) * antiquantScale."""
+    """Returns dequantised keys (0) or values (1): (stored + antiquantOffset) * antiquantScale."""
     rows = near(_cache(args, ("key", "value")[which], heads))
     for name, apply in (("antiquantOffset", Near.__add__), ("antiquantScale", Near.__mul__)):
         number = args[name]
@@ -121,7 +121,7 @@ def _stored(args: Args, which: int, heads: int) -> Near:
 
 
 def _sixteen(x: Near) -> Near:
-    """A row held as 16-bit integers of its largest element's step, which is how it meets an int8 cache."""
+    """Adds the error of rounding a row to 16-bit integers, which programs may do before products with an int8 cache."""
     return Near(x.value, x.slack + 2.0**-15 * x.value.abs().amax(-1, keepdim=True))
 
 
@@ -155,7 +155,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def _integers(args: Args, out: Near) -> Near:
-    """round(out * quantScale2 + quantOffset2), saturated."""
+    """Computes round(out * quantScale2 + quantOffset2), saturated to int8."""
     heads = out.value.shape[1]
     for name, apply in (("quantScale2", Near.__mul__), ("quantOffset2", Near.__add__)):
         number = args[name]

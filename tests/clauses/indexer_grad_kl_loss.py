@@ -1,4 +1,4 @@
-"""The page of aclnnSparseLightningIndexerGradKLLoss, clause by clause: the edition of 16-bit weights."""
+"""Table of the page of aclnnSparseLightningIndexerGradKLLoss: the edition with 16-bit weights."""
 
 from collections.abc import Sequence
 
@@ -39,13 +39,13 @@ def base(
     peak: float = 0.02,
     tokens: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Args:
-    """The loss of an indexer over selected keys.
+    """Makes a legal call of the indexer's loss over selected keys.
 
     Args:
         axes: "TND" or "BSND".
-        q, kv: inclusive ends of sequences; BSND: the first is S of each of len(q) items, which tokens may shorten.
-        count: keys that every row selects at most; K: entries of a list.
-        peak: of the indexer's weights, on which depends how peaked its distribution is.
+        q, kv: inclusive ends of sequences; BSND: q[0] and kv[0] are S of all len(q) sequences, tokens their lengths.
+        count: maximum number of keys that a row selects; K: entries of a list.
+        peak: factor of the indexer's weights; a larger one makes its distribution more peaked.
     """
     items, t1, t2, lengths = sequences_of(axes, q, kv, tokens)
 
@@ -84,12 +84,12 @@ def base(
 
 
 def sequences(args: Args) -> list[tuple[Item, torch.Tensor]]:
-    """Every sequence with rows and keys, and [rows, keys]: what its rows selected."""
+    """Returns every sequence with rows and keys, and bool [rows, keys]: the keys that its rows selected."""
     return [(item, selected(args, item, 3, 1)) for item in items_of(args, *LENGTHS) if item.rows and item.keys]
 
 
 def scores_of(args: Args, item: Item) -> Near:
-    """[rows, N1, keys]: scaleValue Q K^T of the attention, rope included."""
+    """Returns the scores of attention [rows, N1, keys]: scaleValue Q K^T, with rope parts."""
     ropes = (("query", "queryRope"), ("key", "keyRope"))
     query, key = (flat(torch.cat([args[x] for x in pair if args[x] is not None], -1)) for pair in ropes)
     keys = near(key[item.key : item.key + item.keys, 0])
@@ -97,7 +97,7 @@ def scores_of(args: Args, item: Item) -> Near:
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """softmaxMax and softmaxSum of the attention over the selected keys."""
+    """Sets softmaxMax and softmaxSum to statistics of attention to the selected keys."""
     heads = args["query"].shape[-2]
     for name, which in (("softmaxMax", 1), ("softmaxSum", 2)):
         if name in changed:
@@ -116,7 +116,7 @@ def formula(args: Args) -> dict[str, Near]:
     heads, dtype = args["query"].shape[-2], args["query"].dtype
     d_q, d_k, d_w = (near(torch.zeros(t.shape)) for t in (q, k, w))
     loss = near(torch.zeros(1, 1))
-    # The rows' own axis first, which is the second or third one.
+    # Move the axis of rows to the front; it is the second or the third axis of the statistics.
     statistics = [args[name].squeeze(-3).flatten(0, -2) for name in ("softmaxMax", "softmaxSum")]
     for item, visible in sequences(args):
         rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
@@ -143,7 +143,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def wide_of(visible: torch.Tensor, heads: int) -> torch.Tensor:
-    """[rows, heads, keys]."""
+    """Expands [rows, keys] to [rows, heads, keys]."""
     return visible[:, None].expand(-1, heads, -1)
 
 
@@ -189,7 +189,7 @@ CLAUSES = {
     "Tensors are ND.": [
         *(refuses(INVALID, name, **{name: fractal}) for name in (*REQUIRED, "queryRope", "keyRope")),
     ],
-    # ---------------------------------------------------------------------------------------------- what must be there
+    # ---------------------------------------------------------------------------------------------- required arguments
     "Required tensors and outputs are not null.": [
         *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
         *(refuses(NULL, name, **{name: None}, **BSND) for name in ("key", "weights", "loss")),

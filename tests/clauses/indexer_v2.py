@@ -1,4 +1,4 @@
-"""The page of aclnnLightningIndexerV2, clause by clause."""
+"""Table of the page of aclnnLightningIndexerV2."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def base(
     topk: int = 3, ratio: int = 4, residual: Sequence[int] = (1, 0), mode: int = 3, dtype: torch.dtype = H,
     values: bool = False,
 ) -> Args:  # fmt: skip
-    """A choice of keys; rows, keys, ratio, residual, mode: as of the loss against a target."""
+    """Makes a legal call; rows, keys, ratio, residual, mode: as in sparse_lightning_indexer_kl_loss_grad.py."""
     packed, total = layout == "TND", sum(rows)
 
     def shaped(t: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def base(
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """The keys of the largest sums of w * max(0, q k), in their order, and these sums."""
+    """Computes the keys with the largest sums of w * max(0, q k), in descending order, and the sums."""
     q, k = (args[name] if args[name].dim() == 3 else args[name].flatten(0, 1) for name in ("q", "k"))
     w, topk, offset = args["w"].flatten(0, -2), args["topk"], args["outputIdxOffset"]
     indices, values = torch.full((len(q), topk), -1), near(torch.full((len(q), topk), -torch.inf))

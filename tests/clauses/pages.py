@@ -1,4 +1,4 @@
-"""The pages of CANN that are tables here."""
+"""Lists the tables of all pages."""
 
 from clauses import (
     block_sparse_attention,

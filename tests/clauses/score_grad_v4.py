@@ -1,4 +1,4 @@
-"""The page of aclnnFlashAttentionScoreGradV4, clause by clause: packed rows by those of UnpaddingScoreGradV3."""
+"""Table of the page of aclnnFlashAttentionScoreGradV4; checks of packed rows come from UnpaddingScoreGradV3."""
 
 from functools import wraps
 from typing import Any
@@ -41,15 +41,15 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """The forward's results."""
+    """Sets the inputs that are results of the forward operator."""
     given = of_v3(args)
     v3.finish(given, frozenset(name for name, new in NAMES.items() if new in changed))
     args.update({NAMES[name]: value for name, value in given.items()})
 
 
 def holds(check: Check) -> bool:
-    """False for what is about rope parts, which are beside 128 elements here, or about what V4 takes: wide rows, no
-    mask, padded rows; pseType 0 is for a bias."""
+    """Returns False for checks that do not apply to V4: rope parts (V4 needs 128 other elements), calls that V4 accepts
+    (rows of more than 512 elements, no mask, padded rows), and pseType 0, which needs a bias."""
     named, over = {*check.over, *check.names}, check.over
     taken = ({*over} == {"attenMaskOptional"} and NULL in check.codes) or over.get("inputLayout") in ("BSH", "SBH")
     rope = any("rope" in name.lower() or name == "Dr" for name in named)

@@ -1,4 +1,4 @@
-"""The page of aclnnFlashAttentionScoreV4, clause by clause: what V2's page says too, by the clauses of V2."""
+"""Table of the page of aclnnFlashAttentionScoreV4; checks of statements that are also on V2's page come from V2."""
 
 from functools import wraps
 from typing import Any
@@ -27,7 +27,7 @@ PROTOTYPE = prototype("""
 
 
 def renamed(name: str) -> str:
-    """A parameter of V2 as V4 spells it."""
+    """Returns the name in V4 of a parameter of V2."""
     return name.removesuffix("Optional") if name.endswith("Optional") else name.removesuffix("Out") or name
 
 
@@ -41,7 +41,7 @@ def base(**over: Any) -> Args:
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """V2's, of rows and their rope parts end to end."""
+    """Computes the formula of V2 for rows with their rope parts appended."""
     of_v2 = {name: args[new] for name, new in NAMES.items()}
     for name, rope in (("query", "queryRope"), ("key", "keyRope")):
         if args[rope] is not None:
@@ -50,7 +50,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def holds(check: Check) -> bool:
-    """False for what V2 refuses and V4 takes: packed rows, values of other elements, wide rows, drawn dropout."""
+    """Returns False for calls that only V2 refuses: packed rows, Dv unlike D, D > 512, dropout drawn from a seed."""
     over = check.over
     at_random = {*over} == {"keepProbOptional"} and over["keepProbOptional"] == 0.5
     taken = over.get("inputLayout") == "TND" or "Dv" in over or over.get("D", 0) > 512 or at_random

@@ -1,4 +1,4 @@
-"""Lists of selected keys, sequences, and what a row sees: two pages share these."""
+"""Helpers of two pages: lists of selected keys, sequences, and visible keys of a row."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from clauses.values import GENERATOR
 
 
 class Item(NamedTuple):
-    """A sequence's rows and keys: where they begin in T1 and T2, and how many they are."""
+    """Rows and keys of a sequence: first row in T1, number of rows, first key in T2, number of keys."""
 
     row: int
     rows: int
@@ -20,7 +20,7 @@ class Item(NamedTuple):
 
 
 def packed(q_ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[Item]:
-    """The sequences of inclusive ends."""
+    """Yields the sequences with these inclusive ends."""
     row = key = 0
     for q, k in zip(q_ends, kv_ends, strict=True):
         yield Item(row, q - row, key, k - key)
@@ -30,7 +30,7 @@ def packed(q_ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[Item]:
 def sequences_of(
     layout: str, q: Sequence[int], kv: Sequence[int], tokens: tuple[Sequence[int], Sequence[int]] | None
 ) -> tuple[list[Item], int, int, tuple[list[int], list[int]]]:
-    """(sequences, rows of all, keys of all, lengths as a call gives them); BSND: of len(q) items, perhaps not full."""
+    """Returns (sequences, T1, T2, lengths as arguments); BSND: len(q) padded sequences with lengths `tokens`."""
     if layout == "TND":
         return list(packed(q, kv)), q[-1], kv[-1], (list(q), list(kv))
     rows, keys = tokens or ([q[0]] * len(q), [kv[0]] * len(q))
@@ -39,12 +39,12 @@ def sequences_of(
 
 
 def visible(item: Item, row: int, mode: int) -> int:
-    """How many keys a row may see: all of them, or up to the diagonal through the lower right corner."""
+    """Returns the number of keys that a row may see: all, or up to the diagonal through the lower right corner."""
     return item.keys if mode == 0 else min(max(item.keys - item.rows + row + 1, 0), item.keys)
 
 
 def lists(items: Sequence[Item], rows: int, mode: int, block: int, count: int) -> torch.Tensor:
-    """[rows, 1, 2048]: for every row up to count blocks of those it sees, in no order, then -1."""
+    """Returns [rows, 1, 2048]: for every row up to `count` visible blocks in random order, then -1."""
     result = torch.full((rows, 1, 2048), -1, dtype=I32)
     for item in items:
         for row in range(item.rows):
@@ -55,12 +55,12 @@ def lists(items: Sequence[Item], rows: int, mode: int, block: int, count: int) -
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
-    """Rows [T, N, D] of either layout."""
+    """Returns rows [T, N, D] of a tensor in BSND or TND."""
     return t if t.dim() == 3 else t.flatten(0, 1)
 
 
 def items_of(args: Args, query: str, key: str) -> list[Item]:
-    """The sequences of a call, from its shapes and its lengths."""
+    """Returns the sequences of a call by its shapes and lengths."""
     given = [args[name].tolist() if isinstance(args[name], torch.Tensor) else args[name] for name in (query, key)]
     if args["query"].dim() == 3:
         return list(packed(*given))
@@ -70,7 +70,7 @@ def items_of(args: Args, query: str, key: str) -> list[Item]:
 
 
 def selected(args: Args, item: Item, mode: int, block: int) -> torch.Tensor:
-    """[rows, keys]: whether a row's list names the block that a key lies in, and the row sees that key."""
+    """Returns bool [rows, keys]: True if a row sees a key and its list contains the key's block."""
     visible_pairs = torch.zeros(item.rows, item.keys, dtype=torch.bool)
     indices = flat(args["sparseIndices"])
     for row in range(item.rows):

@@ -1,4 +1,4 @@
-"""The page of aclnnSparseFlashMlaSoftmaxL1Norm, clause by clause."""
+"""Table of the page of aclnnSparseFlashMlaSoftmaxL1Norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +28,11 @@ def base(
     K: int = 8, ratio: int = 4, residual: Sequence[int] = (1, 0), mode: int = 3, dtype: torch.dtype = H,
     chosen: bool = True,
 ) -> Args:  # fmt: skip
-    """Probabilities of a call whose softmax has more keys than these.
+    """Makes a legal call; its log-sum-exp includes more keys than the call has.
 
     Args:
-        rows, keys, ratio, residual, mode: as of the loss against a target. K: entries of a list.
-        chosen: there are lists.
+        rows, keys, ratio, residual, mode: as in sparse_lightning_indexer_kl_loss_grad.py. K: entries of a list.
+        chosen: pass lists.
     """
     packed, total, columns = layout == "TND", sum(rows), K if chosen else max(keys) + 1
 
@@ -60,7 +60,7 @@ def base(
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """The mean over heads of exp(scale q k - lse), in the columns of keys that a row reads."""
+    """Computes the mean over heads of exp(scale q k - lse), in the columns of keys that a row reads."""
     q, k = (args[name] if args[name].dim() == 3 else args[name].flatten(0, 1) for name in ("q", "k"))
     lse, columns = args["softmaxLse"].reshape(len(q), -1), args["out"].shape[-1]
     out = near(torch.zeros(len(q), columns))

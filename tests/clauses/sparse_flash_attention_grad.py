@@ -1,4 +1,4 @@
-"""The page of aclnnSparseFlashAttentionGrad, clause by clause: the edition whose lists have 2048 entries."""
+"""Table of the page of aclnnSparseFlashAttentionGrad: the edition with lists of 2048 entries."""
 
 from collections.abc import Sequence
 
@@ -39,12 +39,12 @@ def base(
     lengths: bool = True,
     tokens: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Args:
-    """The gradient of attention to selected keys.
+    """Makes a legal call of the gradient of attention to selected keys.
 
     Args:
-        q, kv: inclusive ends of TND's sequences; BSND: the first is S of each of len(q) items.
-        count: blocks that every row selects at most.
-        lengths: whether they are given; tokens: of the items of BSND, where these are not full.
+        q, kv: inclusive ends of sequences in TND; BSND: q[0] and kv[0] are S of all len(q) sequences.
+        count: maximum number of blocks that a row selects.
+        lengths: pass the lengths; tokens: lengths of sequences in BSND, if shorter than S.
     """
     items, t1, t2, given = sequences_of(layout, q, kv, tokens)
 
@@ -87,25 +87,25 @@ def base(
 
 
 def joined(args: Args, argument: str, rope: str) -> torch.Tensor:
-    """Rows with their rope part."""
+    """Returns rows [T, N, D + Dr] with their rope part."""
     parts = [args[argument], args[rope]] if args[rope] is not None else [args[argument]]
     return flat(torch.cat(parts, -1))
 
 
 def scores_of(args: Args, item: Item, query: torch.Tensor, key: torch.Tensor) -> Near:
-    """[rows * N, keys]: scaleValue Q K^T of a sequence."""
+    """Returns the scores [rows * N, keys] of a sequence: scaleValue Q K^T."""
     rows = near(query[item.row : item.row + item.rows].flatten(0, 1))
     return (rows @ near(key[item.key : item.key + item.keys, 0]).T) * args["scaleValue"]
 
 
 def items_and_rows(args: Args) -> tuple[list[Item], torch.Tensor, torch.Tensor]:
-    """(sequences, query rows, key rows), rope included."""
+    """Returns (sequences, query rows, key rows), with rope parts."""
     query = joined(args, "query", "queryRopeOptional")
     return items_of(args, *LENGTHS), query, joined(args, "key", "keyRopeOptional")
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """out, softmaxMax and softmaxSum as the forward operator leaves them: zeros where nothing is seen."""
+    """Sets out, softmaxMax and softmaxSum to results of the forward operator; zeros for rows without keys."""
     items, query, key = items_and_rows(args)
     heads = args["query"].shape[-2]
     value, out = flat(args["value"]), torch.zeros_like(flat(args["query"]))
@@ -202,7 +202,7 @@ CLAUSES = {
             for name in (*REQUIRED, "queryRopeOptional", "keyRopeOptional", *ROPE_OUTPUTS, *LENGTHS)
         ),
     ],
-    # ---------------------------------------------------------------------------------------------- what must be there
+    # ---------------------------------------------------------------------------------------------- required arguments
     "Required tensors are not null, value and its gradient among them.": [
         *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
         refuses(NULL, "value", value=None, dValueOut=None),

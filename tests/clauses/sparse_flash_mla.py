@@ -1,4 +1,4 @@
-"""The page of aclnnSparseFlashMla, clause by clause: the forms that A2 and A3 have, and lists of keys."""
+"""Table of the page of aclnnSparseFlashMla: the forms of A2 and A3, and lists of keys."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -52,14 +52,14 @@ def base(
     window: tuple[int, int] = (5, 0),
     saves: bool = True,
 ) -> Args:
-    """Attention to a window and to compressed keys.
+    """Makes a legal call of attention to a window and to compressed keys.
 
     Args:
-        rows, tokens: of queries and of keys of every sequence; BSND: all alike.
-        kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list; "keys" that lists name,
-            without compressed ones, in mode 0.
-        mode, window: of the keys; window: before and behind a row, in mode 4.
-        saves: whether softmaxLseOut is asked for.
+        rows, tokens: number of queries and of keys of every sequence; BSND: equal numbers.
+        kind: "window", without compressed keys; "all" visible compressed keys; "chosen" by a list; "keys": lists of
+            uncompressed keys, in mode 0.
+        mode: mask mode of the uncompressed keys; window: keys before and after a row, in mode 4.
+        saves: request softmaxLseOut.
     """
     compressed = [n // ratio for n in tokens]
     lengths = (rows, tokens, compressed)
@@ -111,7 +111,7 @@ def base(
 def lists_of(
     rows: Sequence[int], tokens: Sequence[int], compressed: Sequence[int], ratio: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lists of compressed keys that rows see; lists of keys, and their lengths."""
+    """Returns lists of visible compressed keys, lists of keys, and the lengths of the latter."""
     total, chosen = sum(rows), torch.full((sum(rows), 1, ENTRIES), -1, dtype=I32)
     starts = list(accumulate(rows, initial=0))
     for b, count in enumerate(rows):
@@ -125,12 +125,12 @@ def lists_of(
 
 
 def bound(row: int, rows: int, tokens: int, compressed: int, ratio: int) -> int:
-    """How many compressed keys a row sees, of sequences whose keys are `tokens`."""
+    """Returns the number of compressed keys that a row sees in a sequence of `tokens` keys."""
     return min(max((tokens - rows + row + 1) // ratio, 0), compressed)
 
 
 def lengths_of(args: Args, side: int) -> list[tuple[int, int]]:
-    """(first row, rows) of every sequence on a side, in its tensor's rows end to end."""
+    """Returns (first row, number of rows) of every sequence of q, oriKv or cmpKv, with the batch axis flattened."""
     name, tensor = SIDES[side], args[("q", "oriKv", "cmpKv")[side]]
     used, ends = args[f"seqused{name}"], args[f"cuSeqlens{name}"]
     if tensor is None:
@@ -141,7 +141,7 @@ def lengths_of(args: Args, side: int) -> list[tuple[int, int]]:
 
 
 def window_of(args: Args, row: int, rows: int, keys: int) -> tuple[int, int]:
-    """[first, end) of the keys in a row's window."""
+    """Returns the first key of a row's window and the key after its end."""
     diagonal, far = keys - rows + row + 1, 1 << 30
     left, right = (far if args[name] < 0 else args[name] for name in ("oriWinLeft", "oriWinRight"))
     if args["oriMaskMode"] == 0:
@@ -154,7 +154,7 @@ Entry = tuple[int, int, int]
 
 
 def row_entries(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> list[Entry]:
-    """(source, row of its tensor, slot of its list) of all keys that a row of sequence b reads; source 0: oriKv."""
+    """Returns (source, row in its tensor, slot in its list) of each key that a row reads; source 0: oriKv, 1: cmpKv."""
     (start, rows), (key, keys) = sides[0][b], sides[1][b]
     if args["oriSparseIndices"] is not None:
         count = int(args["oriTopkLength"].flatten()[start + row])
@@ -176,13 +176,13 @@ def row_entries(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]
 
 
 def keys_of(args: Args, read: Sequence[Entry]) -> torch.Tensor:
-    """The rows of keys, [keys, D]."""
+    """Returns the key rows [keys, D] of entries."""
     sources = [flat(args["oriKv"]), args["cmpKv"] if args["cmpKv"] is None else flat(args["cmpKv"])]
     return torch.stack([sources[source][at, 0] for source, at, _ in read])
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """softmax over window, compressed keys and sink; a row without keys, and rows of no sequence, are 0."""
+    """Computes a softmax over window, compressed keys and sink; rows without keys, and unused rows, are 0."""
     query, dtype = flat(args["q"]), args["q"].dtype
     sides = [lengths_of(args, side) for side in range(3)]
     sink, zero = near(args["sinks"][:, None]), near(torch.zeros(query.shape[1:]))
@@ -212,7 +212,7 @@ ROWS = ("q", "oriKv", "cmpKv")
 
 
 def first_entry(value: int) -> object:
-    """A list whose first entries are one number."""
+    """Returns a change that sets the first entry of every list."""
     return lambda old: old.index_fill(-1, torch.tensor(0), value)
 
 
@@ -234,7 +234,7 @@ CLAUSES = {
         *(refuses(INVALID, name, **{name: to(d)}) for name in ("sinks", "softmaxLseOut") for d in (H, F64)),
     ],
     "Tensors are ND.": [*(refuses(INVALID, name, **{name: fractal}) for name in (*ROWS, "attnOut"))],
-    # ---------------------------------------------------------------------------------------------- what must be there
+    # ---------------------------------------------------------------------------------------------- required arguments
     "q, oriKv, attnOut and ends of packed sequences are required, and softmaxLseOut if it is asked for.": [
         *(refuses(NULL, name, **{name: None}) for name in ("q", "oriKv", "attnOut", "softmaxLseOut", *ENDS)),
         refuses(TILING, "sinks", sinks=None),

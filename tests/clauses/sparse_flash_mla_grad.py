@@ -1,4 +1,4 @@
-"""The page of aclnnSparseFlashMlaGrad, clause by clause."""
+"""Table of the page of aclnnSparseFlashMlaGrad."""
 
 from functools import wraps
 from typing import Any
@@ -48,7 +48,7 @@ def base(**over: Any) -> Args:
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """out and lse as the forward operator leaves them."""
+    """Sets out and lse to results of the forward operator."""
     of_forward = {"q": args["query"], "softmaxScale": args["scaleValue"], "returnSoftmaxLse": True}
     results = forward.formula({**args, **of_forward, "attnOut": args["out"], "softmaxLseOut": args["lse"]})
     for name, result in (("out", "attnOut"), ("lse", "softmaxLseOut")):

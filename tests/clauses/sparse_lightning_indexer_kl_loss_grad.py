@@ -1,4 +1,4 @@
-"""The page of aclnnSparseLightningIndexerKLLossGrad, clause by clause."""
+"""Table of the page of aclnnSparseLightningIndexerKLLossGrad."""
 
 from collections.abc import Sequence
 
@@ -35,13 +35,13 @@ def base(
     dtype: torch.dtype = H,
     mass: float = 0.6,
 ) -> Args:
-    """A loss over lists of up to three keys.
+    """Makes a legal call of the loss over lists of up to three keys.
 
     Args:
-        rows, keys: of every sequence; BSND: all alike.
+        rows, keys: number of rows and of keys of every sequence; BSND: equal numbers.
         K: entries of a list.
-        ratio, residual: tokens of a key, and those behind the last one; ratio 1 or mode 0: no residual.
-        mass: of every row's target over the entries of its list.
+        ratio: tokens per key; residual: tokens after the last full group, unless ratio is 1 or mode is 0.
+        mass: sum of every row's target over the entries of its list.
     """
     packed, total = layout == "TND", sum(rows)
 
@@ -72,7 +72,7 @@ def base(
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """y = softmax(I) over the entries that a row reads, dI = y * sum p - p, and the gradients from it."""
+    """y = softmax(I) over the entries that a row reads, dI = y * sum(p) - p, and the gradients from dI."""
     q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
     w, dtype = args["w"].flatten(0, -2), q.dtype
     lists, target = (args[name].flatten(0, -3)[:, 0] for name in ("sparseIndices", "attnSoftmaxL1Norm"))

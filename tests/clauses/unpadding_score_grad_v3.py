@@ -1,4 +1,4 @@
-"""The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause: the edition for Atlas A2 and A3."""
+"""Table of the page of aclnnFlashAttentionUnpaddingScoreGradV3: the edition for Atlas A2 and A3."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def base(
     dtype: torch.dtype = BF,
     rope: bool = True,
 ) -> Args:
-    """The gradient of packed attention; q, kv: inclusive ends; Dv 0 is D."""
+    """Makes a legal call; q, kv: inclusive ends of packed sequences; Dv = 0 means Dv = D."""
     t1, t2 = q[-1], kv[-1]
     query, key, value = draw(t1, N, D, d=dtype), draw(t2, N2, D, d=dtype), draw(t2, N2, Dv or D, d=dtype)
     query_rope, key_rope = (draw(t, n, Dr, d=dtype) if rope else None for t, n in ((t1, N), (t2, N2)))
@@ -73,7 +73,7 @@ def base(
 
 
 def _visible(args: Args, items: Sequence[Item], number: int) -> torch.Tensor:
-    """[N or 1, rows, keys]: what the rows of a sequence see."""
+    """Returns bool [N or 1, rows, keys]: visible keys of a sequence."""
     item, mode, mask = items[number], args["sparseMode"], args["attenMaskOptional"]
     unmasked = torch.ones(1, item.rows, item.keys, dtype=torch.bool)
     if mode in (0, 1):
@@ -87,7 +87,7 @@ def _visible(args: Args, items: Sequence[Item], number: int) -> torch.Tensor:
 
 
 def rows_of(args: Args, item: Item) -> Iterator[Near]:
-    """query, key, value, dy and attentionIn of a sequence, heads first, rope parts joined, key heads repeated."""
+    """Yields query, key, value, dy and attentionIn of a sequence [N, S, D]: rope parts appended, key heads repeated."""
     heads = args["headNum"]
     rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
     names = ("query", rows, "queryRope"), ("keyIn", keys, "keyInRope"), ("value", keys, None)
@@ -100,13 +100,13 @@ def rows_of(args: Args, item: Item) -> Iterator[Near]:
 
 
 def sequences(args: Args) -> Iterator[tuple[Item, torch.Tensor]]:
-    """Every sequence with rows and keys, and what its rows see."""
+    """Yields every sequence with rows and keys, and its visible keys."""
     items = list(packed(args["actualSeqQLenOptional"], args["actualSeqKvLenOptional"]))
     return ((item, _visible(args, items, i)) for i, item in enumerate(items) if item.rows and item.keys)
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
-    """attentionIn, softmaxMax and softmaxSum of the forward operator: statistics lie head by head in every item."""
+    """Sets attentionIn, softmaxMax and softmaxSum to results of the forward; statistics are head-major per sequence."""
     out = torch.zeros(args["dy"].shape, dtype=torch.float64)
     rows, heads = args["query"].shape[:2]
     statistics = torch.zeros(rows * heads), torch.ones(rows * heads)
@@ -150,7 +150,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 def _add(total: Near, where: slice, addend: Near) -> None:
-    """Lays heads first rows where they belong; query heads of one key head are summed."""
+    """Writes head-major rows to the token-major total; query heads that share a key head are summed."""
     heads = total.value.shape[1]
     grouped = Near(*(x.reshape(heads, -1, *x.shape[1:]) for x in (addend.value, addend.slack))).sum(1)
     total.value[where], total.slack[where] = (x[:, 0].transpose(0, 1) for x in (grouped.value, grouped.slack))
@@ -172,7 +172,7 @@ SMALL = {"N": 1, "N2": 1, "D": 8}
 
 
 def mode(number: int, **over: Any) -> dict[str, Any]:
-    """A sparse mode with the mask, and the numbers, that it needs."""
+    """Returns changes for a sparse mode, with the mask and the numbers that it needs."""
     settings: dict[str, Any] = {
         0: {"attenMaskOptional": hiding(6, 9)},
         1: {"attenMaskOptional": hiding(6, 9)},
@@ -185,7 +185,7 @@ def mode(number: int, **over: Any) -> dict[str, Any]:
 
 
 def prefixed(q: int, kv: int, prefix: list[int] | None) -> dict[str, Any]:
-    """Mode 6 of two sequences of these lengths."""
+    """Returns changes for mode 6 with two sequences of these lengths."""
     return mode(6, q=(q, 2 * q), kv=(kv, 2 * kv), prefixOptional=prefix)
 
 
@@ -222,7 +222,7 @@ CLAUSES = {
             for name in (*REQUIRED, *ROPES, *ROPE_OUTPUTS, "attenMaskOptional")
         ),
     ],
-    # ---------------------------------------------------------------------------------------------- what must be there
+    # ---------------------------------------------------------------------------------------------- required arguments
     "Required tensors, outputs, inputLayout and lengths are not null.": [
         *(refuses(NULL, name, **{name: None}) for name in (*REQUIRED, "inputLayout", *LENGTHS)),
     ],

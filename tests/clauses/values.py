@@ -1,5 +1,5 @@
-"""What a check writes in a parameter's place: numbers from its own generator, in a layout, and changes of what stands
-there.
+"""Values that a check sets: random numbers of a fixed generator in a given layout, and functions that change the old
+value of a parameter.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,16 @@ GENERATOR = torch.Generator()
 
 
 def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
-    """Normal numbers of a dtype, from the check's own generator."""
+    """Returns normal numbers of a dtype from the generator that each check seeds."""
     return torch.randn(shape, generator=GENERATOR).to(d)
 
 
 def drawn_integers(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
-    """Uniform integers low ... high - 1."""
     return torch.randint(low, high, shape, generator=GENERATOR).to(d)
 
 
 def prepared(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """[B, N, S, D] in a layout."""
+    """Converts [B, N, S, D] to a layout."""
     if layout == "BNSD":
         return t.contiguous()
     if layout == "SBH":
@@ -33,7 +32,7 @@ def prepared(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """[B, N, S, D] of a tensor in a layout."""
+    """Converts a tensor in a layout to [B, N, S, D]."""
     if layout in ("BSH", "SBH"):
         t = t.unflatten(2, (heads, -1)) if t.shape[2] else t.new_empty(*t.shape[:2], heads, 0)
         return t.transpose(1, 2) if layout == "BSH" else t.permute(1, 2, 0, 3)
@@ -41,27 +40,23 @@ def heads_first(t: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
 
 
 def zeros(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
-    """A tensor of zeros in a parameter's place."""
     return lambda old: torch.zeros(shape, dtype=d)
 
 
 def drawn(*shape: int, d: torch.dtype = F32) -> Callable[[Any], torch.Tensor]:
-    """A tensor of normal numbers in a parameter's place."""
     return lambda old: draw(*shape, d=d)
 
 
 def ints(*values: int, d: torch.dtype = I64) -> Callable[[Any], torch.Tensor]:
-    """A tensor of integers in a parameter's place."""
     return lambda old: torch.tensor(values, dtype=d)
 
 
 def to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """The same in another dtype."""
     return lambda old: [t.to(dtype) for t in old] if isinstance(old, list) else old.to(dtype)
 
 
 def gapped(old: Any) -> Any:
-    """The same tensor with a gap behind each element."""
+    """Returns the same values with a gap in memory after each element."""
     if isinstance(old, list):
         return [gapped(t) for t in old]
     doubled = torch.zeros((*old.shape, 2), dtype=old.dtype)
@@ -70,36 +65,35 @@ def gapped(old: Any) -> Any:
 
 
 def swapped(old: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its first two axes swapped in memory."""
+    """Returns the same tensor with its first two axes swapped in memory."""
     return old.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def ends(count: int) -> tuple[int, ...]:
-    """Sequences of one token."""
+    """Returns the ends of `count` sequences of one token."""
     return tuple(range(1, count + 1))
 
 
 def widened(old: torch.Tensor) -> torch.Tensor:
-    """One more in the last axis."""
+    """Returns zeros with one more element in the last axis."""
     return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
 
 
 def longer(old: torch.Tensor) -> torch.Tensor:
-    """One more in the first axis."""
+    """Returns zeros with one more element in the first axis."""
     return torch.zeros((old.shape[0] + 1, *old.shape[1:]), dtype=old.dtype)
 
 
 def deeper(old: torch.Tensor) -> torch.Tensor:
-    """One more axis."""
     return old[None]
 
 
 class Formatted(NamedTuple):
-    """A tensor whose handle says another format."""
+    """A tensor to be passed by a handle with another format."""
 
     tensor: torch.Tensor
 
 
 def fractal(old: Any) -> Any:
-    """The same tensor, called ACL_FORMAT_FRACTAL_NZ."""
+    """Declares the format ACL_FORMAT_FRACTAL_NZ for the same tensor."""
     return [Formatted(t) for t in old] if isinstance(old, list) else Formatted(old)

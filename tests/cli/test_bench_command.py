@@ -1,4 +1,4 @@
-"""`fusion-attention bench`: its rows, files and charts; and what it says of two runs."""
+"""`fusion-attention bench`: rows, files, charts, and the comparison of two runs."""
 
 import json
 import math
@@ -43,12 +43,12 @@ def test_each_benchmark_and_peer_compute_equal_results(group: str) -> None:
             theirs = theirs.transpose(1, 2)
         for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (ours, theirs)), strict=True):
             assert one.shape == other.shape
-            # Another mask or scale is wrong by as much as there is; sums of up to 512 terms differ by their rounding.
+            # Another mask or scale changes results by about their size; sums of 512 terms differ only by rounding.
             assert (one - other).norm() < torch.finfo(one.dtype).eps * math.sqrt(512) * other.norm()
 
 
 def unpadded(padded: Any, packed: Any) -> torch.Tensor:
-    """Rows of [B, heads, longest, dim] that are of sequences: their lengths stand in the row's own source."""
+    """Rows of `padded` [B, N, S, D] without padding, as [T, N, D]; the lengths are those in the benchmark's source."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12]
     assert sum(lengths) == packed.shape[0]
     return torch.cat([padded[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])

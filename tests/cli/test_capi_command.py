@@ -1,4 +1,4 @@
-"""`fusion-attention capi`: lines for build systems."""
+"""`fusion-attention capi` prints options for build systems."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries, whose name a shell would divide."""
+    """Folder of libraries with a space in its path, at which a shell would split it."""
     folder = tmp_path / "a place" / "lib64"
     folder.mkdir(parents=True)
     for name in environment.LIBRARIES:

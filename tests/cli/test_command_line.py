@@ -1,4 +1,4 @@
-"""All commands: one sentence and exit code 2 for wrong input, nothing of it executed; JSON, completion, help."""
+"""All commands: wrong input gives one sentence and exit code 2, and is not executed; JSON, completion, help."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CALL = "npu_fusion_attention(f16[1,4,2,64], f16[1,4,2,64], f16[1,4,2,64], 2, {})
 
 
 def refused(*arguments: str, stdin: str = "") -> str:
-    """The one sentence that a command answers wrong input with."""
+    """Run a command with wrong input, assert exit code 2, and return its one line of stderr."""
     code, out, err = run(*arguments, stdin=stdin)
     assert code == 2, (out, err)
     assert out == ""
@@ -201,7 +201,6 @@ def test_ops_json_lists_operator_definitions() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shell_completion_suggests_matching_commands(shell: str) -> None:
-    """What the shell asks, and what it is told."""
     asks = {"bash": {"COMP_WORDS": "fusion-attention ex", "COMP_CWORD": "1"}}.get(
         shell, {"_TYPER_COMPLETE_ARGS": "fusion-attention ex", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     )

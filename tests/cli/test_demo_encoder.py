@@ -1,4 +1,4 @@
-"""The demo's encoder and its verdict, on a handful of sentences."""
+"""The encoder and the verdict of `fusion-attention demo`, on a few sentences."""
 
 import io
 from pathlib import Path
@@ -52,7 +52,7 @@ def padded(encoder: Encoder, tokens: list[list[int]]) -> torch.Tensor:
 
 
 def swapped_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-    """Right shape and finite, and wrong: heads in reverse order."""
+    """Wrong attention of the right shape: heads are in reverse order."""
     return (npu_fusion_attention(*args, **kwargs)[0].flip(1),)
 
 
@@ -61,12 +61,12 @@ def nan_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
 
 
 def slightly_wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-    """So little that neighbours stay."""
+    """Attention with an error of 0.1 %, too small to change nearest neighbours."""
     return (npu_fusion_attention(*args, **kwargs)[0] * 1.001,)
 
 
 def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
-    """Exit code and text of the job, at a width where no row wraps."""
+    """(exit code, text) of a demo run on a console wide enough for every row."""
     console = Console(file=io.StringIO(), width=160)
     settings, progress = demo.Settings(0, 1, BUDGET), Progress(console=console, disable=True)
     code = demo.run(encoder, SENTENCES, attention, settings, console, backend="test", progress=progress)
@@ -80,7 +80,7 @@ def test_packed_embeddings_match_padded_embeddings(
     assert len(tokens[1]) == 2  # The empty sentence is its two special tokens.
     assert len(tokens[4]) == encoder.max_tokens == 256
     assert float((packed - padded).abs().max()) <= demo.TOLERANCE
-    # A sum of squares, a root and a division, and the same again.
+    # Roundings of a sum of squares, a root and a division, by the encoder and by this test.
     roundings = 2 * (packed.shape[1] + 2) * 2.0**-24
     assert float((packed.norm(dim=-1) - 1).abs().max()) <= roundings
 

@@ -1,4 +1,4 @@
-"""`fusion-attention doctor`: what it says of the machine, and what its self test sees."""
+"""`fusion-attention doctor`: its report on the machine, and its self test."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def test_cpu_features_match_proc_cpuinfo() -> None:
     named = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     old = {"sse4_2", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512vl", "asimd", "asimddp"}
     assert old & set(FEATURES["features"]) == old & named
-    # A system may be too old to know these by name.
+    # Operating systems may be too old to know these names.
     new = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "i8mm", "bf16", "sve"}
     assert new & named <= set(FEATURES["features"])
 
@@ -135,7 +135,6 @@ def test_doctor_reports_old_or_missing_packages_as_problems(monkeypatch: pytest.
 
 
 def test_tested_release_ranges_match_constraints_and_pyproject() -> None:
-    """Pinned releases lie in the ranges, and what is needed begins where the range does."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     for name in ("torch", "numpy", "triton", "transformers", "safetensors"):
         for pinned in re.findall(rf"^{name}==([\d.]+)", pins, re.M):
@@ -202,7 +201,7 @@ def test_self_test_ends_at_the_time_limit() -> None:
 
 @pytest.fixture
 def a_second_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which every step of the self test takes a second, on any machine."""
+    """Clock on which every step of the self test takes a second, on any machine."""
     gone = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(gone), perf_counter=time.perf_counter)
     monkeypatch.setattr(selftest, "time", clock)

@@ -1,4 +1,4 @@
-"""`fusion-attention explain`: calls as text, as captures and as CANN's log; the rule that breaks, and its fix."""
+"""`fusion-attention explain`: calls as text, as captures and in CANN's logs; violated rules and their fixes."""
 
 import json
 import zlib
@@ -52,7 +52,7 @@ def word(value: Any) -> str:
 
 
 OPERATORS = [name for name in RECORDS if name != "decode_attention"]  # its cache is no parameter of the record
-# What shapes and dtypes cannot show.
+# Words of rules that a call's shapes and dtypes cannot violate.
 UNSEEN = ("contiguous", "gradient", "shares no memory")
 HEADS = "f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 8"
 TOKENS = "bf16[300,8,64], bf16[300,8,64], bf16[300,8,64], 8"
@@ -71,7 +71,7 @@ def sentences(explanation: Explanation, where: str = "everywhere") -> list[str]:
     return [f.sentence for f in explanation.findings if f.where == where]
 
 
-# ------------------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------------------------ operator definitions
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -86,7 +86,7 @@ def test_legal_call_of_every_operator_has_no_findings(name: str) -> None:
 
 
 def broken_calls(op: Op, every: int) -> list[InvalidSample]:
-    """Calls that break one rule each, which their text shows; about one in `every` of them, always the same ones."""
+    """About one in `every` of the calls that break one rule visible in their text, always the same calls."""
     read = {op.spell(rule.expected) for rule in op.asked if rule.reads or rule.level == "content"}
     outputs = {p.shown for p in op.tensors(output=True)}
     chosen = [one for one in invalid_samples(op) if zlib.crc32(one.id.encode()) % every == 0]
@@ -226,7 +226,7 @@ def test_explain_suggests_no_fix_when_no_single_change_works() -> None:
     result = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
     assert result.broken
     assert result.fixes == ()
-    # It runs here: what would change nothing on the chip is no fix.
+    # The call runs here; a change without effect on the chip is not offered as a fix.
     speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
     assert fa.explain(speculating).fixes == ()
 

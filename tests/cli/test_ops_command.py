@@ -1,4 +1,4 @@
-"""`fusion-attention ops`: the list, and what every page says."""
+"""`fusion-attention ops`: the list of operators, and the page of each."""
 
 import functools
 import inspect
@@ -54,7 +54,6 @@ def test_versions_page_lists_parameters_and_layouts_of_each_version() -> None:
 
 
 def test_aclnn_stub_signatures_equal_runtime_signatures() -> None:
-    """Every function with its parameters, defaults and annotations, as Python itself reads the stub."""
     text = stub([getattr(aclnn, name) for name in aclnn.__all__])
     module = ModuleType("_aclnn")
     space = vars(module)
@@ -102,7 +101,7 @@ def test_aclnn_pages_list_cann_parameter_names(name: str) -> None:
         assert f"| `{p.shown}` | `{op.cann[p.shown]}` | " in page
 
 
-# What our names and CANN's do not share: the rest differs in spelling alone.
+# Canonical names with different names in CANN; all others differ only in spelling.
 OTHERWISE = {
     "pse": {"realShift", "realShiftOptional", "pseShift", "pseShiftOptional"},
     "scale": {"scaleValue", "scaleValueOptional"},

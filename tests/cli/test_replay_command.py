@@ -1,4 +1,4 @@
-"""`fusion-attention replay`: a session computed again, in order, timed and judged."""
+"""`fusion-attention replay` computes captured calls again in order, with times and verdicts."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from fusion_attention.cli.replay import session
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four calls of three operators, one of them dropping."""
+    """Folder with four captured calls of three operators, one with dropout."""
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(2, 40, 4, 64, generator=generator).bfloat16()
     with fa.capture(tmp_path / "calls"):
@@ -39,7 +39,7 @@ def report_of(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def changed(file: Path, output: str) -> None:
-    """A capture whose output has two heads in each other's place."""
+    """Reverse the heads of an output in a capture file."""
     tensors, text = content_of(file)
     tensors[output] = tensors[output].flip(2).contiguous()
     save_file(tensors, file, text)

@@ -1,4 +1,4 @@
-"""What bind() makes of values: numbers, lengths and blank tensors in any form; and what it remembers of a call."""
+"""bind() normalises values (numbers, lengths and blank tensors in any form) and caches results per call signature."""
 
 import gc
 import re
@@ -20,7 +20,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import definitions as training
 
-# ------------------------------------------------------------------------------------------------- values
+# ----------------------------------------------------------------------------------- conversion of values
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_trailing_zero_ends_are_sequences_without_tokens() -> None:
     assert (bound["B"], bound["S1"], bound["S2"]) == (3, 5, 12)
 
 
-# --------------------------------------------------------------------------------------------- remembered signatures
+# ------------------------------------------------------------------------------------------------- cached signatures
 
 
 def names_of(bound: Bound) -> Args:
@@ -182,7 +182,7 @@ def names_of(bound: Bound) -> Args:
 
 
 def listed(value: Any) -> list[Any]:
-    """The tensors of a list, or the one that there is."""
+    """Returns the items of a list or tuple, or a list with the single value."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -209,7 +209,7 @@ def test_changed_lengths_are_checked_again_for_a_cached_call(strict: bool) -> No
     first = bind(op, legal, strict=strict)
     for wrong in ([5, 13], [12, 5], [12], [], [5.0, 12.0], None):
         assert outcome(op, legal | {"actual_seq_kvlen": wrong}, strict=strict)[0], wrong
-    # Rows without keys: a limit.
+    # A query row without keys breaks a chip limit: only strict calls are refused.
     assert bool(outcome(op, legal | {"actual_seq_kvlen": [2, 12]}, strict=strict)[0]) is strict
     other = bind(op, legal | {"actual_seq_kvlen": [4, 12]}, strict=strict)
     assert (other["kv_len"].tolist(), other["S2"]) == ([4, 8], 8)

@@ -1,4 +1,4 @@
-"""Blank arrays and masks of the two-phase interface."""
+"""Empty arrays and masks as arguments of the two-phase interface."""
 
 import warnings
 from typing import Any
@@ -17,13 +17,13 @@ BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torc
 
 
 def refused(name: str, args: Args, **options: Any) -> tuple[int, str]:
-    """The code of phase 1, and its text; nothing is run."""
+    """Calls phase 1 alone; returns its code and the error text."""
     op = RECORDS[name]
     handles = handles_of(op, args, outputs_of(op, args)).values()
     return getattr(aclnn, name + "GetWorkspaceSize")(*handles, **options)[0], acl.get_recent_err_msg()
 
 
-# --------------------------------------------------------------------------------------------------- blanks are absent
+# ------------------------------------------------------------------------------------- empty arguments count as absent
 
 ABSENT = {
     "left padding": ("aclnnIncreFlashAttentionV4", {"actual_seq_lengths": [4, 5]}, ("kv_padding_size",)),
@@ -69,7 +69,7 @@ def test_npu_function_accepts_empty_kv_padding_size_and_refuses_scalar() -> None
 
 
 def test_null_layout_is_refused_unless_the_operator_has_a_default() -> None:
-    # Their pages have layoutOptional, and layout.
+    # CANN names the parameter layoutOptional in the first operator and layout in the second.
     for name, code in (("aclnnSparseFlashAttentionGrad", 0), ("aclnnSparseLightningIndexerGradKLLoss", 161001)):
         op, args = RECORDS[name], sample(RECORDS[name])
         handles = handles_of(op, args | {"layout": None}, outputs_of(op, args)).values()
@@ -78,7 +78,7 @@ def test_null_layout_is_refused_unless_the_operator_has_a_default() -> None:
 
 @pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])
 def test_sparse_mode_5_accepts_every_documented_mask_shape(mask: str) -> None:
-    """A mask and prefixes both remove keys; one mask for prefixes that differ is worth a warning."""
+    """The mask and the prefix each remove keys; one mask for sequences with different prefixes causes a warning."""
     args = sample(V2, atten_mask=(mask, "zeros"), sparse_mode=5, prefix=[4, 6])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
+"""Tests the tables of tests/clauses: prototypes of CANN's pages, and calls that show each statement of a page."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from fusion_attention.contract import Attr
 
 pytestmark = pytest.mark.usefixtures("runtime")
 RULINGS = Path(__file__).parents[2] / "docs" / "rulings.md"
-# Pages most of whose clauses follow from their parameters or are another page's: one in so many runs every day.
+# Most clauses of these pages are generated or copied from another page: make test runs one in this many.
 DAILY = dict.fromkeys(PAGES[7:], 4) | dict.fromkeys((score_v4.PAGE, score_grad_v4.PAGE), 100)
 ROWS = [
     pytest.param(page, text, id=f"{page.operator.removeprefix('aclnn')}-{text}",
@@ -37,7 +37,7 @@ def test_clause_of_cann_page_holds(page: Page, text: str) -> None:
 
 
 def spellings(name: str) -> list[str]:
-    """A parameter's name, and what is left of it without what pages add to names."""
+    """Returns a parameter's name in lower case without underscores, and the same without CANN's suffixes."""
     results = [name.lower().replace("_", "")]
     for added in ("optional", "out", "in"):
         results.append(results[-1].removesuffix(added))
@@ -70,7 +70,7 @@ def test_clause_checks_detect_wrong_results(page: Page, monkeypatch: pytest.Monk
     second = aclnn._second
 
     def scaled(op: Any, workspace: Any, size: Any, executor: Any, stream: Any) -> int:
-        """Phase 2, whose outputs are larger by an eighth, and not zero."""
+        """Runs phase 2, then falsifies the outputs: floats by an eighth and an offset, integers by one bit."""
         args = executor.job.args
         ret = second(op, workspace, size, executor, stream)
         for tensor in (args[p.name] for p in op.tensors(output=True) if isinstance(args[p.name], torch.Tensor)):

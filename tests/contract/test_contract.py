@@ -1,5 +1,5 @@
-"""What a correct call is: every rule of every record broken alone, through bind() and through the functions themselves;
-signatures, remembered signatures, wording, pages.
+"""Contracts of operators: each rule of each operator definition broken alone, through bind() and through the functions;
+signatures, cached signatures, error texts, pages.
 """
 
 import inspect
@@ -38,7 +38,7 @@ def test_sample_calls_of_every_operator_are_legal(name: str) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_each_broken_rule_is_the_only_reported_failure(name: str) -> None:
-    """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
+    """Each level needs options: limits strict, content check_content, meaning neither; doubts warn unless strict."""
     op = CONTRACTS[name]
     for case in invalid_samples(op):
         op.signatures.clear()  # some warnings come with the first call of a signature
@@ -57,7 +57,7 @@ def test_each_broken_rule_is_the_only_reported_failure(name: str) -> None:
         text = str(failures[0]).removeprefix(str(op.failure(case.param, "", "")))
         assert re.fullmatch(r".+, got .+", text), case.id
         assert len(text) < 400, case.id
-        # Asked for everything, the chip's limits alone may say more: a version may take nothing of a kind.
+        # Chip limits alone may be added when all checks are enabled: a chip version may lack an input.
         more, _ = outcome(op, case.args, strict=True, check_content=True)
         others = [f for f in more if f not in failures]
         assert all(f.rule is not None and f.rule.level == "limit" for f in others), (case.id, more)
@@ -162,7 +162,7 @@ def test_python_functions_compute_their_sample_calls(name: str) -> None:
 
 
 def test_first_failing_check_stage_reports_all_its_failures() -> None:
-    """Each call adds what an earlier stage refuses; that stage's failures alone are reported."""
+    """Each call adds errors of an earlier stage; only the failures of that stage are then reported."""
     op = training.TORCH_V2
     legal = sample(op, **PACKED, atten_mask="S1 S2", query_rope=True, key_rope=True)
 
@@ -267,7 +267,7 @@ def test_call_keeps_its_lengths_if_another_thread_fills_its_cache_entry(monkeypa
         return bind(ATTENTION, {"q": q, "k": q, "v": q, "layout": "TND", "q_len": q_len}).names["q_len"].tolist()
 
     class Raced(binding._Signature):
-        """Is settled anew as soon as it is settled."""
+        """Signature that another call fills again as soon as its `settled` attribute is set."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)

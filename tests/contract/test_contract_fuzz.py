@@ -1,4 +1,4 @@
-"""Calls with strange values in any place: a clear error, or an answer that golden can compute as well; nothing else."""
+"""Random invalid values in every parameter: a call raises a clear error, or golden can compute it."""
 
 import itertools
 import math
@@ -61,7 +61,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Shown(dict[str, Any]):
-    """A call that a failure shows in a few lines."""
+    """Arguments of a call with a short repr for failure messages."""
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={show(value)}" for name, value in self.items() if value is not None)
@@ -96,7 +96,6 @@ def calls(draw: st.DrawFn, op: Op) -> Args:
 
 
 def run_golden(bound: Bound) -> None:
-    """Computes a bound call on golden."""
     lowered = bound.op.lower(bound, **({"seed": 5} if "keep_prob" in bound.op.by_name else {}))
     compute(lowered, lowered.results(), "golden")
 
@@ -110,7 +109,7 @@ def is_small(bound: Bound) -> bool:
 
 
 def refusal(act: Callable[[], Any]) -> tuple[str, Any]:
-    """What a call was refused with, and what it returned."""
+    """Returns (error text, error), or ("", result) if the call succeeds."""
     try:
         return "", act()
     except (ContractError, BackendError) as error:
@@ -179,7 +178,7 @@ SCALES: dict[str, Args] = {
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("name", [op.name for op in fused_inference.RECORDS])
 def test_an_int8_query_is_computed_or_refused(name: str, scales: str) -> None:
-    """In every layout, with rope parts of any dtype or none: some records lack what would scale it."""
+    """Each layout, rope parts of each dtype or none; operators without scales for int8 must refuse."""
     op = CONTRACTS[name]
     for layout, rope in itertools.product(op.layouts, ("", "bfloat16", "int8", "int32")):
         args = sample(op, **{op.layout_attr: layout})

@@ -1,5 +1,5 @@
-"""What the programs of CANN's pages (cann_sample_programs.py) print, by hand arithmetic on their own data, and by
-the page's formula on random data.
+"""Outputs of the programs on CANN's pages (cann_sample_programs.py): derived by hand for the data on the page, and
+compared with the page's formula on random data.
 """
 
 import math
@@ -39,32 +39,32 @@ def finalized() -> Iterator[None]:
 
 
 def tensor_of(printed: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """The tensor in the bytes that a program copied; behind it nothing was written."""
+    """Returns the tensor in the bytes that a program copied; all bytes after the tensor must be the fill value."""
     raw = torch.from_numpy(printed).view(torch.uint8)
     assert bool((raw[like.nbytes :] == FILL).all())
     return raw[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-# ------------------------------------------------------------------------------------------------------- as printed
+# ------------------------------------------------------------------------------------------------ data of the pages
 
 
 def unpadding_as_printed() -> None:
     got = run_unpadding({})
-    # A float 1 is the pair (0, 1): 96 products of ones per score. The saved statistics are max 3 and sum 3, so that
-    # P = exp(0.088388 * 96 - 3) / 3 = 80.37, and dv = 256 P in the columns where dY is 1. Within 1/2 of 20575,
-    # bfloat16 has 20480 and 20608; P rounded to it, 80.5, gives 20608 as well.
+    # A float32 1 in bfloat16 memory is the pair (0, 1): 96 products of ones per score. The saved statistics are max 3
+    # and sum 3, so P = exp(0.088388 * 96 - 3) / 3 = 80.37, and dv = 256 P in the columns where dY is 1. bfloat16 has
+    # 20480 and 20608 around 20575; P rounded to bfloat16, 80.5, gives 20608 as well.
     assert 80.25 < math.exp(0.088388 * 96 - 3) / 3 < 80.75
     rows = {name: tensor_of(values, torch.empty(values.size, dtype=torch.bfloat16)) for name, values in got.items()}
-    # One truth value each: pytest, where CI is set, would spell out how lists of thousands differ.
+    # Compare with bool(): with CI set, pytest would print the differences of lists with thousands of numbers.
     assert rows["dv"].numel() == 32768
     assert bool((rows["dv"].view(-1, 2) == torch.tensor([0.0, 20608.0])).all())
-    # dY V^T and rowsum(dY * out) are both 64: nothing is left for q and k.
+    # dY V^T and rowsum(dY * out) are equal (64), so the gradients of q and k are zero.
     assert all(not rows[name].any() for name in ("dq", "dqRope", "dk", "dkRope"))
 
 
 def score_as_printed() -> None:
     got = run_score({})
-    # The short 1 is the smallest float16, 2**-24: all scores are one number, and the mean of equal rows is that row.
+    # An int16 1 reads as the smallest float16, 2**-24: all scores are equal, and the mean of equal rows is that row.
     assert got["attentionOut"].size == 32768
     assert bool((got["attentionOut"] == 1).all())
     score = 0.088388 * 128 * 2.0**-48
@@ -74,33 +74,33 @@ def score_as_printed() -> None:
 
 
 def incre_as_printed() -> None:
-    # A float 1 is the pair (0, 1.875): all keys are alike, and the mean of equal rows is that row.
+    # A float32 1 in float16 memory is the pair (0, 1.875): all keys are equal, and the mean of equal rows is a row.
     assert run_incre({})["out"].tolist() == [0.0, 1.875] * 16
 
 
 def sparse_as_printed() -> None:
     got = run_sparse({})
-    # Every number is 2**-24, so scores vanish beside the saved maximum 3, and P = exp(-3) / 3 for each key and head.
-    # dv = P dY summed over 16 heads is about a quarter of 2**-24, the smallest number that float16 has: rounded, zero.
-    # dq and dk carry the product of three such numbers.
+    # Every number is 2**-24, so scores are negligible beside the saved maximum 3: P = exp(-3) / 3 for each key.
+    # dv = P dY summed over 16 heads is about a quarter of 2**-24, the smallest float16: rounded to zero.
+    # dq and dk contain the product of three such numbers.
     assert 16 * math.exp(-3) / 3 < 0.49
     assert all(not values.any() for values in got.values())
 
 
 def loss_as_corrected() -> None:
     got = run_loss({})
-    # The shorts are 2**-24 and its multiples: all scores vanish, so that y is uniform over the n keys that a row sees,
-    # and p is exp(0 - 1) / 1 for every key, as the saved statistics say.
+    # The int16 data read as multiples of 2**-24: scores are almost 0, so y is uniform over the n visible keys of a row,
+    # and p is exp(0 - 1) / 1 for every key, because the saved statistics are 1.
     p = near(-1.0).exp()
     loss = near(0.0)
     for n in (5, 6, 7, 8):
         loss = loss + p * (p.log() - (near(1.0) / n).log()) * n
     assert abs(float(got["loss"][0]) - loss.value) <= loss.slack
-    # dS carries a weight of 2**-24, dweights a score of 128 * 30 * 2**-48: both are below what float16 holds.
+    # dS has a factor of 2**-24, dweights one of 128 * 30 * 2**-48: float16 cannot represent such small numbers.
     assert all(not got[name].view(np.float16).any() for name in ("dQIndex", "dKIndex", "dWeight"))
 
 
-# --------------------------------------------------------------------------------------------------- on random data
+# ------------------------------------------------------------------------------------------------------ random data
 
 
 def unpadding_args() -> Args:
@@ -123,25 +123,25 @@ def incre_args() -> Args:
 
 
 def sparse_args() -> Args:
-    """A list that ends before its 2048 entries."""
+    """Selects 1500 keys, so that the list of 2048 entries is not full."""
     args = sparse_flash_attention_grad.base("TND", q=(1,), kv=(2048,), N=16, mode=0, count=1500)
     return args | {"scaleValue": 0.088388}
 
 
 def loss_args() -> Args:
-    """Queries so small that with a scale of 1 every key has its share."""
+    """Scales queries down: with scale 1 the softmax then gives every key some weight."""
     args = indexer_grad_kl_loss.base("TND", q=(4,), kv=(8,), N=64, Nidx=32, count=8)
     small = {name: args[name] * 0.04 for name in ("query", "queryRope")}
     return args | small | {"scaleValue": 1.0}
 
 
 class Program(NamedTuple):
-    """A program with what is known of it.
+    """A program and its expected results.
 
     Args:
-        run: it; by_hand: its own data, judged by hand.
-        page: the formula; args: the same call by the page's names, on random data.
-        names: of its tensors, beside the page's; the last `outputs` of them are outputs.
+        run: runs the program; by_hand: checks its original data by hand arithmetic.
+        page: the formula; args: the same call with the page's parameter names, on random data.
+        names: the program's tensors -> the page's names; the last `outputs` entries are outputs.
     """
 
     run: Callable[[Given], Printed]
@@ -197,7 +197,7 @@ EACH = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.
 
 
 def by_formula(program: Program) -> str:
-    """What is wrong of a run on random data; "" where nothing is."""
+    """Runs a program on random data; returns a description of the first wrong output, or ""."""
     GENERATOR.manual_seed(1)
     args = program.args()
     if program.page.finish is not None:
@@ -221,11 +221,11 @@ def test_cann_sample_program_on_random_data_matches_formula(program: Program) ->
     assert by_formula(program) == ""
 
 
-# ------------------------------------------------------------------------- the last program, as its page prints it
+# ------------------------------------------------------------------------- the last program with its original data
 
 
 def test_kl_loss_program_with_16_bit_host_data_is_refused_in_phase_1() -> None:
-    """As printed: what is as short as its host data is null, which the program does not look at, and phase 1 does."""
+    """Tensors larger than their host data are null: the program does not check for null, phase 1 does."""
     nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED)
     assert nulls == {
         "sparseIndices": "data: the view ends at byte 8192 of an allocation of 4096",
@@ -244,7 +244,7 @@ def test_kl_loss_program_with_16_bit_host_data_is_refused_in_phase_1() -> None:
 
 
 def test_kl_loss_program_with_64_weights_for_32_heads_is_refused() -> None:
-    """As printed, but for host data of the tensors' own types."""
+    """Original data of the page, except that host data have the dtypes of their tensors."""
     nulls, ret, text = indexer_grad_kl_loss_refused(PRINTED, np.int32, np.float32)
     assert (nulls, ret) == ({}, 161002)
     assert text == (

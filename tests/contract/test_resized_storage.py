@@ -1,6 +1,6 @@
-"""A storage that was emptied, or made smaller, under a tensor: an error at every interface, and never a read.
+"""A tensor with an emptied or shortened storage causes an error in every interface, and is never read.
 
-Without these checks most of these calls end the process.
+Without these checks most of these calls crash the process.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ def empty(tensor: torch.Tensor) -> None:
 
 
 def shorten(tensor: torch.Tensor) -> None:
-    """One byte less than the tensor needs."""
+    """Resizes the storage to one byte less than the tensor needs."""
     needs = span(tensor) + tensor.storage_offset() * tensor.itemsize
     tensor.untyped_storage().resize_(needs - 1)
 
 
 damages = pytest.mark.parametrize("damage", [empty, shorten], ids=["emptied", "shortened"])
 
-# ----------------------------------------------------------------------------------------------------------- the check
+# ------------------------------------------------------------------------------------------------------ span and reach
 
 
 def test_span_and_reach_match_highest_address_of_strided_views() -> None:
@@ -69,17 +69,17 @@ def test_view_is_lost_only_if_storage_ends_before_its_last_byte(damage: Callable
 
 
 def damaged(op: Op, args: dict[str, Any], name: str, damage: Callable[[torch.Tensor], None]) -> dict[str, Any]:
-    """The call with one tensor (the last one of a list) that lies in a storage of its own, which is then damaged."""
+    """Returns the arguments with one tensor (the last of a list) moved to a separate storage, which is then damaged."""
     value = args[name]
     several = list(value) if isinstance(value, (list, tuple)) else [value]
-    # Not at the storage's first element, so that offsets count; strides as they are.
+    # Start at element 3 of the storage, so that the check must include offsets.
     several[-1] = torch.cat((several[-1].flatten()[:1].expand(3), several[-1].flatten()))[3:].view(several[-1].shape)
     damage(several[-1])
     return {**args, name: several if isinstance(value, (list, tuple)) else several[0]}
 
 
 def given(op: Op) -> list[str]:
-    """The tensors with elements in a sample of a record."""
+    """Names of the tensor parameters that a sample call of an operator sets."""
     args = sample(op)
     return [p.name for p in op.params if isinstance(p, Tensor) and args[p.name] is not None]
 
@@ -136,7 +136,7 @@ def test_seed_tensor_with_emptied_storage_is_refused() -> None:
 
 
 def test_storage_refilled_before_backward_yields_correct_gradient() -> None:
-    """FSDP's way: emptied after the forward, filled again before the backward."""
+    """FSDP empties a weight's storage after the forward pass and refills it before the backward pass."""
     q, k = rows(2, 5, 4, 8), rows(2, 7, 2, 8)
     weight, original = k.requires_grad_(), k.detach().clone()
     want = torch.autograd.grad(fa.attention(q, weight, weight).sum(), weight)[0]
@@ -151,7 +151,7 @@ def test_storage_refilled_before_backward_yields_correct_gradient() -> None:
 
 
 class Nothing(TorchDispatchMode):
-    """Changes nothing; under it calls are the operators that a trace sees."""
+    """Dispatch mode without effect: while it is active, calls go to the operators that a trace records."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -206,7 +206,7 @@ Family = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def gradients(family: Family, unpack: Callable[[int, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The gradients of a call whose saved tensors come back as unpack(place, tensor)."""
+    """Returns the gradients of a call after each saved tensor is replaced by unpack(index, tensor)."""
     saved_tensors: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> int:
@@ -220,7 +220,7 @@ def gradients(family: Family, unpack: Callable[[int, torch.Tensor], torch.Tensor
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, each far from its neighbours, the axes in the opposite order, with 77 or NaN between them."""
+    """Copies values to memory with reversed axes and gaps between elements, which hold 77 or NaN."""
     filler = float("nan") if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 77
     storage = torch.full([2 * n + 1 for n in tensor.shape[::-1]], filler, dtype=tensor.dtype)
     view = storage.permute(*range(tensor.dim())[::-1])[tuple(slice(1, None, 2) for _ in tensor.shape)]
@@ -318,7 +318,7 @@ SCORE = ("query", "key", "value", "atten_mask", "out", "max", "sum")
 
 
 def score(tensors: dict[str, torch.Tensor]) -> tuple[int, int, Any]:
-    """Phase 1 of aclnnFlashAttentionScore."""
+    """Calls phase 1 of aclnnFlashAttentionScore."""
     t = {name: acl.Tensor.of(tensor) for name, tensor in tensors.items()}
     return aclnn.aclnnFlashAttentionScoreGetWorkspaceSize(
         *(t["query"], t["key"], t["value"], None, None, None, t["atten_mask"], None, 0.3, 1.0, 65536, 65536, 4),

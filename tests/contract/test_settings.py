@@ -1,4 +1,4 @@
-"""What a block or a process says for all calls: strictness, checks of content, back ends; in threads and traces."""
+"""Settings per block or process (strict mode, checks of content, back end), also in threads and traces."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def rows(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 def three_rows(query: torch.Tensor | None = None) -> torch.Tensor:
-    """A decode of three rows, which the chip does not take."""
+    """Decodes three query rows, more than the chip accepts."""
     query = rows(1, 3, 64) if query is None else query
     cache = rows(1, 9, 64)
     return npu.npu_incre_flash_attention(query, cache, cache, scale_value=0.125)
@@ -40,7 +40,7 @@ def nothing_is_set() -> Iterator[None]:
     assert (current(), PROCESS) == (Settings(), Settings())
 
 
-# ---------------------------------------------------------------------------------------------------------- strictness
+# --------------------------------------------------------------------------------------------------------- strict mode
 
 BEYOND_THE_CHIP: dict[str, tuple[str, Callable[[], Any]]] = {
     "rows": ("query: expected S1 == 1", three_rows),
@@ -95,7 +95,7 @@ def test_strict_works_as_a_decorator() -> None:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call returns or raises in a thread of its own."""
+    """Runs a call in another thread; returns its result or its exception."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(call)
     return done.exception() or done.result()
@@ -167,7 +167,7 @@ def test_use_backend_refuses_unknown_back_end() -> None:
 
 
 def test_use_backend_applies_to_torch_npu_functions() -> None:
-    """golden's bits are not the cpu's: what computes can be told from the results."""
+    """Results of golden and cpu differ in their bits, which shows the back end that computed them."""
     query = rows(1, 40, 2, 64, dtype=torch.float32)
     call = lambda: npu.npu_fusion_attention(query, query, query, 2, "BSND", scale=0.125)[0]  # noqa: E731
     usual = call()
@@ -204,7 +204,7 @@ def test_compiled_graph_obeys_strict_mode_at_run_time() -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_graph_traced_in_strict_mode_stays_strict() -> None:
-    """Lengths are a graph's inputs: what is wrong with them turns out when it runs."""
+    """A graph receives lengths as inputs, so invalid lengths are detected when it runs."""
     graph, _ = compiled(lambda q, n: fa.attention(q, q, q, layout="TND", q_len=n))
     q = rows(8, 2, 8, dtype=torch.float32)
     with npu.strict():

@@ -1,4 +1,4 @@
-"""The keys by which calls are told apart: the native reader of arguments and the one in Python agree."""
+"""Cache keys of call signatures: the native reader of arguments and the Python one compute equal keys."""
 
 from collections.abc import Callable
 from typing import Any

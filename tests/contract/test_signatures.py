@@ -1,4 +1,4 @@
-"""Signatures: the functions against their records, and the records against CANN's and torch_npu's declarations."""
+"""Signatures of functions match their operator definitions, and the definitions match CANN's and torch_npu's."""
 
 import inspect
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from fusion_attention.contract import REQUIRED, Attr, Tensor
 from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
-# Parameters of our own functions that no record has.
+# Parameters of this package's functions that no operator definition has.
 OURS = {"return_lse", "backend", "foreign"}
-# What may be None, but stands before parameters that may not.
+# Parameters that may be None, but precede required ones.
 POSITIONAL = {(f"npu_sparse_flash_attention{end}", "value") for end in ("", "_grad")} | {("sparse_attention", "v")}
 
 
@@ -28,7 +28,7 @@ def test_python_signature_matches_operator_definition(name: str) -> None:
     given = [p for p in inspect.signature(INTERFACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
     for parameter, p in zip(given, inputs, strict=True):
-        # torch_npu declares what its gradients need as optional.
+        # torch_npu declares the inputs of its gradient functions as optional.
         saved = p.name in ("softmax_max", "softmax_sum", "attention_in") and "fusion" in name
         default = p.default if isinstance(p, Attr) else None if p.optional or saved else REQUIRED
         if (name, p.shown) in POSITIONAL:
@@ -39,11 +39,11 @@ def test_python_signature_matches_operator_definition(name: str) -> None:
 
 
 class Passed(Exception):
-    """The arguments that a function hands on, instead of a result."""
+    """Raised in place of a call, with the arguments that a function passes to bind()."""
 
 
 def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by canonical name of a call with these values."""
+    """Calls a function with these values; returns the arguments that it passes on, by canonical name."""
 
     def stop(*args: Any, **how: Any) -> Any:
         raise Passed(next(value for value in args if isinstance(value, dict)))
@@ -57,7 +57,7 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_parameter_is_passed_under_its_canonical_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the record's name for it, and nothing else does: bind() takes what it does not find as None."""
+    """A misspelled name would go unnoticed, because bind() treats missing arguments as None."""
     parameters = dict(inspect.signature(INTERFACES[name]).parameters)
     parameters.pop("foreign", None)
     given = {shown: f"the value of {shown}" for shown in parameters}
@@ -74,8 +74,8 @@ def test_decode_attention_parameters_are_passed_under_canonical_names(monkeypatc
     assert passed(monkeypatch, function, given) == inputs | {"k": "the keys", "v": "the values"}
 
 
-# Parameters by name, with defaults except None; those after * are keyword-only.
-# torch_npu's functions that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
+# Parameters by name, with defaults except None; those after * are keyword-only. The functions here are only in
+# torch_npu's op_plugin_functions.yaml; tests/npu/test_torch_operators.py has the others.
 TORCH_NPU = {
     "npu_block_sparse_attention": "query key value block_sparse_mask block_shape * q_input_layout='TND'"
     " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
@@ -86,7 +86,7 @@ TORCH_NPU = {
 }
 
 
-# The functions of CANN's package, as its own Python has them.
+# Functions of CANN's package, with the parameters of its Python sources.
 LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
 SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
 MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
@@ -120,7 +120,7 @@ CANN_OPS = {
 }
 
 
-# The first keyword-only parameter of our own functions.
+# First keyword-only parameter of functions of this package.
 KEYWORDS = {"compressed_attention": "ratio"} | dict.fromkeys(
     ("attention", "lightning_indexer", "sparse_attention", "indexer_loss", "indexer_target_loss"), "layout"
 )
@@ -149,7 +149,7 @@ FUSED_SIDES = """key_antiquant_scale key_antiquant_offset value_antiquant_scale 
 FUSED_ROPES, FUSED_MODES = "query_rope key_rope key_rope_antiquant_scale", "key_antiquant_mode value_antiquant_mode"
 FUSED_OUT = "attention_out softmax_lse"
 
-# The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
+# C declarations of the phase-1 functions, with canonical names, without workspaceSize and executor.
 BLOCKS = "block_sparse_mask atten_mask block_shape actual_seq_lengths actual_seq_lengths_kv"
 BLOCK_INPUTS = f"query key value {BLOCKS} block_table"
 BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"

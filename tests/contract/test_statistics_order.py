@@ -1,4 +1,4 @@
-"""Packed statistics in the order that a gradient was not told: found where scores show it, and nowhere else."""
+"""Statistics of packed rows in another layout than the gradient expects: reported if scores show it, else accepted."""
 
 from typing import Any
 
@@ -47,13 +47,13 @@ def arguments(
 
 
 def saved(args: Args, layout: str) -> Args:
-    """What the gradient takes from a forward whose statistics lie in an order."""
+    """Runs the forward with a statistics layout; returns the arguments of the gradient."""
     out, peak, total, *_ = npu.npu_fusion_attention_v2(**args, softmax_layout=layout)
     return {**args, "dy": torch.zeros_like(out), "attention_in": out, "softmax_max": peak, "softmax_sum": total}
 
 
 def verdict(args: Args, layout: str, **options: bool) -> str:
-    """What a gradient says that is told an order."""
+    """Binds the gradient with a statistics layout; returns the error text, or ""."""
     try:
         bind(GRAD, args | {"softmax_layout": layout}, **({"check_content": True} | options))
     except ContractError as error:
@@ -82,7 +82,7 @@ def test_statistics_in_the_wrong_softmax_layout_are_detected(dtype: torch.dtype,
 
 @pytest.mark.parametrize("layout", OTHER)
 def test_statistics_over_keys_of_all_shards_pass_in_right_layout_only(layout: str) -> None:
-    """A ring hands in what all shards' keys add up to, with the keys of one."""
+    """In ring attention statistics cover the keys of all shards, but the gradient receives the keys of one."""
     ends = [7, 16]
     full = saved(arguments(q_ends=ends, kv_ends=[14, 32]), layout)
     first = torch.cat([torch.arange(7), torch.arange(14, 23)])
@@ -113,7 +113,7 @@ def test_statistics_layout_is_checked_for_a_single_sequence() -> None:
 
 
 def test_statistics_layout_is_not_reported_if_scores_cannot_decide() -> None:
-    """Equal rows; statistics of no forward, possible in neither order; a bias, which scores do not have."""
+    """Cases: equal rows; statistics that no forward returns in any layout; a bias, which the check does not include."""
     args = arguments()
     even = saved(args | {name: torch.ones_like(args[name]) for name in ("query", "key")}, "")
     assert not verdict(even, "")

@@ -1,4 +1,4 @@
-"""Legal calls that probably mean something else: what they warn of, once, and that they are errors when strict."""
+"""Legal calls that are probably not intended: they warn once, and are errors in strict mode."""
 
 import itertools
 import re
@@ -24,7 +24,7 @@ HALF = torch.float16
 
 
 def warned(call: Callable[[], Any], action: str = "always") -> list[str]:
-    """The texts of the ContractWarnings of a call."""
+    """Runs a call; returns the texts of its ContractWarnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)  # type: ignore[arg-type]
         call()
@@ -32,7 +32,7 @@ def warned(call: Callable[[], Any], action: str = "always") -> list[str]:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The text of the error that a call is when strict."""
+    """Runs a call in strict mode, which must refuse it; returns the error text."""
     with npu.strict(), pytest.raises(fa.ContractError) as caught:
         call()
     return str(caught.value)
@@ -42,7 +42,7 @@ def ends(count: int = 150) -> dict[str, Any]:
     return {"actual_seq_qlen": [50, 100, count], "actual_seq_kvlen": [50, 100, 300]}
 
 
-# Calls over 300 rows whose last sequence ends before them; each names the parameter.
+# Calls with 300 rows in which the last sequence ends earlier, and the parameter that the warning must name.
 SHORT: dict[str, tuple[str, Callable[[], Any]]] = {
     "rows": ("actual_seq_qlen", lambda: npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends())),
     "keys": ("kv_len", lambda: fa.attention(ROWS, ROWS, ROWS, layout="TND", q_len=[100, 200], kv_len=[100, 150])),
@@ -61,7 +61,7 @@ def test_packed_lengths_shorter_than_tensor_warn_and_strict_mode_raises(name: st
 
 
 def test_warning_suggests_that_cumulative_ends_may_be_lengths() -> None:
-    """The classic mistake: [100, 250] of 300 rows reads as two sequences of 100 and 150."""
+    """Common mistake: [100, 250] of 300 rows, taken as cumulative ends, means sequences of 100 and 150 rows."""
     call = lambda: npu.npu_fusion_attention(  # noqa: E731
         ROWS, ROWS, ROWS, 2, "TND", scale=0.25, actual_seq_qlen=[100, 250], actual_seq_kvlen=[100, 250]
     )
@@ -83,7 +83,7 @@ def test_packed_lengths_that_fill_the_tensor_do_not_warn() -> None:
 
 
 def test_default_filter_shows_short_lengths_warning_once_for_all_lengths() -> None:
-    """Who fills a tensor of one size with batches of another means it, and is not told at every step."""
+    """A program that pads batches of varying lengths to one size does so on purpose: it must not warn at every step."""
 
     def steps() -> None:
         for last in (150, 170, 290, 150):
@@ -169,7 +169,7 @@ def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_unused_lse_under_reentrant_checkpoint_keeps_the_gradient(
     interface: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Reentrant checkpointing gives every output a gradient: zeros where nobody used it."""
+    """Reentrant checkpointing passes a gradient of zeros to every unused output."""
     alone, through = Q.clone().requires_grad_(), Q.clone().requires_grad_()
     interface(alone)[0].sum().backward()
     out, lse = checkpoint(interface, through, use_reentrant=True)
@@ -190,7 +190,7 @@ def test_unused_lse_of_rows_without_keys_keeps_the_gradient_finite() -> None:
 
 
 def test_indexer_loss_treats_attention_rows_and_lse_as_constants() -> None:
-    """Its backward neither refuses lse nor frees what the attention's own backward needs."""
+    """The loss's backward pass must not refuse lse, nor free tensors that the backward pass of attention needs."""
     q = Q.clone().requires_grad_()
     index_q = torch.randn(1, 6, 2, 8, requires_grad=True)
     rows = q * 2
@@ -203,7 +203,7 @@ def test_indexer_loss_treats_attention_rows_and_lse_as_constants() -> None:
     assert q.grad is not None
 
 
-# ---------------------------------------------------------------------------------------------------- notes and advice
+# -------------------------------------------------------------------------------------------------- advice in warnings
 
 
 def test_omitted_scale_of_wide_heads_warns() -> None:
@@ -359,7 +359,7 @@ def test_nested_tensor_error_suggests_values_and_offsets(layout: torch.layout) -
 
 
 def test_band_converts_integral_numbers_to_int_and_refuses_others() -> None:
-    """Nothing depends on which of two equal calls came first."""
+    """The type of a cached band must not depend on the order of equal calls."""
     import numpy as np
 
     kinds = (-1.0, np.float64(-1), np.int32(-1), torch.tensor(-1), -1)

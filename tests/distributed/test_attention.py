@@ -1,4 +1,4 @@
-"""distributed.attention() on worlds of one to four beside one process: bits, or golden by the error bound."""
+"""distributed.attention() on one to four ranks has the bits of one process, or is within the error bound."""
 
 import inspect
 import weakref
@@ -18,7 +18,7 @@ SOME = ["bf16", "packed_cross", "sink_packed", "dropout", "bias", "short"]
 
 
 def is_summed(name: str | int, what: str) -> bool:
-    """Whether every rank has its part of a gradient: of a sink, and of a bias that all rows share."""
+    """True if each rank has a summand of a gradient: of a sink, or of a bias that all rows share."""
     return what == "dsink" or (name, what) == ("bias_keys", "dbias")
 
 
@@ -85,7 +85,7 @@ def test_random_calls_match_float64_reference_on_every_schedule(
 
 
 def blocks(group: Any, tokens: int) -> tuple[int, int]:
-    """The most tensors of others' keys, or of what they are given, that a rank holds at once: forward, backward."""
+    """(forward, backward): the largest number of received tensors, keys or gradients, that a rank holds at once."""
     fresh, live, most = schedules.empty, 0, [0, 0]
 
     def gone() -> None:
@@ -113,7 +113,7 @@ def blocks(group: Any, tokens: int) -> tuple[int, int]:
 
 
 def test_ring_holds_at_most_two_key_blocks_for_any_world_size(worlds: Worlds) -> None:
-    """Blocks of k and v; backward, besides: gradients that come, and those that this rank hands on."""
+    """A block is k and v; the backward pass also holds gradients that it receives and sends."""
     for world in (2, 3, 4):
         for forward, backward in worlds.run(world, blocks, 8 * 64 * world):
             assert forward <= 2 * 2
@@ -121,7 +121,7 @@ def test_ring_holds_at_most_two_key_blocks_for_any_world_size(worlds: Worlds) ->
 
 
 def test_distributed_attention_has_the_parameters_of_attention() -> None:
-    """All parameters of fusion_attention.attention with their defaults, but for what is not cut among ranks."""
+    """Exceptions are parameters that are not split among ranks."""
     ours, theirs = (dict(inspect.signature(f).parameters) for f in (attention, fa.attention))
     for name in ("drop_bits", "blocked_tiles", "blocked_bits"):
         del theirs[name]

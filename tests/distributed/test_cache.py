@@ -1,4 +1,4 @@
-"""A cache whose pages lie on several ranks: what it holds is what one process's holds, and decoding finds the same."""
+"""A cache with pages on several ranks has the contents and decode results of one process's cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ SIZE, HEADS, DIM = 4, 2, 16
 
 
 class Both:
-    """A cache over the ranks of a group, and one of this process alone, through the same program."""
+    """Runs one program on a cache shared by the ranks of a group and on a cache of this process alone."""
 
     def __init__(self, group: Any, pages: int = 20, **how: Any) -> None:
         heads = how.pop("heads", HEADS)
@@ -151,7 +151,7 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected(args: dict[str, Any]) -> tuple[Expected, Expected]:
-    """(out, lse) of decode_attention's arguments by canonical name."""
+    """Expected (out, lse) of decode_attention; args are by canonical name."""
     call = replace(record.lower(bind(record.RECORD, args)), names=record.RESULTS)
     result = expected_of(call)
     filled = call.fill(call.results())

@@ -1,4 +1,4 @@
-"""What passes between ranks, and what is said when it cannot: groups.py alone, without attention."""
+"""groups.py without attention: communication between ranks, and its error texts."""
 
 import os
 import time
@@ -18,7 +18,7 @@ WORLDS = (1, 2, 3, 4)
 
 
 def values(group: Any) -> dict[str, Any]:
-    """Every way to pass something, with sizes of their own on every rank."""
+    """Results of every communication function, with sizes that differ from rank to rank."""
     ranks = group_of(group)
     call = ranks.call("values", {"schedule": "ring", "length": 7}, CPU)
     mine = torch.arange(ranks.rank * 2.0).reshape(ranks.rank, 2) + 100 * ranks.rank
@@ -53,7 +53,7 @@ def test_gather_exchange_and_sums_return_the_sent_values(worlds: Worlds, world: 
 
 
 def under_other_names(group: Any) -> list[float]:
-    """A group, and meshes that are equal, of the same ranks: one rank is ahead of the others."""
+    """Sums over a group and equal meshes of the same ranks, while one rank is ahead of the others."""
     ranks, result = group_of(group), []
     mesh, again = (init_device_mesh("cpu", (ranks.world,)) for _ in range(2))
     assert mesh == again
@@ -77,7 +77,7 @@ def of_a_kept_group(group: Any) -> str:
 
 
 def of_equal_meshes(group: Any) -> list[float]:
-    """Ranks do not forget a mesh at the same time."""
+    """Sums over equal meshes, because ranks do not delete a mesh at the same time."""
     meshes, result = [], []
     for at in range(3):
         mesh = init_device_mesh("cpu", (2, 2))
@@ -112,7 +112,7 @@ def faulty(group: Any) -> str:
 
 
 def not_of_it(group: Any) -> str:
-    """A group of rank 0 alone: the other ranks are no members."""
+    """Error text of ranks 1 and above for a group of rank 0 alone."""
     alone = dist.new_group([0])
     return "expected a group of this process" if dist.get_rank(group) == 0 else text_of(lambda: group_of(alone))
 
@@ -122,7 +122,7 @@ def on_a_gpu(group: Any) -> str:
 
 
 def that_lacks(group: Any) -> str:
-    """A back end that cannot send is found by the first call, whatever that passes."""
+    """Error text of a back end that cannot send; the first call finds it, whichever data it sends."""
     ranks = group_of(dist.new_group(list(range(group_of(group).world))))
 
     def refusing(*_: Any) -> list[Any]:
@@ -159,7 +159,7 @@ def test_missing_init_process_group_is_named_in_the_error() -> None:
 
 
 def of_two_calls(group: Any) -> str:
-    """Both calls were agreed upon; then rank 0 makes one and rank 1 the other."""
+    """Error text if rank 0 repeats the first and rank 1 the second of two earlier calls."""
     ranks = group_of(group)
     for which in (0, 1):
         ranks.call("values", {"which": which}, CPU)
@@ -181,7 +181,6 @@ def dying(group: Any) -> str:
 
 @pytest.mark.slow
 def test_mismatched_calls_and_rank_death_raise_within_the_timeout() -> None:
-    """Calls that differ though each is known, and a rank that dies: an error on every other rank, in its time."""
     pool = Worlds(3, timeout=4.0)
     try:
         for rank, text in enumerate(pool.run(2, of_two_calls)):

@@ -1,4 +1,4 @@
-"""Layers whose sequences lie on several ranks beside layers written plainly: outputs, losses, gradients."""
+"""Layers with sequences on several ranks are compared with plain layers: outputs, losses, gradients."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ def layer_of(form: str, stage: Any, group: Any = None) -> nn.SparseAttention:
 
 
 def results(layer: Any, x: torch.Tensor, at: torch.Tensor, dout: torch.Tensor, **how: Any) -> tuple[Tensors, Tensors]:
-    """What a layer returns, and what its backward leaves in x and in the parameters."""
+    """({out, loss, dx}, gradients of parameters) of a layer."""
     x = x.clone().requires_grad_()
     out, loss = layer(x, rope=tuple(t.to(x.dtype) for t in nn.rope_table(at, ROPE)), **how)
     (out * dout).sum().add(3 * loss).backward()
@@ -49,7 +49,7 @@ def inputs(packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plainly(form: str, stage: str, packed: bool) -> Tensors:
-    """What the ranks should find, in float64."""
+    """Expected results of all ranks, from the plain layer in float64."""
     layer, (x, dout) = layer_of(form, stage).double(), (t.double() for t in inputs(packed))
     leaf = x.clone().requires_grad_()
     rows = leaf.split(LENGTHS) if packed else [row[:n] for row, n in zip(leaf, LENGTHS, strict=True)]
@@ -63,7 +63,7 @@ def plainly(form: str, stage: str, packed: bool) -> Tensors:
 
 
 def of_ranks(group: Any, form: str, stage: str, packed: bool) -> Tensors:
-    """What they find, put together again."""
+    """Results of the ranks: unsharded tensors, and gradients summed over ranks."""
     x, dout = inputs(packed)
     lengths: Any = LENGTHS if packed else S
     layer = layer_of(form, stage, group)
@@ -78,7 +78,7 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> Tensors:
 
 
 def judged(by_rank: list[Tensors], form: str, stage: str, packed: bool) -> None:
-    """The same on every rank, and as near to the plain layer as roundings of float32 allow."""
+    """Assert equal losses on all ranks, and results within float32 rounding of the plain layer."""
     first, *others = by_rank
     for other in others:
         assert torch.equal(other["loss"], first["loss"])

@@ -1,7 +1,7 @@
-"""Chunks of sequences in one process: cut anywhere at multiples of CUT they have the bits of the whole call, and
-partial results merge to what golden says.
+"""Chunks of sequences in one process: split at multiples of CUT they have the bits of the full call, and merged partial
+results are within the error bound.
 
-No processes here: what passes between them is tests of groups and schedules.
+Communication between processes is tested with groups and schedules.
 """
 
 import random
@@ -29,13 +29,13 @@ ROW_GRADIENTS, KEY_GRADIENTS = ("dq", "dq_rope"), ("dk", "dv", "dk_rope")
 
 
 def cuts_of(rng: random.Random) -> Any:
-    """Some multiples of CUT below a length."""
+    """Function from a length to random multiples of CUT below it."""
     return lambda length: [n for n in range(CUT, length, CUT) if rng.random() < 0.6]
 
 
 @pytest.fixture
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are of one variant of the core."""
+    """Force one instruction set of the native core in new plans."""
     monkeypatch.setattr(cpu, "schedule", partial(cpu.schedule, variant=request.param))
     monkeypatch.setattr(plans, "_PLANS", OrderedDict())
 
@@ -48,7 +48,7 @@ def gradient(g: Gradients, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("forced", VARIANTS, indirect=True)
 @pytest.mark.parametrize("seed", range(12))
 def test_chunk_results_equal_the_full_call_bitwise(forced: None, seed: int) -> None:
-    """Rows that meet all keys, and keys that meet all rows; a chunk at a time, and all at once."""
+    """Chunks of rows get all keys, and chunks of keys all rows; one chunk at a time, and all at once."""
     call, rng = draw(seed), random.Random(seed)
     torch.set_num_threads(2)
     want, full = run(call), call.full()
@@ -80,7 +80,7 @@ def test_chunk_results_equal_the_full_call_bitwise(forced: None, seed: int) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_windowed_chunks_equal_the_full_call_bitwise(dtype: torch.dtype) -> None:
-    """More keys than a step has, from a first one that every tile of rows has for itself; a last chunk of five rows."""
+    """Rows see more keys than a step has, every tile has another first key, and the last chunk has five rows."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1413, 2, 16, generator=generator).to(dtype) for _ in "qkv")
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
@@ -92,7 +92,7 @@ def test_long_windowed_chunks_equal_the_full_call_bitwise(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("seed", range(4))
 def test_float64_reference_chunks_match_the_full_call(seed: int) -> None:
-    """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
+    """Dropout bits and visible keys of a chunk depend on its position in the full call."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
     full, cuts = call.full(), cuts_of(rng)
@@ -107,7 +107,7 @@ def test_float64_reference_chunks_match_the_full_call(seed: int) -> None:
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_attention.Keys]]:
-    """Rows that met three lots of keys one after the other, in any order."""
+    """(partial result of all rows merged over three random groups of key chunks, the groups)."""
     full, cuts = call.full(), cuts_of(rng)
     rows, keys = call.rows(call.chunks("q", cuts)), call.chunks("kv", cuts)
     lots = [call.keys(subset(keys, lot)) for lot in np.array_split(rng.sample(range(len(keys)), len(keys)), 3)]
@@ -125,7 +125,7 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_attentio
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 114)) for seed in range(100, 160)]
 )
 def test_merged_partial_results_match_the_full_call(seed: int) -> None:
-    """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
+    """Errors are as small as in one process; the merged statistics serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
     full, wanted = call.full(), expected(call)
     result, lots = merged(call, rng)

@@ -1,4 +1,4 @@
-"""The model of docs/distributed.md counts the bytes that the schedules really send."""
+"""The traffic model of docs/distributed.md counts the bytes that the schedules send."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ TOKENS, HEADS, KV_HEADS, DIM = 2048, 8, 4, 32
 
 
 def sent(group: Any, schedule: str) -> int:
-    """Bytes that this rank sends in a step, what compares calls not counted."""
+    """Bytes that this rank sends in a step, without the messages that compare calls."""
     from fusion_attention.distributed import groups
 
     groups.group_of(group).call("a first call tries the group out", {}, torch.device("cpu"))

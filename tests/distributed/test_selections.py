@@ -1,4 +1,4 @@
-"""Sparse attention, the indexer and its loss over several ranks beside one process: bits where they are promised."""
+"""Sparse attention, the indexer and its loss on several ranks equal one process, bitwise where that is promised."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Case(Named):
-    """Lengths of whole sequences, padded to `padded` tokens or (0) packed, and what a call says of them."""
+    """Lengths of full sequences, padded to `padded` tokens or (0) packed, and options of a call."""
 
     q_len: tuple[int, ...] = (330,)
     kv_len: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ CASES = [
 
 
 def in_worlds(case: Case, at: int) -> list[Any]:
-    """A case with each size of a world; all but one are slow, another one for every case."""
+    """A case with each world size; one size, which changes from case to case, is not slow."""
     sizes = (4,) if case.schedule == "ulysses+ring" else (2, 3, 4, 1)
     quick = sizes[at % len(sizes)]
     return [
@@ -95,12 +95,12 @@ WORLDS = [param for at, case in enumerate(CASES) for param in in_worlds(case, at
 
 
 def full_inputs(case: Case) -> dict[str, Tensor | None]:
-    """All tensors of one process."""
+    """All tensors of the call in one process."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
 
     def draw(side: str, *inner: int, to: torch.dtype = dtype) -> Tensor:
-        """Rows whose strides are no neighbours', with NaN behind the tokens that count."""
+        """Random rows with gaps between them in memory, and NaN after each sequence's tokens."""
         drawn = torch.randn(*case.shape(side), *inner, generator=generator).to(to)
         for b, length in enumerate(case.q_len if side == "q" else case.keys):
             if case.padded:
@@ -134,7 +134,7 @@ ROWS = ("q", "q_rope", "index_q", "weights", "dout", "dvalues", "indices", "list
 
 
 def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dict[str, Tensor]:
-    """All results and gradients of the three functions, over one process, or (how: group) over ranks."""
+    """Results and gradients of the three functions, in one process or, with `group` in how, on ranks."""
     library: Any = far if "group" in how else fa
     how = {**case.how, **how}
     trained = {
@@ -172,7 +172,7 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
 
 
 def lists_of(case: Case) -> Tensor:
-    """What rows select: the indexer's choice, or every block once, in some order."""
+    """Selections: the indexer's result, or up to four random blocks per row."""
     given = full_inputs(case)
     if case.block == 1:
         result, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
@@ -184,24 +184,24 @@ def lists_of(case: Case) -> Tensor:
     return result.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
 
 
-# Sums over ranks, in another order than one process's.
+# Results that are sums over ranks, in another order than in one process.
 SUMMED = ("indexer's index_k", "dk", "dv", "dk_rope", "loss", "loss's index_k")
 
 
 def axis_of(case: Case, name: str) -> int:
-    """Where tokens are."""
+    """Index of the token axis."""
     return 0 if not case.padded else 2 if name == "lse" else 1
 
 
 def side_of(name: str) -> str:
-    """Of which tokens a result is; "": of none."""
+    """Tokens of a result: "q" or "kv"; "" if it has no token axis."""
     if name in ("dsink", "loss"):
         return ""
     return "kv" if name in ("indexer's index_k", "loss's index_k", "dk", "dv", "dk_rope") else "q"
 
 
 def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """This rank's part of results of one process."""
+    """This rank's shards of results of one process."""
     return {
         name: far.shard(t, group, case.schedule, case.tokens(side), axis_of(case, name)) if side else t
         for name, t in tensors.items()
@@ -210,8 +210,8 @@ def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tens
 
 
 def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
-    """Whole results that are sums over ranks, of the call as it is and of the deterministic one; all others are one
-    process's."""
+    """Unsharded results that are sums over ranks, of the default and of the deterministic call; asserts that all others
+    equal those of one process."""
     line = group
     if case.schedule == "ulysses+ring":
         group = init_device_mesh("cpu", (2, 2))
@@ -247,7 +247,7 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
 
 @cache
 def expected(case: Case) -> dict[str, Expected]:
-    """Every gradient and the loss of one process: golden's, and how far a right program's may be from it."""
+    """Gradients and loss of one process by golden, with expected errors of a right program."""
     t, lists = full_inputs(case), lists_of(case)
     of_all = {**case.how, "actual_seq_qlen": case.how["q_len"], "actual_seq_kvlen": case.how["kv_len"]}
     index = {"query": t["index_q"], "key": t["index_k"], "weights": t["weights"], "sparse_count": case.top_k, **of_all}
@@ -276,7 +276,7 @@ def expected(case: Case) -> dict[str, Expected]:
 
 
 def merged(group: Any, case: Case) -> dict[str, Tensor]:
-    """The indexer alone, whose keys stay where they are: the whole gradients that are sums over ranks."""
+    """Unsharded gradients that are sums over ranks, of the indexer with merge_topk (queries are gathered, not keys)."""
     tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
     how = {"group": group, "schedule": case.schedule, "tokens": tokens, "merge_topk": True}
     names = ("index_q", "index_k", "weights")
@@ -328,7 +328,7 @@ def test_sparse_attention_and_indexer_on_ranks_match_one_process(worlds: Worlds,
 
 
 def judge(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
-    """The same on every rank, and as near to golden as roundings allow."""
+    """Assert equal results on all ranks, within the error bound of golden."""
     if not by_rank:
         return
     first, *others = by_rank

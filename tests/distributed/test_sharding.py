@@ -1,4 +1,4 @@
-"""How sequences lie on ranks (a pure function), and shard(), unshard(), positions() on worlds of one to four."""
+"""Placement of sequences on ranks (a pure function), and shard(), unshard(), positions() on one to four ranks."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
 
 
 def pairs(placement: Any) -> list[int]:
-    """Causal pairs of a row and a key on each rank."""
+    """Number of causal (row, key) pairs on each rank."""
     return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in chunks) for chunks in placement.ranks]
 
 
@@ -68,7 +68,7 @@ def test_contiguous_ring_shards_have_unequal_causal_work() -> None:
 
 
 def test_packed_sequences_stay_balanced() -> None:
-    """Many short ones, a few long ones, none a multiple of anything: memory and pairs."""
+    """Tokens and pairs are balanced within 5 %, with short and long sequences of odd lengths."""
     lengths = (*(37 + 91 * (at * at % 23) for at in range(60)), 5000, 9000, 77)
     placement = layout_of("zigzag", lengths, (4,))
     assert max(placement.sizes) * 4 <= 1.05 * sum(placement.sizes)
@@ -90,7 +90,7 @@ def test_short_sequence_is_spread_over_all_ranks() -> None:
     assert sorted(layout_of("zigzag", (5 * CUT,), (4,)).sizes) == [CUT, CUT, CUT, 2 * CUT]
 
 
-# --------------------------------------------------------------------------------------------------------- on worlds
+# ---------------------------------------------------------------------------------------------------------- on ranks
 
 
 def there_and_back(group: Any, schedule: str, lengths: Any, dim: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def there_and_back(group: Any, schedule: str, lengths: Any, dim: int) -> dict[st
     return {
         "same": torch.equal(back, x),
         "tokens": local.shape[dim],
-        # Every rank's loss meets every token; of the whole each rank has what its own share gives.
+        # The loss of each rank covers all tokens; a rank receives the gradient of its shard only.
         "grad": torch.equal(x.grad, torch.isin(x, local) * float(sum(range(1, group_of(group).world + 1)))),
         "positions": positions(group, schedule, lengths),
         "values": local.detach().movedim(dim, 1)[0] % tokens if tokens else local.detach().flatten(),
@@ -153,7 +153,7 @@ def judge(results: list[dict[str, Any]], lengths: Any) -> None:
 
 
 def hostile(group: Any) -> list[str]:
-    """What each wrong call says."""
+    """Error texts of wrong calls."""
     x = torch.zeros(2, 8)
     calls = (
         lambda: shard(x, group, "zagzig", 8),

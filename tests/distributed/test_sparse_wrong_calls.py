@@ -1,5 +1,4 @@
-"""Wrong calls of sparse attention, of its indexer and of shared caches, on one rank or on all: errors with words, on
-every rank, and never a wrong result."""
+"""Wrong calls of sparse attention, indexer and shared caches, on one rank or all, raise a clear error on each rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +71,7 @@ def test_ranks_with_different_arguments_all_raise(worlds: Worlds, name: str) -> 
 
 
 def wrong(group: Any) -> list[str]:
-    """The record's own rules, of the call of all ranks; each is asked of every rank alike."""
+    """Error texts of calls that violate the operator definition's rules on all ranks."""
     results = [
         text_of(lambda: indexed(group, weights=rows(3, tokens=64)), fa.ContractError),
         text_of(lambda: indexed(group, top_k=0), fa.ContractError),
@@ -128,7 +127,7 @@ def test_merge_topk_refuses_meshes_and_deterministic(worlds: Worlds) -> None:
 
 
 def listed(group: Any, entry: int) -> str:
-    """A block that does not exist, in the last list of the last rank."""
+    """Error text for a block that does not exist, in the last list of the last rank."""
     lists = torch.zeros(1, 64, 1, 4, dtype=torch.int32)
     lists[0, -1, 0, 2] = entry
     q, kv = rows(2, 8, tokens=64), rows(1, 8, tokens=64)
@@ -165,7 +164,7 @@ def test_lse_gradients_double_backward_and_tracing_raise(worlds: Worlds) -> None
 
 
 def other_lengths(group: Any) -> list[str]:
-    """Rank 1's cache has a token more, then another sequence, than the others'."""
+    """Error texts if rank 1 decodes another sequence, has a longer cache or passes another scale."""
     cache = fa.PagedKVCache(1, 8, 8, page_size=4, group=group)
     a, b = cache.allocate(), cache.allocate()
     cache.append([a, b], torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8))

@@ -1,4 +1,4 @@
-"""examples/train_context_parallel.py on several ranks: losses of one process, and a restart after a rank dies."""
+"""examples/train_context_parallel.py on several ranks has the losses of one process, and restarts after a rank dies."""
 
 import json
 import os

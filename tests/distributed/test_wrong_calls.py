@@ -1,4 +1,4 @@
-"""Calls that are wrong, on one rank or on all: an error on every rank that says what, and never a wrong result."""
+"""Calls that are wrong on one rank or on all raise a clear error on every rank."""
 
 import os
 import time
@@ -29,7 +29,7 @@ def sound(group: Any, rank: int, **words: Any) -> Any:
 
 
 def short(group: Any, rank: int, name: str) -> Any:
-    """Rank 1 has lost a token."""
+    """Attention with a missing token in q, k or v of rank 1."""
     given = dict(zip("qkv", shares(group), strict=True))
     if rank == 1:
         given[name] = given[name][:, 1:]
@@ -66,7 +66,7 @@ def transformed(group: Any, rank: int) -> Any:
 
 
 def of_one_row(group: Any, rank: int, schedule: str, **words: Any) -> Any:
-    """A rank whose rows of a mask look like a row for all."""
+    """Attention in which a rank's part of the mask has one row, like a mask row for all queries."""
     q, blocked = torch.zeros(1, 65, 2, 8), torch.zeros(65, 65, dtype=torch.bool)
     rows_of_rank, mine = shard(q, group, schedule, 65), shard(blocked, group, schedule, 65, dim=0)
     return attention(
@@ -134,7 +134,7 @@ def test_invalid_call_raises_on_every_rank_with_the_cause(worlds: Worlds) -> Non
 
 
 def uncomputed(group: Any) -> bool:
-    """No back end computes the call: keys are on their way when that shows."""
+    """True if a call is right after calls that no back end computes, which fail while keys are being sent."""
     want = fa.attention(*(torch.ones(1, S, 4, 8) for _ in range(3)))
     for _ in range(3):
         with pytest.raises(fa.BackendError, match="not float64"):
@@ -148,7 +148,7 @@ def test_group_works_after_a_back_end_error(worlds: Worlds) -> None:
 
 
 def of_many_backwards(group: Any) -> bool:
-    """A graph that is kept gives the same gradients again, and after all the errors the group still works."""
+    """True if a retained graph gives equal gradients twice."""
     q, k, v = (t.requires_grad_() for t in shares(group))
     out = attention(q, k, v, group=group, tokens=S, band=Band.causal())
     first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
@@ -160,7 +160,7 @@ def test_retained_graph_returns_the_same_gradients_twice(worlds: Worlds) -> None
 
 
 def drawing(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout from a seed that nobody gave: ranks whose generators differ still drop alike."""
+    """Two results with dropout without a given seed; ranks with different generators must draw the same bits."""
     torch.manual_seed(group_of(group).rank)
     ones = torch.ones(1, S, 1, 4)
     keys = torch.eye(S)[None, :, None]
@@ -177,7 +177,7 @@ def test_ranks_with_different_generators_share_the_dropout_seed(worlds: Worlds) 
 
 
 def of_other_seeds(group: Any) -> str:
-    """The call is agreed upon; then ranks hand over seeds of their own."""
+    """Error text if ranks pass different seeds to a call that was checked before."""
     sound(group, 0, keep_prob=0.5, seed=1)
     return text_of(lambda: sound(group, 0, keep_prob=0.5, seed=group_of(group).rank))
 

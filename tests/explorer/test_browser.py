@@ -1,4 +1,4 @@
-"""The explorer in a real browser: what it computes and draws, mouse and keyboard, widths and themes, and its speed."""
+"""The explorer in a real browser: cells and drawing, mouse and keyboard, widths and themes, and speed."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def cells(browser: Browser) -> str:
 
 
 def shown_setting(rng: random.Random) -> Setting:
-    """One that the page's controls can show."""
+    """Random setting that the page's controls can show."""
     s = random_setting(rng)
     q_len, kv_len = (tuple(max(n, 1) for n in lengths) for lengths in (s.q_len, s.kv_len))
     pre, next_ = (UNLIMITED if abs(n) > 500 else n for n in (s.pre, s.next))
@@ -73,7 +73,6 @@ def shown_setting(rng: random.Random) -> Setting:
 
 
 def test_browser_shows_cells_title_and_verdict_of_the_library(browser: Browser, address: str) -> None:
-    """Addresses to pictures, through the controls: every cell, the title, the verdict."""
     browser.open(address)
     rng = random.Random(7)
     words = browser.run("VERDICTS")
@@ -91,7 +90,7 @@ def test_browser_shows_cells_title_and_verdict_of_the_library(browser: Browser, 
 
 
 def test_canvas_pixels_show_the_band(browser: Browser, address: str) -> None:
-    """Not the page's idea of its cells, but the colours on the canvas."""
+    """The test reads canvas pixels, because the page's list of cells could be right and the drawing wrong."""
     browser.open(f"{address}#mode=band&q=7&kv=12&pre=3&next=1&interface=own")
     colours = browser.run(
         "(() => { const read = (j, i) => matrix.context.getImageData((LEFT + (j + 0.4) * matrix.cell) * matrix.ratio, "
@@ -206,7 +205,6 @@ def test_invalid_url_settings_still_show_a_mask(browser: Browser, address: str, 
 
 
 def test_every_control_has_an_accessible_name(browser: Browser, address: str) -> None:
-    """As a screen reader meets it."""
     for setting in ("#mode=7&q=4,6&kv=6,8&packed=1&next=-1", "#mode=band&q=4&kv=5&prefix=2", "#mode=0&q=4&kv=5&pre=1"):
         browser.open(address + setting)
         browser.call("Accessibility.enable")
@@ -240,7 +238,7 @@ def test_page_fits_the_window_width_in_light_and_dark_theme(
 
 
 def test_embedded_explorer_follows_the_host_page_theme(browser: Browser, tmp_path: Path) -> None:
-    """As the documentation embeds it: as high as it is, light or dark as its host, without a header of its own."""
+    """The documentation embeds the explorer at full height, in the host's theme and without a header."""
     (tmp_path / "explorer.html").write_text(page(), encoding="utf-8")
     (tmp_path / "host.html").write_text('<body data-md-color-scheme="slate"><iframe src="explorer.html" width="900">')
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -267,7 +265,7 @@ def test_first_picture_is_drawn_within_a_second(browser: Browser, address: str) 
 
 
 DRAGGED = ("#mode=4&q=512&kv=512&pre=64&next=0", "#mode=0&q=512&kv=512&pre=64&next=0&mask=triangle")
-# The slider moves at every frame, as it would under the fastest hand: a driver's own mouse waits for each answer.
+# Script that moves the slider at every frame, because a driver's mouse waits for each response.
 DRAG = """
 new Promise((done) => {
   let drawn = 0, moves = 0, first = 0;

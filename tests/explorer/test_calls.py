@@ -1,4 +1,4 @@
-"""The calls that the explorer writes run, see what is drawn, and are refused as it says."""
+"""Calls that the explorer writes run, see the drawn keys, and raise the errors that the page shows."""
 
 import random
 import warnings
@@ -31,14 +31,14 @@ def _as_torch_npu() -> Iterator[None]:
 
 
 def message(operator: str, remark: dict[str, Any]) -> str:
-    """A remark as an error says it, without CANN's name of the parameter."""
+    """Error text of a remark, without CANN's name of the parameter."""
     got = f", got {remark['got']}" if remark["got"] else ""
     advice = f" ({remark['advice']})" if remark["advice"] else ""
     return f"{operator}: {remark['param']}: expected {remark['expected']}{got}{advice}"
 
 
 def prepare(s: Setting, before: str) -> dict[str, Any]:
-    """The tensors of a call's text: scores are zero, and a value row is the number of its key, one hot."""
+    """Tensors made by a call's text: q and k are zero, and a value row is the one-hot vector of its key's number."""
     names: dict[str, Any] = {}
     exec(before, names)
     q, k, v = (names[name] for name in ("q", "k", "v") if name in names) if "q" in names else (
@@ -53,7 +53,7 @@ def prepare(s: Setting, before: str) -> dict[str, Any]:
 
 
 def check_seen(s: Setting, interface: str, out: torch.Tensor) -> None:
-    """Whether each row of an output has exactly the keys that the picture shows; one without keys: zeros or a mean."""
+    """Assert that each output row has exactly the picture's visible keys; a row without keys: zeros or a mean."""
     cells = cells_of(s, interface)
     assert cells is not None
     weights = (out if s.packed else out[0]).float().cpu().numpy()
@@ -67,7 +67,7 @@ def check_seen(s: Setting, interface: str, out: torch.Tensor) -> None:
 
 
 def params_named(failures: Any, operator: str, interface: str) -> set[str]:
-    """The messages of failures whose rules the explorer asks."""
+    """Messages of the failures that the explorer's rules include."""
     rules = {rule.id for rule in rules_of(operator, interface)}
     domain = [rule.expected for rule in rules_of(operator, interface) if rule.stage == "domains"]
     results = set()

@@ -1,4 +1,4 @@
-"""The explorer's colours: words can be read on what lies behind them, in light and dark (WCAG 2, level AA)."""
+"""The explorer's colours: text has enough contrast with its background, in light and dark (WCAG 2, level AA)."""
 
 import re
 
@@ -14,7 +14,7 @@ SEEN_APART = 3.0  # what is no text: cells beside cells
 
 
 def themes() -> dict[str, dict[str, str]]:
-    """The colours of every block of variables; the first is light."""
+    """Theme -> colours by name of the CSS variable."""
     assert STYLE
     blocks = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in STYLE[1].split(":root")[1:]]
     return dict(zip(("light", "dark by system", "dark by choice"), blocks, strict=True))

@@ -1,4 +1,4 @@
-"""`fusion-attention mask`: pictures, numbers, files, and what it says to options that it does not understand."""
+"""`fusion-attention mask`: pictures, numbers, files, and errors of invalid options."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def invoke(*arguments: Any) -> tuple[int, str]:
-    """Exit code and text, without colours and line ends."""
+    """(exit code, text without box characters and line breaks) of `fusion-attention mask`."""
     outcome = run("mask", *arguments)
     return outcome.code, " ".join(outcome.line.translate(str.maketrans("│╭╮╰╯─", "      ")).split())
 
@@ -169,7 +169,7 @@ SETTING = Setting(5, (5,), (7,), prefix=(3,), mask="own", own=((0, 1), (1, 0)))
 
 
 def unpacked(data: bytes) -> np.ndarray:
-    """[height, width, 4] of a PNG without filters."""
+    """Pixels [height, width, 4] of a PNG without filters."""
     width, height = struct.unpack(">II", data[16:24])
     start = data.index(b"IDAT") + 4
     size = struct.unpack(">I", data[start - 8 : start - 4])[0]
@@ -234,7 +234,7 @@ def test_cells_between_packed_sequences_are_outside() -> None:
     assert is_seen(cells).sum() == 3 + 4 + 1
 
 
-# ------------------------------------------------------------------------------------------------------------ the page
+# ------------------------------------------------------------------------------------------------------- explorer page
 
 
 def test_explorer_page_is_written_and_served(tmp_path: Path) -> None:

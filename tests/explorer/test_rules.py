@@ -1,4 +1,4 @@
-"""The explorer's rules: the page's JavaScript against the Python it comes from, and both against real calls."""
+"""The explorer's rules: the page's JavaScript equals its Python source, and the rules match real calls."""
 
 import json
 import random

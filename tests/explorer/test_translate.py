@@ -1,4 +1,4 @@
-"""From Python to JavaScript: small functions say the same in both, and what has no translation is refused."""
+"""Translation from Python to JavaScript: functions give equal results, and unsupported Python is an error."""
 
 import json
 from dataclasses import dataclass
@@ -154,7 +154,7 @@ def test_javascript_runtime_defines_all_functions_used_by_rules() -> None:
 
 
 def test_explorer_includes_the_mask_rules() -> None:
-    """Each kind of refusal and each silent change that a setting can meet; a renamed one would fall out of the page."""
+    """A renamed rule would disappear from the page."""
     checks = {
         interface: [rule.check for rule in violations.rules_of(two[1], interface)]
         for interface, two in violations.OPERATORS.items()

@@ -1,5 +1,5 @@
-"""Random calls judged by the formulas alone: what a tester who means harm would try, a few thousand times a run.
+"""Random calls, including unusual ones, that are compared with formulas; thousands of calls per run.
 
-A family (`FAMILIES` in core.py) draws a legal call from a number, says what may come back, and how far from it;
-nothing here knows golden, testing or a back end. Replay: `python -m tests.fuzz FAMILY NUMBER`.
+A family (`FAMILIES` in core.py) draws a legal call from a number, and gives the expected results with error bounds,
+without golden, fusion_attention.testing and back ends. Replay: `python -m tests.fuzz FAMILY NUMBER`.
 """

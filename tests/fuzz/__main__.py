@@ -1,4 +1,4 @@
-"""Replays one call: python -m tests.fuzz FAMILY NUMBER [CALLS] (in pytest, with all that its fixtures poison)."""
+"""Replays one call in pytest, with poisoned memory: python -m tests.fuzz FAMILY NUMBER [CALLS]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""fa.attention and its derivatives: everything that its record lets a call combine."""
+"""Calls of fa.attention and its derivatives with all combinations of features that its operator definition allows."""
 
 from typing import Any
 
@@ -46,12 +46,12 @@ def _lengths(batch: Batch, call: dict[str, Any]) -> None:
 
 
 def _edge(rng: Rng, most: int) -> int:
-    """A count of tokens: mostly a few, sometimes negative, sometimes without end."""
+    """Draws a number of tokens: mostly small, sometimes negative, sometimes unlimited."""
     return UNLIMITED if maybe(rng, 0.2) else int(rng.integers(-3 if maybe(rng, 0.3) else 0, most + 3))
 
 
 def _draw_band(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
-    """[R, K] of every sequence: the keys that the band leaves."""
+    """Draws a band; returns bool [R, K] of every sequence: the keys in the band."""
     rng, kind = batch.rng, batch.rng.random()
     most = max([*batch.q_len, *batch.kv_len, 1])
     align = str(pick(rng, "start", "end"))
@@ -80,7 +80,7 @@ def _draw_band(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
 
 
 def mode_visible(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list[int]) -> list[Tensor]:
-    """[R, K] of every sequence, by the table of the modes."""
+    """Returns bool [R, K] of every sequence: the keys visible in a sparse mode."""
     result, filled = [], [b for b, m in enumerate(q_len) if m]
     for b, (m, n) in enumerate(zip(q_len, kv_len, strict=True)):
         i, j, right = torch.arange(m)[:, None], torch.arange(n), n - m
@@ -107,7 +107,7 @@ def _draw_mode(batch: Batch, call: dict[str, Any], left: int, right: int) -> lis
 
 
 def draw_tiles(batch: Batch, call: dict[str, Any]) -> Matrix:
-    """Numbers of tiles, with every whole one among them, and bits; byte r, k of them removes keys 8 k ... of row r."""
+    """Draws numbers of tiles (some entirely blocked or free) and bits; byte [r, k] removes keys 8 k ... of row r."""
     rng, (count, heads, *tokens) = batch.rng, batch.shape
     axes = (count if maybe(rng, 0.5) else 1, heads if maybe(rng, 0.5) else 1, *(-(-n // 128) for n in tokens))
     numbers = rng.integers(-2, 3, axes).astype(np.int32)
@@ -124,7 +124,7 @@ def draw_tiles(batch: Batch, call: dict[str, Any]) -> Matrix:
 
 
 def _draw_slopes(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
-    """[N, R, K] of every sequence."""
+    """Draws ALiBi slopes; returns the bias [N, R, K] of every sequence."""
     rng, count = batch.rng, len(batch.q_len)
     shape = [(batch.heads,), (1, batch.heads), (count, batch.heads)][int(rng.integers(3))]
     slopes = normal(rng, *shape).float()
@@ -158,7 +158,7 @@ def _draw_dropout(batch: Batch, call: dict[str, Any]) -> Dropout:
 
 
 def draw_scale(rng: Rng, dims: int) -> float:
-    """Mostly what models use; zero, negative and large ones too."""
+    """Draws a scale: mostly a usual one, sometimes zero, negative or large."""
     return float(rng.choice([dims**-0.5, 1.0, 0.0, -0.3, 4.0], p=[0.6, 0.2, 0.05, 0.1, 0.05]))
 
 

@@ -1,4 +1,4 @@
-"""Caches of decoding, drawn: one tensor, a list, shuffled pages or a PagedKVCache; floats, int8 or int4 with scales."""
+"""Random caches of decode: one tensor, a list, shuffled pages or a PagedKVCache; floats, int8 or int4 with scales."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ WEIGHTS = 32767.0  # and a row's weights
 
 @dataclass
 class Side:
-    """Keys or values: numbers as stored [slots, N2, d] of every sequence, and scale and offset [slots, N2, d] alike."""
+    """Keys or values: per sequence the stored numbers [slots, N2, d], and scale and offset of the same shape."""
 
     stored: list[Tensor]
     scale: list[Tensor] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Side:
     by_token: bool = False
 
     def real(self, b: int, first: int, stop: int, group: int) -> Tensor:
-        """[N, K, d]: what the slots stand for."""
+        """Returns dequantised slots [N, K, d]."""
         full = self.stored[b]
         if self.kind:
             full = (full + self.offset[b]) * self.scale[b]
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass
 class Cache:
-    """A drawn cache: how many slots every sequence has, its two sides (values None: the first dim_v of the keys')."""
+    """A random cache: number of slots per sequence, keys, and values (None: the first dim_v elements of the keys)."""
 
     rng: Rng
     form: str
@@ -59,7 +59,7 @@ class Cache:
     pages: int = 0
 
     def place_dense(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
-        """Parts [slots, N2, ..] in the cache's form."""
+        """Stores sequences [slots, N2, ..] in the form of the cache."""
         swap = (lambda t: t.transpose(1, 2)) if self.layout == "BNSD" else (lambda t: t)
         if self.form == "list":
             return [place(self.rng, swap(rows[None].to(dtype))) for rows in parts]
@@ -74,7 +74,7 @@ class Cache:
         return place(self.rng, swap(pool))
 
     def pack(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Numbers of four bits, two to a byte, the even element in the low half."""
+        """Packs two 4-bit numbers into a byte; the even element has the low half."""
         packed = []
         for rows in parts:
             nibbles = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2)).to(torch.int64) & 15
@@ -96,7 +96,7 @@ def draw_side(rng: Rng, slots: Sequence[int], heads: int, dim: int, stored: str,
 
 
 def draw_pages(cache: Cache, least: int = 0) -> None:
-    """A shuffled table, in which entries behind the last page are garbage; least: of columns."""
+    """Draws a shuffled page table with garbage after the last page of a sequence; least: minimum number of columns."""
     rng = cache.rng
     needed = [-(-n // cache.page) for n in cache.slots]
     cache.pages = sum(needed) + int(rng.integers(0, 4)) + 1
@@ -111,7 +111,7 @@ def draw_pages(cache: Cache, least: int = 0) -> None:
 
 
 def integer_blur(cache: Cache, q: Tensor, scale: float, b: int, span: slice, group: int) -> Tensor | float:
-    """What rounding a query row to 16 bits, and offsets summed apart, may do to scores [N, R, K]."""
+    """Returns the error in scores [N, R, K] of rounding query rows to 16 bits and of adding offsets separately."""
     side = cache.keys
     if not side.kind:
         return 0.0
@@ -125,7 +125,7 @@ def integer_blur(cache: Cache, q: Tensor, scale: float, b: int, span: slice, gro
 
 
 def integer_spill(cache: Cache, rows: Rows, b: int, span: slice, group: int) -> Tensor | float:
-    """What rounding weights to 16 bits, and offsets summed apart, may do to out [N, R, Dv]."""
+    """Returns the error in out [N, R, Dv] of rounding weights to 16 bits and of adding offsets separately."""
     side = cache.keys if cache.values is None else cache.values
     if not side.kind or span.stop <= span.start:
         return 0.0
@@ -147,7 +147,7 @@ def integer_spill(cache: Cache, rows: Rows, b: int, span: slice, group: int) -> 
 def own_cache(
     cache: Cache, kv_len: Sequence[int]
 ) -> tuple[fa.PagedKVCache, list[int], dict[str, tuple[Tensor, Value]]]:
-    """The keys and values in a PagedKVCache, its sequences, and per side (what it stored, what it was given)."""
+    """Fills a PagedKVCache; returns it, its sequences, and per side (stored numbers, expected numbers)."""
     rng, shares = cache.rng, cache.values is None
     size = int(rng.choice([1, 3, 8, 16]))
     needed = sum(-(-n // size) for n in kv_len) + len(kv_len) + int(rng.integers(0, 9))
@@ -180,7 +180,7 @@ def own_cache(
 def _read_back(
     cache: Cache, paged: fa.PagedKVCache, sequences: list[int], kv_len: Sequence[int]
 ) -> dict[str, tuple[Tensor, Value]]:
-    """Reads what the cache stored into the drawn sides; (stored, expected) per side."""
+    """Reads the stored numbers of the cache back into the drawn sides; returns (stored, expected) per side."""
     named, result = paged.arguments(sequences), {}
     for name, side, dim in (("k", cache.keys, cache.dim), ("v", cache.values, cache.dim_v)):
         if side is None:
@@ -229,7 +229,7 @@ def draw_cache(rng: Rng, dtype: torch.dtype, slots: list[int], heads: int, dim: 
 
 
 def draw_scales(cache: Cache, side: Side, dim: int) -> None:
-    """A scale, and perhaps an offset, of one of the four shapes."""
+    """Draws a scale, and perhaps an offset, of one of five shapes."""
     rng = cache.rng
     shapes = [(), (1,), (cache.heads,), (cache.heads, dim)]
     kind = int(rng.integers(5 if cache.form != "list" else 4))

@@ -1,4 +1,4 @@
-"""How many calls, and which: --calls N, --seed S (the number of a run's first call; a new one every run)."""
+"""Options: --calls N is the number of calls, --seed S the number of the first call (default: random)."""
 
 import secrets
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def calls(pytestconfig: pytest.Config) -> range:
-    """The numbers of a run's calls; where another folder was asked for too, pytest knows no options of this one."""
+    """Returns the numbers of a run's calls; pytest lacks these options if it runs other folders too."""
     seed = pytestconfig.getoption("--seed", None)
     first = secrets.randbelow(10**9) if seed is None else seed
     return range(first, first + int(pytestconfig.getoption("--calls", CALLS)))
@@ -25,7 +25,7 @@ def calls(pytestconfig: pytest.Config) -> range:
 
 @pytest.fixture
 def noted(pytestconfig: pytest.Config) -> list[str]:
-    """Lines for the summary."""
+    """Returns the list of lines that the summary prints."""
     return pytestconfig.stash.setdefault(_RUNS, [])
 
 

@@ -1,4 +1,4 @@
-"""The families by name, a call that one draws from a number alone, what may come back from it, and the comparison."""
+"""Families by name; drawing a call from a number, its expected results, and the comparison."""
 
 import importlib
 import warnings
@@ -18,7 +18,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Value:
-    """A quantity, and how far from it a right program may be: float64 tensors of one shape; dtype: as it must come."""
+    """Expected value and largest allowed error, float64 tensors of one shape; dtype: required dtype of the result."""
 
     value: Tensor
     error: Tensor
@@ -26,13 +26,13 @@ class Value:
 
 
 def exact(value: Tensor) -> Value:
-    """What must come bit for bit (apart from the sign of 0)."""
+    """Returns a value that a result must equal bit by bit, except for the sign of 0."""
     return Value(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One call: run() makes it, expect(results) says what results may be (a gradient's depend on what was saved)."""
+    """A call: run() makes it, expect(results) returns expected values (those of gradients depend on saved results)."""
 
     about: Mapping[str, Any]
     run: Callable[[], Results]
@@ -40,11 +40,11 @@ class Drawn:
 
 
 class Mismatch(AssertionError):
-    """A result that no right program gives."""
+    """A result outside the error bounds."""
 
 
 def compare(got: Mapping[str, Tensor], expected: Mapping[str, Value]) -> None:
-    """Raises Mismatch at the worst element of the first result that is further from its value than its error."""
+    """Raises Mismatch if a result exceeds its error bound; reports the worst element of the first such result."""
     if missing := expected.keys() - got.keys():
         raise Mismatch(f"no {sorted(missing)} came back")
     for name, want in expected.items():
@@ -67,7 +67,7 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Value]) -> None:
 
 
 def judge(call: Drawn) -> None:
-    """Makes a call and compares; a refusal of what was drawn to be legal is a failure like any other."""
+    """Makes a call and compares its results; an error of a call is a failure, because all drawn calls are legal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContractWarning)
         got = call.run()
@@ -75,13 +75,13 @@ def judge(call: Drawn) -> None:
 
 
 def drawn(family: str, number: int) -> Drawn:
-    """Call `number` of a family, the same every time."""
+    """Draws call `number` of a family; equal numbers draw equal calls."""
     rng = np.random.default_rng([*family.encode(), number])
     return importlib.import_module(f".{family}", __package__).draw(rng)  # type: ignore[no-any-return]
 
 
 def description(about: Mapping[str, Any]) -> str:
-    """A call in words: names, and tensors by dtype, shape, strides and offset."""
+    """Describes a call: names, and tensors by dtype, shape, strides and offset."""
     return "\n".join(f"  {name} = {_describe(value)}" for name, value in about.items() if value is not None)
 
 

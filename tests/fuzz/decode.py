@@ -1,4 +1,4 @@
-"""decode_attention over every kind of cache."""
+"""Calls of decode_attention with caches of every kind."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from .storage import (
 
 @dataclass
 class Step:
-    """What a decoding call says."""
+    """Random parameters of a decode call."""
 
     rng: Rng
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Step:
 
 
 def draw_bands(s: Step, call: dict[str, Any]) -> None:
-    """Causal from the lower right unless said otherwise."""
+    """Draws a band; the default is causal from the lower right corner."""
     rng, kind = s.rng, s.rng.random()
     left, right = (int(rng.integers(0, max([*s.kv_len, 1]) + 2)) for _ in range(2))
     if kind < 0.25:
@@ -80,12 +80,12 @@ def draw_rows(s: Step, dims: int) -> None:
 
 
 def place_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
-    """[B, N, S1, d] in the layout, from [N, R, d] per sequence."""
+    """Stores sequences [N, R, d] in the layout."""
     return place_dense([rows.transpose(0, 1) for rows in parts], layout, s.rows, fill)
 
 
 def hide(s: Step, may_mean: bool) -> None:
-    """NaN in slots that nobody sees: behind the length, and before a window (floats, and scales of tokens)."""
+    """Writes NaN to slots that no row sees: after the length and before a window (floats and scales of tokens)."""
     cache, rng = s.cache, s.rng
     for side, keys in ((cache.keys, True), (cache.values, False)):
         if side is None:
@@ -103,17 +103,17 @@ def hide(s: Step, may_mean: bool) -> None:
 
 
 def span_of(s: Step, b: int) -> slice:
-    """The slots of a sequence that hold its keys."""
+    """Returns the slots that hold the keys of a sequence."""
     return slice(s.first[b], s.first[b] + s.kv_len[b])
 
 
 def of_item(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
-    """[N, R, K] of a sequence's keys."""
+    """Returns the part [N, R, K] of a matrix for a sequence and its keys."""
     return matrix.of(b, s.q_len[b], columns, s.heads)[..., span_of(s, b)]
 
 
 def add_bias(s: Step, matrix: Matrix, shape: tuple[int, int, int, int]) -> None:
-    """A drawn bias joins the call, NaN where no score that counts reads it."""
+    """Adds a random bias to the call, with NaN in elements that no visible score reads."""
     padded = []
     for b, count in enumerate(s.counts):
         full_counts = torch.zeros(s.heads, s.q_len[b], shape[3], dtype=torch.int32)
@@ -137,7 +137,7 @@ def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
 
 
 def draw_post(s: Step, call: dict[str, Any], names: tuple[str, str]) -> None:
-    """int8 output."""
+    """Draws scale and offset of an int8 output in a fifth of the calls."""
     rng = s.rng
     if not maybe(rng, 0.2):
         return
@@ -182,7 +182,7 @@ def draw(rng: Rng) -> Drawn:
 
 
 def _draw_stored(s: Step, call: dict[str, Any], form: str) -> None:
-    """A cache as arguments; a PagedKVCache is filled here, in an order of sequences of its own."""
+    """Passes the cache as tensors, or as a filled PagedKVCache, which reorders the sequences."""
     cache, rng = s.cache, s.rng
     if form == "own":
         paged, sequences, s.checks = own_cache(cache, s.kv_len)
@@ -247,7 +247,7 @@ def attended(s: Step, b: int) -> Rows:
 
 
 def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
-    """out in its layout and dtype; int8: rounded half to even, per channel half away from zero, saturated."""
+    """Returns out in layout and dtype; int8: rounded half to even, or per channel half away from zero, saturated."""
     value = place_q(s, layout, [r.out for r in rows], 0.0)
     error = place_q(s, layout, [r.out_error for r in rows], 0.0)
     if s.out_scale is None:

@@ -1,4 +1,4 @@
-"""What families of dense rows draw alike: sequences, matrices over [B, N, S1, S2], dropout, gradients."""
+"""Drawing shared by families of dense rows: sequences, matrices over [B, N, S1, S2], dropout, gradients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ LARGEST = 1_500_000  # elements of a call's scores
 
 @dataclass
 class Batch:
-    """Sequences of a dense call, as float64 parts [length, heads, elements] of every tensor."""
+    """Sequences of a dense call: float64 parts [length, heads, elements] of every tensor."""
 
     rng: Rng
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[B, N, S1, S2] as matrices see it: packed, S is the longest length."""
+        """Shape [B, N, S1, S2] of matrices; if packed, S1 and S2 are the longest lengths."""
         s1, s2 = self.tokens
         if self.packed:
             s1, s2 = max(self.q_len, default=0), max(self.kv_len, default=0)
@@ -48,36 +48,36 @@ class Batch:
         return self.heads // self.heads_kv
 
     def draw(self, name: str, side: str, heads: int, elements: int) -> None:
-        """A tensor's parts, as its dtype holds them."""
+        """Draws the sequences of a tensor, rounded to its dtype."""
         lengths = self.q_len if side == "q" else self.kv_len
         full = normal(self.rng, sum(lengths), heads, elements).to(self.dtype).double()
         self.parts[name] = list(full.split(lengths)) if lengths else []
 
     def tensor(self, name: str, side: str) -> Tensor:
-        """The tensor of a name in the call's layout, at any strides, NaN behind every length."""
+        """Returns a tensor in the layout of the call with random strides and NaN after every length."""
         parts = [rows.to(self.dtype) for rows in self.parts[name]]
         packed_rows = place_dense(parts, self.layout, self.tokens[side == "kv"], float(garbage(self.rng, self.dtype)))
         return place(self.rng, packed_rows)
 
     def place_dense(self, parts: Sequence[tuple[Tensor, Tensor]], side: str) -> Value:
-        """What comes back in a layout, from (value, error) per sequence by head, [heads, length, elements]."""
+        """Returns the expected tensor in the layout from (value, error) [heads, length, elements] per sequence."""
         tokens = self.tokens[side == "kv"]
         value, error = (place_dense([p[i].transpose(0, 1) for p in parts], self.layout, tokens) for i in (0, 1))
         return Value(value, torch.where(error > 0, rounding(value, error, self.dtype), 0.0), self.dtype)
 
     def by_row(self, parts: Sequence[tuple[Tensor, Tensor]], fill: float = 0.0, head_major: bool = False) -> Value:
-        """Statistics from (value, error) [heads, length] per sequence."""
+        """Returns expected statistics from (value, error) [heads, length] per sequence."""
         value = place_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
         error = place_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
         error = torch.where(value.isfinite(), error, 0.0)
         return Value(value, error + U * value.abs().nan_to_num(0, 0, 0), torch.float32)
 
     def rows(self, b: int, name: str, group: int = 1) -> Tensor:
-        """[heads, length, elements] of a sequence, key heads repeated."""
+        """Returns a sequence [heads, length, elements] with repeated key heads."""
         return self.parts[name][b].transpose(0, 1).repeat_interleave(group, 0)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The rows of every sequence, from [B, S1, ..] or [T1, ..]."""
+        """Splits [B, S1, ..] or [T1, ..] into the rows of every sequence."""
         if self.packed:
             return list(tensor[: sum(self.q_len)].split(self.q_len))
         return [tensor[b, :m] for b, m in enumerate(self.q_len)]
@@ -93,7 +93,7 @@ class Batch:
 
 
 def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25) -> Batch:
-    """Sequences and their q, k, v (and rope parts)."""
+    """Draws lengths, heads, sizes, layout and dtype."""
     layout, dtype = str(pick(rng, *layouts)), DTYPES[int(rng.choice(3, p=[0.5, 0.3, 0.2]))]
     count = int(rng.integers(1, 5 if layout == "TND" else 4))
     heads_kv, group = int(rng.integers(1, 4)), int(rng.integers(1, 5))
@@ -115,7 +115,7 @@ def draw_batch(rng: Rng, layouts: Sequence[str], rope: float = 0.25) -> Batch:
 
 
 def fill_batch(batch: Batch, values: bool = True) -> None:
-    """Draws the numbers, once lengths are known; values: v is a tensor of its own."""
+    """Draws q, k, v and rope parts; values: v is a separate tensor."""
     b = batch
     b.draw("q", "q", b.heads, b.dim)
     b.draw("k", "kv", b.heads_kv, b.dim)
@@ -127,12 +127,12 @@ def fill_batch(batch: Batch, values: bool = True) -> None:
 
 
 def nobody(counted: Tensor, heads_kv: int) -> Tensor:
-    """[K, heads_kv]: the keys that no row of [N, R, K] counts."""
+    """Returns bool [K, heads_kv]: keys that no row of counts [N, R, K] sees."""
     return ~counted.any(1).unflatten(0, (heads_kv, -1)).any(1).T
 
 
 def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
-    """NaN and infinity in the key and value rows that nobody sees: memory that must never reach a result."""
+    """Writes NaN or infinity to key and value rows that no row sees, because results must not depend on them."""
     if not maybe(batch.rng, 0.7):
         return
     names = ("k", "k_rope") if mean else ("k", "v", "k_rope")
@@ -147,7 +147,7 @@ def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
 class Matrix:
     """A matrix that broadcasts to [B, N, S1, S2]: the tensor that is passed, and its values with all four axes.
 
-    widened: the caller expands it, so torch adds up gradients that are already stored.
+    widened: the caller expands the tensor, so torch sums gradients that are already rounded to the dtype.
     """
 
     tensor: Tensor
@@ -162,7 +162,7 @@ class Matrix:
         return matrix[:, :rows, :keys]
 
     def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Value:
-        """The gradient of the passed tensor from dS [N, R, K] per sequence, summed over the axes that it broadcasts."""
+        """Returns the expected gradient of the tensor: dS [N, R, K] per sequence, summed over broadcast axes."""
         full = torch.zeros(batch.shape, dtype=torch.float64)
         off, terms = torch.zeros_like(full), torch.zeros_like(full)
         for b, (value, error) in enumerate(parts):
@@ -181,7 +181,7 @@ class Matrix:
 
 
 def broadcast_shape(rng: Rng, full_shape: Sequence[int]) -> tuple[int, ...]:
-    """Any axes of size 1, leading ones perhaps left out."""
+    """Draws a broadcastable shape: some axes have size 1, and leading ones may be absent."""
     shape = [n if maybe(rng, 0.65) else 1 for n in full_shape]
     while len(shape) > 1 and shape[0] == 1 and maybe(rng, 0.6):
         shape.pop(0)
@@ -189,7 +189,7 @@ def broadcast_shape(rng: Rng, full_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def expanded(rng: Rng, tensor: Tensor, full_shape: Sequence[int]) -> Tensor:
-    """The same matrix, perhaps with some axes repeated by stride 0."""
+    """Expands some axes of a matrix with stride 0."""
     tail = tuple(full_shape)[len(full_shape) - tensor.dim() :]
     return tensor.expand([n if maybe(rng, 0.3) else m for m, n in zip(tensor.shape, tail, strict=True)])
 
@@ -199,7 +199,7 @@ def four(tensor: Tensor) -> Tensor:
 
 
 def draw_blocked(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Matrix:
-    """True removes; some rows and some columns wholly."""
+    """Draws a mask (True removes a score) with some entire rows and columns removed."""
     fraction = float(rng.choice([0.1, 0.5, 0.9, 1.0], p=[0.4, 0.4, 0.15, 0.05]))
     values = torch.from_numpy(rng.random(shape) < fraction)
     if values.dim() >= 2 and values.shape[-2] > 1 and maybe(rng, 0.4):
@@ -215,7 +215,7 @@ def draw_blocked(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dt
 
 
 def draw_bias(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
-    """Numbers, some of them -inf."""
+    """Draws a bias with some -inf."""
     values = normal(rng, *shape).to(dtype)
     if maybe(rng, 0.3):
         values[torch.from_numpy(rng.random(shape) < rng.choice([0.05, 0.5, 0.95]))] = -torch.inf
@@ -225,7 +225,7 @@ def draw_bias(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dtype
 
 
 def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], full_shape: Sequence[int]) -> None:
-    """NaN in the elements of a bias that no score which counts reads, then its place in memory."""
+    """Writes NaN to elements of a bias that no visible score reads, then moves it to random strides."""
     if maybe(rng, 0.6):
         visible = torch.zeros(tuple(full_shape), dtype=torch.bool)
         for b, count in enumerate(counts):
@@ -238,7 +238,7 @@ def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], full_shape
 
 
 def hide_by_inf(batch: Batch, counts: Sequence[Tensor], biases: Sequence[Tensor], mean: bool) -> None:
-    """NaN in the value rows of keys whose every score that counts is -inf: such a key is not seen."""
+    """Writes NaN to value rows of keys without a finite visible score, because their weights are 0."""
     if mean or not maybe(batch.rng, 0.5):
         return
     for values, count, bias in zip(batch.parts["v"], counts, biases, strict=True):
@@ -247,7 +247,7 @@ def hide_by_inf(batch: Batch, counts: Sequence[Tensor], biases: Sequence[Tensor]
 
 @dataclass
 class Dropout:
-    """none, given bits or drawn ones: `keep` of every sequence, with 1 / keep_prob."""
+    """Dropout: none, given bits, or bits drawn from a seed; keep() returns 0 or 1 / keep_prob of a sequence."""
 
     keep_prob: float = 1.0
     bits: Tensor | None = None
@@ -271,7 +271,7 @@ class Dropout:
 
 
 def draw_bits(batch: Batch) -> Tensor:
-    """Enough packed bytes for every score, perhaps more than enough."""
+    """Draws packed bits for every score, and sometimes more bytes than needed."""
     rng, b = batch.rng, batch
     scores = sum(m * n for m, n in zip(b.q_len, b.kv_len, strict=True))
     scores = scores if b.packed else len(b.q_len) * b.tokens[0] * b.tokens[1]
@@ -285,7 +285,7 @@ def draw_seed(rng: Rng) -> tuple[int, int]:
 
 
 def gradients(batch: Batch, slopes: Sequence[Slopes], requested: Mapping[str, Any]) -> dict[str, Value]:
-    """The gradients of q, k, v and the rope parts that are asked for, by name."""
+    """Returns the expected gradients of q, k, v and the rope parts in `requested`."""
     results: dict[str, Value] = {}
     tail = {"q": slice(0, batch.dim), "q_rope": slice(batch.dim, None)}
     tail |= {"k": tail["q"], "k_rope": tail["q_rope"], "v": slice(None)}

@@ -1,11 +1,11 @@
-"""Attention by its formulas, in float64, with the error that rounding may leave in every element.
+"""Attention by its formulas in float64, with the largest error that rounding may cause in every element.
 
     s = scale * q . k + bias;  P = count * exp(s - max) / (sum count * exp(s - max) + exp(sink - max))
     out = (P * keep) v;  dV = (P * keep)^T dY;  dP = keep * dY v^T;  dS = P * (dP - dY . out)
     dQ = scale * dS k;  dK = scale * dS^T q
 
-Errors follow the same sums over absolute terms: a sum of n float32 terms is off by n * U of them at most, 2^x by EXP,
-and what ruling 10 lets a program narrow once (P and dS of bfloat16 inputs) by half a unit of that dtype.
+Errors are the same sums over absolute terms: a sum of n float32 terms has an error of at most n * U times that sum,
+2^x one of EXP; a program may round P and dS of bfloat16 inputs to bfloat16 once (ruling 10 of docs/rulings.md).
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ SMALLEST = {torch.float32: TINY, torch.float64: TINY, torch.bfloat16: TINY, torc
 
 
 def narrowing(dtype: torch.dtype) -> float:
-    """What P and dS may lose before the second product (ruling 10)."""
+    """Returns the relative error of rounding P and dS once before the second product (ruling 10)."""
     return HALF[dtype] if dtype == torch.bfloat16 else 0.0
 
 
 def rounding(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """The error of a result once it is stored in dtype."""
+    """Returns the error of a result after it is rounded to dtype."""
     return error + (value.abs() + error) * HALF[dtype] + SMALLEST[dtype]
 
 
 def vanishing(p: Tensor, count: Tensor) -> Tensor:
-    """Weights that a program may take for zero."""
+    """Returns the weights that are so small that a program may replace them by 0, and 0 elsewhere."""
     return torch.where(p < 2 * LEAST * count.clamp(min=1), p, 0.0)
 
 
 def zeroed(rows: Tensor, used: Tensor) -> Tensor:
-    """Rows that nobody sees as zeros, whatever they hold."""
+    """Replaces rows that are not used by zeros, because they may contain NaN."""
     return torch.where(used[..., None], rows, 0.0)
 
 
 @dataclass
 class Rows:
-    """One sequence: q [N, R, D], k [N, K, D], v [N, K, Dv] (key heads repeated), count [N, R, K]: how often a row
-    counts a key; bias and keep (0 or 1 / keep_prob) like it; sink [N]; mean [N, R]: empty rows that return v's mean.
+    """One sequence: q [N, R, D], k [N, K, D], v [N, K, Dv] (key heads repeated); count [N, R, K]: how often a row
+    counts a key; bias, keep (0 or 1 / keep_prob) [N, R, K]; sink [N]; mean [N, R]: empty rows that return v's mean.
 
-    blur: what scores may be off by besides; spill: what out may be (a cache of integers).
+    blur: additional error of scores; spill: additional error of out (caches of integers).
     """
 
     q: Tensor
@@ -84,7 +84,7 @@ class Rows:
 
     @cached_property
     def score_error(self) -> Tensor:
-        """Products and sums in float32, the scale, the bias, and the conversion to powers of two."""
+        """Error of scores: products and sums in float32, the scale, the bias, and the conversion to powers of two."""
         terms = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + self.added.abs()
         return (self.q.shape[-1] + 8) * U * terms + self.blur + 4 * U * self.scores.abs()
 
@@ -96,14 +96,14 @@ class Rows:
 
     @cached_property
     def max_error(self) -> Tensor:
-        """The largest error of a score that counts, [N, R]."""
+        """Largest error [N, R] of a visible score."""
         errors = self.score_error.masked_fill(~self.visible, 0.0)
         largest = errors.amax(-1) if errors.shape[-1] else errors.new_zeros(errors.shape[:2])
         return largest + 4 * U * (0.0 if self.sink is None else self.sink.abs()[:, None])
 
     @cached_property
     def empty(self) -> Tensor:
-        """[N, R]: rows that see no key."""
+        """Bool [N, R]: rows that see no key."""
         return ~self.visible.any(-1)
 
     @cached_property
@@ -131,13 +131,13 @@ class Rows:
 
     @cached_property
     def weights(self) -> Tensor:
-        """P, with 1 / n in rows of the mean form."""
+        """Probabilities P; 1 / n in empty rows that return the mean of v."""
         weights = self._exp(self.max) / torch.where(self.sum > 0, self.sum, 1.0)[..., None]
         return torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), weights)
 
     @cached_property
     def weight_error(self) -> Tensor:
-        """Absolute error of P before it may be narrowed; no weight is further off than 1 (times its count)."""
+        """Absolute error of P before rounding to the dtype, at most 1 (times its count)."""
         shift = (self.score_error + self.max_error[..., None]).clamp(max=50.0)
         relative = torch.expm1(shift) + (self.count.shape[-1] + 8) * U + 2 * EXP
         off = torch.minimum(self.weights * relative, self.count.clamp(min=1).double())
@@ -156,11 +156,11 @@ class Rows:
 
     @property
     def stored_error(self) -> Tensor:
-        """Of out in its dtype."""
+        """Error of out after rounding to its dtype."""
         return rounding(self.out, self.out_error, self.dtype)
 
     def saved(self, out: Tensor, max_: Tensor, sum_: Tensor, dy: Tensor) -> Slopes:
-        """Derivatives from what a forward saved, taken as it is: out [N, R, Dv], max and sum [N, R]."""
+        """Returns derivatives computed from the saved results of a forward: out [N, R, Dv], max and sum [N, R]."""
         peak = torch.where(self.empty, 0.0, max_)
         total = torch.where(sum_ > 0, sum_, 1.0)
         weights = self._exp(peak) / total[..., None]
@@ -172,7 +172,7 @@ class Rows:
         return Slopes(self, p, torch.where(visible, error, 0.0), out, torch.zeros_like(out), dy, sink)
 
     def slopes(self, dy: Tensor) -> Slopes:
-        """Derivatives of this very forward, whose stored out a program uses."""
+        """Returns derivatives by the exact P, with the rounded out that a program stores."""
         sink = None
         if self.sink is not None:
             sink = torch.where(self.sum > 0, (self.sink[:, None] - self.max).exp() / self.sum, 0.0)
@@ -181,7 +181,7 @@ class Rows:
 
 @dataclass
 class Slopes:
-    """Gradients of one sequence from P and the output, each with its error."""
+    """Gradients of one sequence from P and out, each with its error."""
 
     rows: Rows
     p: Tensor
@@ -210,7 +210,7 @@ class Slopes:
         return r.scale * (self.ds @ r.k), abs(r.scale) * (off @ r.k.abs() + self.ds.shape[-1] * TINY)
 
     def dk(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Summed over the query heads of each of the key heads."""
+        """Returns dk and its error, summed over the query heads of each key head."""
         r = self.rows
         off = self.ds_error + self._rows(heads) * U * self.ds.abs()
         error = off.mT @ r.q.abs() + self._rows(heads) * TINY
@@ -230,7 +230,7 @@ class Slopes:
         return grouped(p.mT @ self.dy, heads), error
 
     def dsink(self) -> tuple[Tensor, Tensor]:
-        """[N]: -sum over rows of D * p_sink."""
+        """Returns dsink [N] = -sum over rows of D * p_sink, and its error."""
         assert self.p_sink is not None
         each = self.delta[..., 0] * self.p_sink
         relative = torch.expm1(2 * self.rows.max_error) + (sum(self.p.shape[1:]) + 16) * U + 2 * EXP
@@ -238,12 +238,12 @@ class Slopes:
         return -each.sum(-1), off.sum(-1)
 
     def _rows(self, heads: int) -> int:
-        """How many terms a key's sum has."""
+        """Returns the number of terms in the sum for a key."""
         return self.p.shape[1] * (self.p.shape[0] // max(heads, 1)) + 4
 
 
 def grouped(by_head: Tensor, heads: int) -> Tensor:
-    """[heads, ..]: sums over the query heads that share a key head."""
+    """Returns [heads, ..]: sums over the query heads that share a key head."""
     return by_head.unflatten(0, (heads, -1)).sum(1)
 
 
@@ -253,7 +253,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox(counter: tuple[np.ndarray, ...], seed: int) -> np.ndarray:
-    """[.., 4] words of Philox4x32-7 for counters of four words."""
+    """Returns words [.., 4] of Philox4x32-7 for counters of four words."""
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) & _LOW for c in np.broadcast_arrays(*counter))
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
     for _ in range(7):
@@ -264,7 +264,7 @@ def philox(counter: tuple[np.ndarray, ...], seed: int) -> np.ndarray:
 
 
 def drawn_bits(seed: int, offset: int, keep_prob: float, stream: int, shape: tuple[int, int, int]) -> Tensor:
-    """[heads, rows, keys] of 0 and 1 by ruling 9; stream: sequence * heads."""
+    """Returns dropout bits [heads, rows, keys] drawn by ruling 9; stream: sequence * heads."""
     heads, rows, keys = shape
     counter = (np.arange(-(-keys // 8)), np.arange(rows)[:, None], stream + np.arange(heads)[:, None, None], offset)
     words = philox(tuple(np.asarray(c) for c in counter), seed)
@@ -273,6 +273,6 @@ def drawn_bits(seed: int, offset: int, keep_prob: float, stream: int, shape: tup
 
 
 def given_bits(bits: np.ndarray, first: int, shape: tuple[int, int, int]) -> Tensor:
-    """[heads, rows, keys] of 0 and 1 from packed bytes, lowest bit first, from bit `first` on."""
+    """Returns dropout bits [heads, rows, keys] from packed bytes, lowest bit first, starting at bit `first`."""
     flat = np.unpackbits(bits, bitorder="little")[first : first + int(np.prod(shape))]
     return torch.from_numpy(flat.reshape(shape).astype(np.float64))

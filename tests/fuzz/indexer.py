@@ -1,4 +1,4 @@
-"""lightning_indexer and torch_npu's indexer: what is chosen, in which order, and the gradient of the values."""
+"""Calls of lightning_indexer and torch_npu's indexer: selected keys, their order, and the gradient of the values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .storage import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
 
 @dataclass
 class Scores:
-    """One sequence: s [N, R, K] = q . k, I [R, K] = sum_h w_h * max(0, s_h), and what rounding does to both."""
+    """One sequence: s [N, R, K] = q . k, I [R, K] = sum_h w_h * max(0, s_h), and the errors of s and I."""
 
     q: Tensor
     k: Tensor
@@ -38,9 +38,9 @@ class Scores:
             self.s_error, self.error = torch.zeros_like(self.s), torch.zeros_like(self.value)
 
     def gradients(self, di: Tensor, di_error: Tensor, size: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """dq [N, R, D], dk [K, D] and dw [R, N] from dI [R, K]: 1 where s > 0, unknown where s might be either.
+        """Returns dq [N, R, D], dk [K, D] and dw [R, N] from dI [R, K]; ReLU's slope is uncertain where s is near 0.
 
-        size: the absolute dI of all entries that name a key, each of which may be narrowed by itself.
+        size: sum of absolute dI of all entries that name a key, because each entry may be rounded separately.
         """
         w = self.w.T[..., None]
         on = (self.s > 0).double()
@@ -59,7 +59,7 @@ class Scores:
 
 
 def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "k", "w")) -> torch.dtype:
-    """q, k and weights of an indexer; coarse: whole numbers, full of ties. Returns the weights' dtype."""
+    """Draws q, k and weights; coarse: small integers, so that scores tie. Returns the dtype of the weights."""
     rng, b = batch.rng, batch
     kind = torch.float32 if maybe(rng, 0.5) else b.dtype
     for name, lengths, heads, elements in zip(
@@ -74,13 +74,13 @@ def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "
 
 
 def place_weights(batch: Batch, parts: Sequence[Tensor], dtype: torch.dtype, fill: float) -> Tensor:
-    """[B, S1, N] or [T1, N] from [R, 1, N]."""
+    """Returns weights [B, S1, N] or [T1, N] from [R, 1, N] per sequence."""
     return place(batch.rng, place_dense([p.to(dtype) for p in parts], batch.layout, batch.tokens[0], fill).squeeze(-2))
 
 
 @dataclass
 class Plan:
-    """What a drawn call says besides its tensors."""
+    """Random parameters of a call, besides its tensors."""
 
     batch: Batch
     call: dict[str, Any]
@@ -94,7 +94,7 @@ class Plan:
     values: bool = True
 
     def name(self, short: str) -> str:
-        """The parameter of q, k or w."""
+        """Returns the interface's parameter name of q, k or w."""
         return short if self.interface == "own" and short != "w" else {"q": "query", "k": "key", "w": "weights"}[short]
 
 
@@ -134,7 +134,7 @@ def draw(rng: Rng) -> Drawn:
 
 
 def _hide(batch: Batch) -> None:
-    """NaN in the keys of sequences without rows."""
+    """Writes NaN to the keys of sequences without rows."""
     for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
         if m == 0 and n:
             batch.parts["k"][b] = torch.full_like(batch.parts["k"][b], torch.nan)
@@ -157,7 +157,7 @@ def scores_of(batch: Batch, b: int, exact: bool = False, names: tuple[str, str, 
 
 
 def fair(scores: Scores, chosen: Tensor, visible_keys: Tensor, count: int) -> Tensor:
-    """[R, count]: the list itself where it is one that rounding allows, else the list that the formula orders."""
+    """Returns [R, count]: the computed list if rounding can explain its order, else the list by exact scores."""
     want = torch.full((len(visible_keys), count), -1, dtype=torch.int64)
     for row, vis in enumerate(visible_keys.tolist()):
         value, error = scores.value[row, :vis], scores.error[row, :vis]
@@ -204,7 +204,7 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
 
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """values[row, places[row]], anything where there is none."""
+    """Returns values[row, positions[row]]; arbitrary numbers for negative positions."""
     if not values.shape[1]:
         return torch.zeros(positions.shape, dtype=torch.float64)
     return values.gather(1, positions.clamp(min=0))
@@ -215,7 +215,7 @@ def _lay(batch: Batch, parts: Sequence[Tensor], fill: float) -> Tensor:
 
 
 def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Tensor:
-    """[R, keys]: sums of what is given per slot, over the slots that are read."""
+    """Returns [R, keys]: sums of slot values per key, over the slots that are read."""
     total = torch.zeros(len(slots), keys + 1, dtype=torch.float64)
     total.scatter_add_(1, torch.where(read, entries.clamp(max=keys), keys), torch.where(read, slots, 0.0))
     return total[:, :keys]
@@ -224,7 +224,7 @@ def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Te
 def place_gradients(
     batch: Batch, every: Sequence[dict[str, tuple[Tensor, Tensor]]], kind: torch.dtype
 ) -> dict[str, Value]:
-    """dq, dk and dw in the layout."""
+    """Returns the expected dq, dk and dw in the layout."""
     expected = {
         "dq": batch.place_dense([e["dq"] for e in every], "q"),
         "dk": batch.place_dense([(e["dk"][0][None], e["dk"][1][None]) for e in every], "kv"),

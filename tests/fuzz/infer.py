@@ -1,4 +1,4 @@
-"""npu_incre_flash_attention: one tensor, lists and pages, left padding, masks, pse_shift, int8 caches and results."""
+"""Calls of npu_incre_flash_attention: tensors, lists, pages, left padding, masks, pse_shift, int8 caches and output."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ FORMS = {"BSH": "BSND", "BSND": "BSND", "BNSD": "BNSD"}
 
 
 def _place_cache(s: Step, layout: str, side: Any, dtype: torch.dtype) -> Any:
-    """The side in the call's layout; BSH and pages of three axes flatten heads and elements."""
+    """Returns keys or values in the layout; BSH and pages of three axes flatten heads and elements."""
     cache = s.cache
     flat = layout == "BSH" if cache.form != "pages" else cache.layout == "BSND"
     packed_rows = cache.place_dense(side.stored, dtype)
@@ -31,7 +31,7 @@ def _place_cache(s: Step, layout: str, side: Any, dtype: torch.dtype) -> Any:
 
 
 def _draw_scales(s: Step, call: dict[str, Any]) -> None:
-    """antiquant_scale and antiquant_offset, keys at index 0 and values at index 1."""
+    """Draws antiquant_scale and antiquant_offset: keys at index 0, values at index 1."""
     rng, cache = s.rng, s.cache
     heads, dims = cache.heads, cache.dim
     shape = [(2,), (2, heads, 1, dims), (2, heads, dims), (2, heads * dims)][int(rng.integers(4))]
@@ -51,7 +51,7 @@ def _draw_scales(s: Step, call: dict[str, Any]) -> None:
 
 
 def _draw_lengths(s: Step, call: dict[str, Any], count: int) -> None:
-    """Lengths (one may serve all, more than there are items are not read), and left padding."""
+    """Draws lengths (one for all sequences, or one per sequence and unused ones) and left padding."""
     rng, cache = s.rng, s.cache
     most = min(cache.slots)
     if cache.form == "pages" or maybe(rng, 0.7):

@@ -1,4 +1,4 @@
-"""The indexer's loss: indexer_loss, torch_npu's sparse and dense loss functions, and its statistics."""
+"""Calls of indexer_loss, torch_npu's sparse and dense loss functions, and the function for the loss's statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ LEAST = 1e-8  # of a probability in a logarithm
 
 @dataclass
 class Plan:
-    """What a drawn call says besides its tensors; counts: how often a row counts each key, [R, K] per sequence."""
+    """Random parameters of a call, besides its tensors; counts: how often a row counts a key, [R, K] per sequence."""
 
     batch: Batch
     index: Batch
@@ -88,7 +88,7 @@ def draw(rng: Rng) -> Drawn:
 
 
 def _takes_all(p: Plan, s: int, count: Tensor, sink: Tensor) -> bool:
-    """Whether sinks leave some row so little that rounding decides what the rest is divided by, which may be 0."""
+    """Returns True if the sinks take almost all weight of a row: rounding then decides the divisor, which may be 0."""
     if not p.batch.kv_len[s]:
         return False
     rows = _attention(p.batch, s, count, p.scale, sink)
@@ -130,13 +130,13 @@ def _arguments(p: Plan, causal: bool) -> None:
 
 
 def _by_row(p: Plan, parts: Sequence[Tensor]) -> Tensor:
-    """[B, 1, S1] or [1, T1] from [R] per sequence."""
+    """Returns [B, 1, S1] or [1, T1] from [R] per sequence."""
     packed_rows = place_rows([rows[None] for rows in parts], p.batch.packed, p.batch.tokens[0])
     return packed_rows.T if p.batch.packed else packed_rows
 
 
 def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
-    """(scores of the indexer over the keys that count, count, error of its scores)."""
+    """Returns (the indexer's scores of visible keys, counts, errors of the scores)."""
     count = p.counts[s]
     index = p.index
     key = index.parts["ik"][s]
@@ -147,7 +147,7 @@ def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
 
 
 def _peak(scores: Scores, is_visible: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest score that counts of a row, and its error, [R, 1]; 0 and 0 where it sees no key."""
+    """Returns the largest visible score of each row and its error, [R, 1]; 0 and 0 without visible keys."""
     if not is_visible.shape[1]:
         return scores.value.new_zeros(len(is_visible), 1), scores.value.new_zeros(len(is_visible), 1)
     top = scores.value.masked_fill(~is_visible, -torch.inf).amax(-1, keepdim=True)
@@ -156,7 +156,7 @@ def _peak(scores: Scores, is_visible: Tensor, error: Tensor) -> tuple[Tensor, Te
 
 
 def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """(max, error) and (sum, error) [R] of every sequence; 0 and 0 where a row sees no key."""
+    """Returns (max, error) and (sum, error) [R] of every sequence; 0 and 0 for rows without visible keys."""
     tops, sums = [], []
     for s in range(len(p.counts)):
         scores, count, error = _masked(p, s)
@@ -185,7 +185,7 @@ def _run(p: Plan) -> Results:
 
 
 def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
-    """p [R, K] of every key that counts, and its error."""
+    """Returns the target p [R, K] of visible keys, and its error."""
     b, count = p.batch, p.counts[s]
     rows = _attention(b, s, count, p.scale, None)
     if p.interface == "own":
@@ -194,7 +194,7 @@ def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
         peak, total = p.given[0][s], p.given[1][s]
         lse = torch.where(total > 0, peak + total.log(), -torch.inf)
         size = peak.abs() + total.clamp(min=1e-30).log().abs()
-    # 1 / N1 sum_h exp(s - lse), over real keys alone: without what goes to the sinks
+    # Target: 1 / N1 sum_h exp(s - lse) over keys, without the weights of the sinks.
     each = torch.where(rows.visible, (rows.scores - lse[..., None].nan_to_num(0, 0, 0)).exp(), 0.0)
     shift = rows.score_error + 4 * U * size[..., None]
     off = each * (torch.expm1(shift.clamp(max=50)) + 2 * EXP + 16 * U) + (2 * U + TINY_WEIGHT) * (each > 0)
@@ -213,7 +213,7 @@ TINY_WEIGHT = 2.0**-126
 
 
 def _distribution(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tuple[Scores, Tensor, Tensor]:
-    """(scores, y [R, K], its error) of the indexer."""
+    """Returns (scores, y [R, K], error of y) of the indexer."""
     scores, count, error = _masked(p, s)
     is_visible = count > 0
     if given is not None:
@@ -259,7 +259,7 @@ def _expect(p: Plan) -> dict[str, Value]:
 
 
 def _terms(t: Tensor, t_error: Tensor, y: Tensor, y_error: Tensor, selected: bool) -> tuple[Tensor, Tensor]:
-    """p * (ln max(p, 1e-8) - ln max(y, 1e-8)) of each key, with p clamped too where keys were selected."""
+    """Returns p * (ln max(p, 1e-8) - ln max(y, 1e-8)) of each key; with selected keys, the factor p is clamped too."""
     high, low = t.clamp(min=LEAST), y.clamp(min=LEAST)
     factor = high if selected else t
     logs = high.log() - low.log()

@@ -1,4 +1,4 @@
-"""What pse says in torch_npu's training functions: its forms, its types, and where its gradient goes."""
+"""pse of torch_npu's training functions: shapes, types, and its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Pse:
-    """What pse adds: for every sequence which of its elements, counted row-major, a score reads."""
+    """Bias by pse: for every score of a sequence, the row-major index of the element of pse that it reads."""
 
     values: Tensor
     indices: list[Tensor]
@@ -100,7 +100,7 @@ def draw_pse(p: Plan) -> None:
 
 
 def _poison_pse(p: Plan, pse: Pse) -> None:
-    """NaN where no score that counts reads, and in the value rows whose every score is -inf."""
+    """Writes NaN to elements of pse that no visible score reads, and to value rows of keys with only -inf scores."""
     rng = p.batch.rng
     if maybe(rng, 0.6):
         read = torch.zeros(pse.values.numel(), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""sparse_attention and torch_npu's sparse functions: lists of any kind, blocks, pages, shared values, all gradients."""
+"""Calls of sparse_attention and torch_npu's sparse functions: any lists, blocks, pages, shared values, gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from .storage import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pic
 
 
 def draw_sequences(rng: Rng, most: int = 300) -> Batch:
-    """Padded or packed sequences with lengths of their own."""
+    """Draws padded or packed sequences of different lengths."""
     layout, dtype = str(pick(rng, "BSND", "TND")), DTYPES[int(rng.choice(3, p=[0.5, 0.3, 0.2]))]
     count = int(rng.integers(1, 4))
     q_len, kv_len = ([size(rng, most) for _ in range(count)] for _ in range(2))
@@ -36,7 +36,7 @@ def draw_sequences(rng: Rng, most: int = 300) -> Batch:
 
 
 def given_lengths(batch: Batch, ends: bool, names: tuple[str, str], pages: bool = False) -> dict[str, object]:
-    """The arguments that say how long sequences are; ends: packed ones are cumulative."""
+    """Returns the arguments of lengths; ends: packed lengths are cumulative."""
     rng, result = batch.rng, {}
     sides = zip(names, (batch.q_len, batch.kv_len), batch.tokens, (False, pages), strict=True)
     for name, seq_lens, tokens, paged in sides:
@@ -48,12 +48,12 @@ def given_lengths(batch: Batch, ends: bool, names: tuple[str, str], pages: bool 
 
 
 def visible(m: int, n: int, causal: bool) -> Tensor:
-    """[R]: how many keys each row sees."""
+    """Returns [R]: the number of keys that each row sees."""
     return (torch.arange(m) + n - m + 1).clamp(0, n) if causal else torch.full((m,), n)
 
 
 def draw_list(rng: Rng, count: int, blocks: int, visible_keys: Tensor) -> Tensor:
-    """[R, K] entries: packed well, duplicate, with holes, beyond what a row sees, or nothing."""
+    """Draws lists [R, K]: distinct entries, duplicates, -1 between entries, invisible keys, or no entries."""
     rows = len(visible_keys)
     result = np.full((rows, count), -1, np.int64)
     if not blocks:
@@ -71,13 +71,13 @@ def draw_list(rng: Rng, count: int, blocks: int, visible_keys: Tensor) -> Tensor
 
 
 def read_entries(entries: Tensor, visible_keys: Tensor, block: int) -> Tensor:
-    """[R, K] bool: the entries that count: the first ceil(seen / block) at most, none from the first -1 on."""
+    """Returns bool [R, K]: entries that are read: at most ceil(visible keys / block), none after the first -1."""
     slot = torch.arange(entries.shape[1])
     return (slot < -(-visible_keys // block)[:, None]) & (entries >= 0).int().cumprod(-1).bool()
 
 
 def count_keys(entries: Tensor, visible_keys: Tensor, keys: int, block: int) -> Tensor:
-    """[R, keys]: how often a row counts each key; blocks are clipped to what it sees."""
+    """Returns [R, keys]: how often a row counts each key; blocks end at the last visible key."""
     read = read_entries(entries, visible_keys, block)
     blocks = torch.zeros(len(visible_keys), -(-keys // block) + 1, dtype=torch.int32)
     blocks.scatter_add_(1, torch.where(read, entries, blocks.shape[1] - 1), read.int())
@@ -87,7 +87,7 @@ def count_keys(entries: Tensor, visible_keys: Tensor, keys: int, block: int) -> 
 
 @dataclass
 class Lists:
-    """Lists of every sequence, [heads_kv, R, K], and what they count, [heads_kv, R, keys]."""
+    """Lists of every sequence, [heads_kv, R, K], and how often they count each key, [heads_kv, R, keys]."""
 
     entries: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
@@ -105,14 +105,14 @@ def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
 
 
 def place_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[B, S1, heads, K] or [T1, heads, K]; garbage in rows that no sequence has."""
+    """Returns lists [B, S1, heads, K] or [T1, heads, K] with garbage in unused rows."""
     wild = int(batch.rng.choice([-7, 0, 10**6]))
     packed_rows = place_dense([rows.transpose(0, 1) for rows in entries], batch.layout, batch.tokens[0], wild)
     return place(batch.rng, packed_rows.to(dtype))
 
 
 def place_pages(batch: Batch, names: Sequence[str], is_python: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors of keys as pages of one table, which a CANN interface takes for absent where it has no column."""
+    """Stores tensors of keys in pages of one table; CANN's functions ignore a table without columns."""
     rng = batch.rng
     parts = [batch.parts[name] for name in names]
     none = Side([])
@@ -127,7 +127,7 @@ def place_pages(batch: Batch, names: Sequence[str], is_python: bool) -> tuple[di
 
 @dataclass
 class Plan:
-    """What a drawn call says besides its tensors."""
+    """Random parameters of a call, besides its tensors."""
 
     batch: Batch
     call: dict[str, Any]
@@ -235,7 +235,7 @@ def _rows(p: Plan, s: int) -> Rows:
 
 
 def place_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
-    """[B, N2, S1, G] or [N2, T1, G], from [N, R] per sequence."""
+    """Returns statistics [B, N2, S1, G] or [N2, T1, G] from [N, R] per sequence."""
     grouped = [rows.unflatten(0, (batch.heads_kv, -1)).permute(2, 0, 1) for rows in parts]
     return place_dense(grouped, batch.layout, batch.tokens[0]).transpose(-3, -2)
 
@@ -252,7 +252,7 @@ def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
 
 
 def _saved_rows(p: Plan, stats: Tensor) -> list[Tensor]:
-    """[N, R] of every sequence."""
+    """Splits statistics into [N, R] of every sequence."""
     return [rows.permute(1, 2, 0).flatten(0, 1) for rows in p.batch.split(stats.double().transpose(-3, -2))]
 
 
@@ -282,7 +282,7 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
 
 
 def _both(b: Batch, slopes: Sequence[Slopes]) -> Value:
-    """The gradient of keys that are the values too."""
+    """Returns the expected gradient of keys that are also the values."""
     parts = []
     for slope in slopes:
         (dk, dk_error), (dv, dv_error) = slope.dk(b.heads_kv), slope.dv(b.heads_kv)

@@ -1,4 +1,4 @@
-"""Where tensors lie: any strides, any offset, and NaN or garbage in every element that is not theirs."""
+"""Memory of tensors: random strides and offsets, with NaN or garbage around the elements."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,14 @@ def pick(rng: Rng, *values: object) -> object:
 
 
 def size(rng: Rng, most: int = 300) -> int:
-    """Mostly tiny; sometimes more than a tile of any kernel; sometimes nothing."""
+    """Draws a length: mostly small, sometimes larger than a tile of any kernel, sometimes 0."""
     kind = rng.random()
     top = 12 if kind < 0.6 else 40 if kind < 0.88 else 130 if kind < 0.97 else 300
     return 0 if maybe(rng, 0.04) else int(rng.integers(1, min(top, most) + 1))
 
 
 def dim(rng: Rng, most: int = 300) -> int:
-    """Elements of a row: odd ones, powers of two, and a few long ones."""
+    """Draws the elements of a row: odd numbers, powers of two, and some large numbers."""
     kind = rng.random()
     if kind < 0.35:
         return min(int(2 ** rng.integers(0, 8)), most)
@@ -35,13 +35,13 @@ def dim(rng: Rng, most: int = 300) -> int:
 
 
 def normal(rng: Rng, *shape: int) -> Tensor:
-    """float64 numbers of one magnitude; now and then all zero."""
+    """Draws float64 numbers of a random magnitude, which is sometimes 0."""
     size = float(rng.choice([1.0, 1.0, 1.0, 0.1, 3.0, 0.0], p=[0.3, 0.3, 0.2, 0.1, 0.08, 0.02]))
     return torch.from_numpy(rng.standard_normal(shape) * size)
 
 
 def garbage(rng: Rng, dtype: torch.dtype) -> float | int | bool:
-    """What a gap holds."""
+    """Draws a number for memory between elements."""
     if dtype.is_floating_point:
         return float(rng.choice([np.nan, np.nan, np.inf, -np.inf]))
     if dtype == torch.bool:
@@ -50,7 +50,7 @@ def garbage(rng: Rng, dtype: torch.dtype) -> float | int | bool:
 
 
 def place(rng: Rng, values: Tensor, contiguous: float = 0.25) -> Tensor:
-    """The values at other strides: axes in any order, steps and gaps between elements, an offset, garbage around."""
+    """Copies values to random strides: axes in any order, steps and gaps between elements, an offset, garbage."""
     dims = values.dim()
     if maybe(rng, contiguous):
         return values.clone(memory_format=torch.contiguous_format)
@@ -74,7 +74,7 @@ def place(rng: Rng, values: Tensor, contiguous: float = 0.25) -> Tensor:
 
 
 def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
-    """Sequences [length, heads, dim] in a layout; tokens: its S, packed its T; fill: behind lengths."""
+    """Stores sequences [length, heads, dim] in a layout; tokens: S, or T if packed; fill: value after lengths."""
     heads, elements = parts[0].shape[1:]
     if layout == "TND":
         rest = tokens - sum(len(rows) for rows in parts)
@@ -89,7 +89,7 @@ def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float =
 def place_rows(
     parts: Sequence[Tensor], packed: bool, tokens: int, fill: float = 0.0, head_major: bool = False
 ) -> Tensor:
-    """Numbers per row [heads, length] as [B, heads, S], or packed [T, heads] (head_major: item by item [heads, L])."""
+    """Stores [heads, length] as [B, heads, S], or packed [T, heads] (head_major: sequence by sequence [heads, L])."""
     if packed and head_major:
         rest = parts[0].new_full((tokens * len(parts[0]) - sum(rows.numel() for rows in parts),), fill)
         return torch.cat([*(rows.reshape(-1) for rows in parts), rest]).view(tokens, len(parts[0]))
@@ -97,7 +97,6 @@ def place_rows(
 
 
 def lengths(rng: Rng, values: Sequence[int]) -> object:
-    """Lengths in any of the types that interfaces take."""
     kind = int(rng.integers(4))
     if kind < 2:
         return tuple(values) if kind else list(values)
@@ -105,5 +104,4 @@ def lengths(rng: Rng, values: Sequence[int]) -> object:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf that asks for a gradient."""
     return tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Thousands of hostile calls a family, judged by formulas; the slow test draws new ones every run."""
+"""Random calls of every family, compared with formulas; the slow test draws new calls in every run."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ EVERYDAY = 30
 
 
 def run(family: str, numbers: Iterable[int], describe: bool = False) -> None:
-    """Judges calls by number; the first wrong one says how to see it again."""
+    """Judges calls by number; the error of the first wrong call has the command that replays it."""
     for number in numbers:
         call = drawn(family, number)
         if describe:

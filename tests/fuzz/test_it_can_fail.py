@@ -1,4 +1,4 @@
-"""Mistakes on purpose: each is seen within a few dozen calls, so a suite that is green has looked."""
+"""Planted mistakes in formulas: each must be detected within a few dozen calls."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def wrong(family: str, number: int) -> bool:
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mistake]:
-    """A mistake that stands in a function's place: it is called as that one is, behind the right one."""
+    """Returns a decorator for a function that replaces owner.name; it receives the original as first argument."""
 
     def mistaken(wrong: Callable[..., Any]) -> Mistake:
         @functools.wraps(wrong)
@@ -40,7 +40,7 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mistake]:
 
 
 def of_rows(change: Callable[[Rows], dict[str, Any]]) -> Mistake:
-    """A mistake in what one sequence is computed from; change: function of Rows; returns the fields that change."""
+    """Returns a mistake in the inputs of one sequence; change: function of Rows that returns changed fields."""
 
     @around(Rows, "__post_init__")
     def changed(right: Callable[[Rows], None], self: Rows) -> None:
@@ -51,7 +51,7 @@ def of_rows(change: Callable[[Rows], dict[str, Any]]) -> Mistake:
 
 
 def without_a_key(count: torch.Tensor) -> torch.Tensor:
-    """Counts [N, R, K] of which the last row loses the last key that it sees."""
+    """Returns counts [N, R, K] in which the last row lacks its last visible key."""
     columns = count[:, -1].nonzero() if count.numel() else []
     if len(columns):
         count = count.clone()
@@ -60,7 +60,7 @@ def without_a_key(count: torch.Tensor) -> torch.Tensor:
 
 
 def with_a_tile(count: torch.Tensor) -> torch.Tensor:
-    """Counts [N, R, K] with a corner of 16 by 16 that is not masked."""
+    """Returns counts [N, R, K] with an unmasked corner of 16 x 16."""
     count = count.clone()
     count[:, :16, :16] = count[:, :16, :16].clamp(min=1)
     return count
@@ -106,13 +106,13 @@ def first_head_alone(right: Any, by_head: torch.Tensor, n: int) -> torch.Tensor:
 
 @around(formulas.Slopes, "__post_init__")
 def no_delta(right: Any, self: formulas.Slopes) -> None:
-    """dS = P * dP."""
+    """Omits delta from dS: dS = P * dP."""
     self.out = torch.zeros_like(self.out)
     right(self)
 
 
 def other_order(monkeypatch: Patch) -> None:
-    """Packed statistics in the order that was not asked for."""
+    """Uses the wrong order of packed statistics."""
     monkeypatch.setattr(training.Plan, "token_major", property(lambda self: self.call.get("softmax_layout") != "TND"))
 
 
@@ -129,13 +129,13 @@ def no_window(right: Any, s: decode.Step, call: dict[str, Any]) -> None:
 
 @around(decode, "stored_out")
 def wrong_rounding(right: Any, s: decode.Step, layout: str, rows: list[Rows]) -> Value:
-    """Results of int8 that are cut, not rounded."""
+    """Lowers int8 results by 1, like truncation in place of rounding."""
     result = right(s, layout, rows)
     return result if s.out_scale is None else Value(result.value - 1, result.error, result.dtype)
 
 
 def holes_are_passed(monkeypatch: Patch) -> None:
-    """Lists are read behind a -1 too."""
+    """Reads list entries after a -1 too."""
 
     def wrong(entries: torch.Tensor, vis: torch.Tensor, block: int) -> torch.Tensor:
         return (torch.arange(entries.shape[1]) < -(-vis // block)[:, None]) & (entries >= 0)
@@ -146,7 +146,7 @@ def holes_are_passed(monkeypatch: Patch) -> None:
 
 @around(indexer, "scatter_slots")
 def slots_close_up(right: Any, slots: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, keys: int) -> Any:
-    """Gradients of values move to the front where entries are passed over."""
+    """Assigns gradients to list slots as if skipped entries were absent."""
     moved = slots.gather(1, (read.int().cumsum(1) - 1).clamp(min=0))
     return right(moved, entries, read, keys)
 
@@ -176,7 +176,7 @@ def no_clamp(monkeypatch: Patch) -> None:
     monkeypatch.setattr(loss, "LEAST", 1e-30)
 
 
-# Family: names in OF_ROWS, and other mistakes.
+# Mistakes by family: names in OF_ROWS, and other mistakes.
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[Mistake, ...]]] = {
     "attention": (
         ("scale", "heads", "a key less", "a tile more", "another sink", "no bias", "no divisor", "no means"),
@@ -228,7 +228,6 @@ def test_compare_raises_on_wrong_values_shapes_dtypes_and_names() -> None:
 
 
 def test_random_call_is_reproducible_from_the_number() -> None:
-    """Replaying by number needs no more than the number."""
     for family in ("attention", "training", "decode", "sparse"):
         first, second = (drawn(family, 7) for _ in range(2))
         results = [call.run() for call in (first, second)]

@@ -1,4 +1,4 @@
-"""torch_npu's training functions v1, v2, v3: forward, statistics, autograd and the gradient functions."""
+"""Calls of torch_npu's training functions v1, v2, v3: forward, statistics, autograd and gradient functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ _PREFIX = torch.cat((_TRIANGLE, (torch.arange(2048) >= 1024).expand(1024, 2048))
 
 @dataclass
 class Plan:
-    """What a drawn call says besides its tensors."""
+    """Random parameters of a call, besides its tensors."""
 
     batch: Batch
     call: dict[str, Any]
@@ -63,7 +63,7 @@ class Plan:
 
 
 def _legal_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool:
-    """Whether a padded call may say this (the window meets the scores), from the upper left corner."""
+    """Returns True if a padded call may have this window, given from the upper left corner: it must reach a score."""
     if mode not in (0, 4) or not rows or not keys:
         return True
     shift = keys - rows if mode == 4 else 0
@@ -94,7 +94,7 @@ def _draw_prefix(p: Plan) -> list[int]:
 
 
 def _compressed(p: Plan, mode: int) -> Tensor:
-    """The documented matrix, or any other of its shape: the formula decides, not the content."""
+    """Draws the documented matrix, or another one of its shape, because compressed masks are not read."""
     rng, kind = p.batch.rng, p.batch.rng.random()
     mask = _PREFIX if mode == 6 else _TRIANGLE
     if kind < 0.3:
@@ -106,7 +106,7 @@ def _compressed(p: Plan, mode: int) -> Tensor:
 
 
 def _draw_full_mask(p: Plan) -> list[Tensor]:
-    """[N, R, K] of every sequence: what a full mask leaves."""
+    """Draws a full mask; returns the keys that remain, [N, R, K] of every sequence."""
     b, rng = p.batch, p.batch.rng
     full = b.shape
     forms = [full, (full[0], 1, *full[2:]), (1, 1, *full[2:]), full[2:]]
@@ -186,7 +186,7 @@ def _draw_dropout(p: Plan) -> None:
 
 
 def _ends(rng: Rng, seq_lens: Sequence[int], version: int) -> object:
-    """Cumulative ends; a tail of empty items as zeros or repeated."""
+    """Returns cumulative ends; trailing empty sequences have the end 0 or repeat the last end."""
     ends = [int(n) for n in np.cumsum(seq_lens)]
     tail = next((i for i in range(len(seq_lens), 0, -1) if seq_lens[i - 1]), len(seq_lens))
     if maybe(rng, 0.5) and 0 < tail < len(seq_lens) and ends[tail - 1] > 0:
@@ -224,7 +224,7 @@ def _draw_plan(rng: Rng) -> Plan:
 
 
 def _means(p: Plan) -> list[Tensor]:
-    """[N, R] of every sequence: rows that have the mean form when they are empty."""
+    """Returns bool [N, R] of every sequence: rows that return the mean of v if they see no key."""
     b = p.batch
     emptied = [~band.any(-1) for band in p.bands]
     some = any(bool(e.any()) and n for e, n in zip(emptied, b.kv_len, strict=True))
@@ -303,7 +303,7 @@ def _rows(p: Plan, s: int, may_mean: Tensor) -> Rows:
 
 
 def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """((max, error), (sum, error)) [N, R], as CANN writes them."""
+    """Returns ((max, error), (sum, error)) [N, R] with CANN's values for empty rows."""
     top, total = rows.max, rows.sum
     if not rows.count.shape[-1]:
         top = total = torch.zeros_like(top)
@@ -323,7 +323,7 @@ def _lanes(p: Plan, parts: list[tuple[Tensor, Tensor]]) -> Value:
 
 
 def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
-    """[N, R] of every sequence, from statistics in CANN's order."""
+    """Splits statistics with eight lanes into [N, R] of every sequence."""
     b = p.batch
     flat = lanes[..., 0].double()
     if not b.packed:
@@ -335,7 +335,7 @@ def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
 
 
 def _parts(b: Batch, tensor: Tensor, elements: int) -> list[Tensor]:
-    """[N, R, elements] of every sequence, from a tensor in the layout."""
+    """Splits a tensor in the layout into [N, R, elements] of every sequence."""
     t = tensor.double()
     if b.packed:
         return [rows.transpose(0, 1) for rows in b.split(t)]

@@ -1,4 +1,4 @@
-"""Tests on a real GPU: `make test-gpu`. They need torch with CUDA, triton and pytest, and nothing built."""
+"""Tests on a real GPU (`make test-gpu`). They need torch with CUDA, triton and pytest, and no build."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU there is nothing to run; the report says so."""
+    """Skips all tests if torch finds no GPU."""
     if not torch.cuda.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="torch finds no GPU"))

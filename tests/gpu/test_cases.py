@@ -1,4 +1,4 @@
-"""The same cases as everywhere, and larger ones, on a real GPU against golden on the CPU."""
+"""The cases of other test folders, and larger ones, on a real GPU against golden on the CPU."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""A band of keys beside compressed keys on a real GPU against golden on the CPU."""
+"""Attention to a band of keys and to compressed keys on a real GPU, against golden on the CPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ LARGE = [
 
 
 def compute(case: CompressedCase, args: dict[str, Any]) -> Results:
-    """out, max, sum and (without pages) the gradients, computed on the GPU."""
+    """Returns out, max, sum and (without pages) the gradients, computed on the GPU."""
     call = lowered(args)
     call = replace(call, tensors={name: copied(t) for name, t in call.tensors.items()})
     saved = run(call, "triton")

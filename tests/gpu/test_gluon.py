@@ -1,4 +1,4 @@
-"""The Gluon forward on an sm_90: the cases that it computes, against golden and against plain Triton."""
+"""The Gluon forward on sm_90: the cases that Gluon computes, against golden and against the Triton kernels."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every forward, whether Gluon computed it."""
+    """Records for every forward whether Gluon computes it."""
     served: list[bool] = []
     serves = select_gluon.serves
     monkeypatch.setattr(select_gluon, "serves", lambda *given: served.append(serves(*given)) or served[-1])
@@ -62,7 +62,7 @@ def test_rows_of_minus_inf_scores_return_the_mean_of_values(by_gluon: list[bool]
 
 
 def test_repeated_runs_are_bitwise_equal(by_gluon: list[bool]) -> None:
-    """Phases of barriers that pass one another show as runs that differ."""
+    """Data races between phases of the kernel's barriers would make runs differ."""
     case = Case("BNSD", "bfloat16", (2000,), (2000,), heads_q=32, heads_kv=8, dim_qk=128, dim_v=128, **CAUSAL)
     args = aligned(arguments(case))
     first = on_gpu(case, args)

@@ -1,4 +1,4 @@
-"""Lists of selected keys, the indexer and its loss on a real GPU against golden on the CPU."""
+"""Attention to selected keys, the indexer and its loss on a real GPU, against golden on the CPU."""
 
 import copy
 from dataclasses import replace
@@ -42,7 +42,6 @@ CASES = [
 
 
 def on_gpu(call: Any) -> Any:
-    """A call with its tensors on the GPU."""
     return replace(call, tensors={name: copied(t) for name, t in call.tensors.items()})
 
 
@@ -51,7 +50,7 @@ def home(results: Any) -> Results:
 
 
 def compute(case: SparseCase, args: dict[str, Any]) -> Results:
-    """sparse.compute() on the GPU."""
+    """Returns out, max, sum and (without pages) the gradients, computed on the GPU."""
     call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
     results = run(call, "triton")
     result = home(dict(zip(("out", "max", "sum"), results.values(), strict=True)))
@@ -116,7 +115,7 @@ def test_indexer_loss_matches_float64_reference(case: LossCase) -> None:
 
 
 def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) -> Results:
-    """Output and gradients of a layer."""
+    """Returns the output and gradients of a layer."""
     layer.zero_grad()
     (out.square().mean() + loss).backward()
     return {"out": out.detach()} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

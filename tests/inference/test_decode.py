@@ -1,5 +1,4 @@
-"""Decoding: golden against dense formulas, back ends against golden, stores and interfaces against each other bit by
-bit."""
+"""Decoding: golden against dense formulas, back ends against golden; cache layouts and interfaces give equal bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,13 +76,13 @@ def test_decode_is_bitwise_equal_for_every_cache_storage(layout: str, integers: 
 
 
 def two_phase(name: str, args: Args, out: torch.Tensor) -> tuple[int, int]:
-    """The codes of both phases; keys and values are lists of tensors."""
+    """Returns the status codes of both phases; key and value are passed as lists of tensors."""
     lists = {n: t if isinstance(t := args[n], list) else [t] for n in ("key", "value")}
     return call(RECORDS[name], {**args, **lists}, {"attention_out": out}, strict=False)
 
 
 def pythonic(case: DecodeCase, args: Args) -> Args | None:
-    """The call as arguments of decode_attention; None where it has other words."""
+    """Returns the case as arguments of decode_attention; None if decode_attention cannot express it."""
     if case.padding >= 0 or case.blank or case.out or case.store == "pages" or case.rows > max(case.kv_len):
         return None
     if case.store == "list" and (case.mask or case.pse):
@@ -144,7 +143,7 @@ def test_aclnn_phase_2_reads_kv_padding_size_changed_after_phase_1() -> None:
     assert same(out, want)
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------------- invalid input
 
 PAGED = DecodeCase(store="pages")
 INT8 = DecodeCase(integers="channel")
@@ -199,7 +198,7 @@ def test_int8_output_rounds_halves_to_even_per_tensor_and_away_per_channel(kind:
     assert out_of(lowered(args), "golden").flatten().tolist() == halves
 
 
-# ---------------------------------------------------------------------------------------------------- PagedKVCache, own
+# --------------------------------------------------------------------------------------------------------- PagedKVCache
 
 
 def paged(stored: str = "", **options: Any) -> fa.PagedKVCache:
@@ -270,7 +269,7 @@ def test_paged_kv_cache_refuses_unusable_dims_and_dtypes(wrong: Args) -> None:
 
 
 def test_decode_refuses_lengths_table_and_scales_beside_paged_kv_cache() -> None:
-    """A length beside a cache would otherwise be dropped, and the answer be that of another question."""
+    """A length given beside a cache would otherwise be ignored, and the result would be wrong."""
     cache = paged()
     a = cache.allocate()
     cache.append([a], rows(1, 6), rows(1, 6))
@@ -322,7 +321,7 @@ def test_value_scale_and_offset_without_v_are_refused(name: str, shape: tuple[in
 
 
 def test_decode_refuses_regrouped_key_and_value_lists_after_valid_call() -> None:
-    """A legal call of two lists is remembered; the same tensors divided otherwise between them are another call."""
+    """Accepted calls are cached: the same tensors divided differently between lists must be checked again."""
     q, one = rows(1, 1, 4), rows(1, 6)
     fa.decode_attention(q, (one, one))
     with pytest.raises(fa.ContractError, match="dim_v: expected v, or dim_v"):
@@ -335,7 +334,7 @@ def test_decode_refuses_regrouped_key_and_value_lists_after_valid_call() -> None
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_decode_accepts_tensor_list_with_0_or_1_token_in_first_cache(first: int) -> None:
-    """Axes of size 0 and 1 have strides that mean nothing, and count as contiguous whatever they say."""
+    """Strides of axes of size 0 and 1 have no meaning: such tensors count as contiguous."""
     lengths, q = [first, 40, 0, 1], rows(4, 1, 4)
     k = [rows(1, n).transpose(1, 2) for n in lengths]
     k[1] = k[1].contiguous()

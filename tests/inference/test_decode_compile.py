@@ -1,4 +1,4 @@
-"""Decoding under torch.compile: the same bits, one graph, lengths as inputs, caches of pages, clear refusals."""
+"""Decoding under torch.compile: equal bits, one graph, lengths as inputs, paged caches, clear errors."""
 
 from collections.abc import Callable
 from typing import Any

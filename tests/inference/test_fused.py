@@ -22,7 +22,7 @@ Args = dict[str, Any]
 
 
 def record_of(case: FusedCase) -> Any:
-    """The function of torch_npu's that has the words of a case."""
+    """Returns the operator definition of the torch_npu function that has the parameters of a case."""
     newest = case.sink or case.latent or case.mode == 9
     return fused.TORCH_V2 if newest else fused.TORCH_V1
 
@@ -52,7 +52,7 @@ def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_repeated_fused_calls_are_bitwise_equal_to_first_call(case: FusedCase) -> None:
-    """The first calls of a signature take the long way, the later ones a short one where there is one."""
+    """Later calls with one signature take a shorter path, which must give the same bits."""
     args, record = arguments(case), record_of(case)
     for flag in (True, False):
         first, *rest = (dispatch.results(record, {**args, "softmax_lse_flag": flag}) for _ in range(4))
@@ -63,7 +63,7 @@ def test_repeated_fused_calls_are_bitwise_equal_to_first_call(case: FusedCase) -
 
 
 def words(case: FusedCase, record: Any) -> Args | None:
-    """The arguments of a case in another operator's words; None where it lacks some of them."""
+    """Returns the case's arguments under another operator's names; None if that operator lacks one."""
     args = arguments(case)
     del args["softmax_lse_flag"]
     if record is inference.TORCH:
@@ -82,7 +82,7 @@ def _says_nothing(value: Any) -> bool:
 
 
 def agreeing(record: Any, one_token: bool) -> list[FusedCase]:
-    """The cases that two operators compute."""
+    """Returns the cases that fused attention and `record` can compute."""
     return [case for case in CASES if (case.row_slots == 1) == one_token and words(case, record) is not None]
 
 
@@ -114,7 +114,7 @@ def test_npu_prompt_flash_attention_in_layout_sh_matches_formula(case: FusedCase
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_fused_call_reads_tensor_contents_at_run_time(case: FusedCase) -> None:
-    """A call in two phases is lowered before its tensors hold what it computes on."""
+    """Two-phase calls are lowered before their tensors hold the input values."""
     args, record = arguments(case), record_of(case)
     content = [value for name, value in args.items() if name != "block_table" and "padding_size" not in name]
     flat = [t for value in content for t in (value if isinstance(value, list) else [value])]

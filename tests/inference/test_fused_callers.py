@@ -1,4 +1,4 @@
-"""The calls of fused inference attention that serving programs make, verbatim but for their sizes, against golden."""
+"""Calls of fused inference attention as serving programs make them, at smaller sizes, against golden."""
 
 import inspect
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 def cache(seed: int, heads: int = KEY_HEADS, dim: int = D) -> Tensor:
-    """Pages of which the ones that no item has hold NaN."""
+    """Returns pages of a cache; the pages that no sequence uses hold NaN."""
     pages = rows(8, SLOTS, heads, dim, seed=seed)
     pages[[4, 6]] = torch.nan
     return pages
@@ -52,7 +52,7 @@ def chunked_prefill() -> Call:
 
 
 def prefill_without_a_cache() -> Call:
-    """block_table None beside the block size of the cache that there will be."""
+    """Passes block_table=None together with the block size of the later cache."""
     k, v = rows(11, KEY_HEADS, D, seed=1), rows(11, KEY_HEADS, D, seed=2)
     ends = {"actual_seq_lengths": [4, 5, 11], "actual_seq_lengths_kv": [4, 5, 11]}
     given = {"atten_mask": MASK, "block_table": None, "block_size": 128, "input_layout": "TND", "sparse_mode": 3}
@@ -80,7 +80,7 @@ def speculative_steps() -> Call:
 
 
 def one_token_over_pages() -> Call:
-    """Graphs fill items that nobody uses with length 0 and page 0."""
+    """The last sequence is padding of a CUDA graph's batch: length 0 and page 0."""
     k, v = (cache(seed).view(-1, SLOTS, KEY_HEADS * D) for seed in (1, 2))
     table = torch.cat((TABLE, torch.zeros(1, 3, dtype=torch.int32)))
     given = {"block_table": table, "block_size": SLOTS, "actual_seq_lengths_kv": [40, 17, 9, 0], "sparse_mode": 0}
@@ -116,7 +116,7 @@ def latents_for_merging() -> Call:
 
 
 def latent_prefill() -> Call:
-    """Slices of one tensor, which are not contiguous."""
+    """Passes slices of one tensor, which are not contiguous."""
     q, k = rows(9, N, 192), rows(9, N, 192, seed=1)
     q_nope, q_rope = q.split((128, 64), dim=-1)
     k_nope, k_rope = k.split((128, 64), dim=-1)
@@ -201,7 +201,7 @@ CALLS = [
 
 
 def expected(function: Callable[..., Any], *given: Any, **named: Any) -> list[Expected]:
-    """What a call should give, in its results' order."""
+    """Returns the expected results of a call, in the order of its results."""
     op = RECORDS[function.__name__]
     arguments = inspect.signature(function).bind(*given, **named).arguments
     args = {p.name: arguments[p.shown] for p in op.params if p.shown in arguments}
@@ -229,7 +229,7 @@ def test_call_of_serving_program_passes_strict_mode(make: Callable[[], Call]) ->
 
 
 def test_fused_attention_out_writes_given_buffers_as_lengths_change() -> None:
-    """Lengths change between the workspace, the capture, and the replay."""
+    """Lengths change between the workspace query, the capture and the replay."""
     _, given, named = chunked_prefill()
     get_workspace = npu._npu_fused_infer_attention_score_get_max_workspace
     workspace = get_workspace(*given, **named)
@@ -245,7 +245,6 @@ def test_fused_attention_out_writes_given_buffers_as_lengths_change() -> None:
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH"])
 def test_int8_latent_attention_with_divided_rope_matches_float_attention(layout: str) -> None:
-    """An int8 query beside a divided rope part is the float query of what both mean."""
     generator = torch.Generator().manual_seed(0)
     stored = {
         name: torch.randint(-127, 128, shape, generator=generator).to(torch.int8)

@@ -1,4 +1,4 @@
-"""Fused inference attention through torch_npu's functions: errors, traces, output buffers."""
+"""Fused inference attention through torch_npu's functions: errors, torch.compile, output buffers."""
 
 import importlib
 import random
@@ -40,7 +40,7 @@ def packed(**more: Any) -> dict[str, Any]:
     return {"query": rows(8, 4, 64), **cache, **heads, **more}
 
 
-# ---------------------------------------------------------------------------------------------------------------- texts
+# ---------------------------------------------------------------------------------------------------------- error texts
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_fused_attention_refuses_inputs_that_require_grad(name: str) -> None:
         assert not FIA(**given)[0].requires_grad
 
 
-# ------------------------------------------------------------------------------------------------------------ no memory
+# -------------------------------------------------------------------------------------------------------- result shapes
 
 
 def results(op: Op, args: Args) -> list[Tensor]:
@@ -143,7 +143,7 @@ def test_infer_output_refuses_invalid_arguments(wrong: dict[str, Any], text: str
         npu._npu_fused_infer_attention_score_infer_output(**given)
 
 
-# --------------------------------------------------------------------------------------------------- buffers of callers
+# ------------------------------------------------------------------------------------------------------- output buffers
 
 ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
 
@@ -213,7 +213,7 @@ def test_installed_torch_npu_has_out_and_max_workspace_functions() -> None:
     same_bits(out.cpu(), FIA(**packed(**ENDS))[0])
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# -------------------------------------------------------------------------------------------------------- torch.compile
 
 
 @pytest.mark.usefixtures("fresh")
@@ -250,7 +250,7 @@ def test_fused_attention_with_out_compiles_to_one_graph() -> None:
     assert len(graphs) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------- one core
+# ------------------------------------------------------------------------------------------------ sparse modes 10 to 14
 
 
 def test_prompt_flash_attention_sparse_mode_plus_10_equals_sparse_mode() -> None:
@@ -262,7 +262,7 @@ def test_prompt_flash_attention_sparse_mode_plus_10_equals_sparse_mode() -> None
         same_bits(precise, ordinary)
 
 
-# --------------------------------------------------------------------------------------------------------- two phases
+# ------------------------------------------------------------------------------------------------ two-phase interface
 
 
 @pytest.mark.usefixtures("runtime")
@@ -289,11 +289,11 @@ def test_aclnn_fused_attention_runs_every_layout_in_two_phases(op: Op) -> None:
         same_bits(out, results(op, args)[0])
 
 
-# ------------------------------------------------------------------------------------------------- two things at a time
+# ------------------------------------------------------------------------------------------- two or three rules at once
 
 
 def together(op: Op, chance: random.Random) -> Args | None:
-    """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
+    """Returns a random call that obeys or violates two or three rules; None if its axes contradict them."""
     settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
     for rule in chance.sample(op.asked, chance.choice((2, 3))):
         settings |= violation(op, rule) if chance.random() < 0.5 else rule.given

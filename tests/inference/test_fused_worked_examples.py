@@ -1,4 +1,4 @@
-"""Fused inference attention: worked examples, computed elsewhere, that golden reproduces to their printed digits."""
+"""Fused inference attention: worked examples, computed elsewhere; golden matches all printed digits."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def value(rows: int) -> Tensor:
 
 
 def run(record: Any = fused.TORCH_V2, **args: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call in layout BSND, each without its batch axis; lse [heads, rows]."""
+    """Returns out and lse [heads, rows] of a call in layout BSND, without the batch axis."""
     given = {"input_layout": "BSND", "scale_value": 0.5, "num_heads": args["query"].shape[2]}
     given |= {"num_key_value_heads": 1, "softmax_lse_flag": True}
     results = run_inference_calls.run(record.lower(bind(record, given | args)), "golden")
@@ -44,7 +44,7 @@ def near(got: Tensor, want: Any) -> None:
 
 
 def padded(rows: Tensor, slots: int, first: int, end: int) -> Tensor:
-    """The rows from `first` to `end` in a tensor of more slots, which holds NaN elsewhere."""
+    """Returns the rows from `first` to `end` in a tensor of more slots, which holds NaN elsewhere."""
     result = torch.full((1, slots, 1, 4), math.nan)
     result[:, first:end] = rows[:, first:end]
     return result
@@ -78,7 +78,7 @@ LATENTS = {
     "scale_value": 0.125,
 }
 ONE = torch.tensor([1])
-# What is given; out[row][head], a number being the first of a row with the steps of COLUMNS; lse[head].
+# Arguments; out[row][head], where a number x stands for the row x + COLUMNS; lse[head].
 EXAMPLES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "E1": (
         {"query": query(3, 2), "key": key(4), "value": value(4), **CAUSAL},
@@ -234,13 +234,13 @@ FULL_OUT = [
 def test_worked_example_e8_int8_attention_matches_printed_digits() -> None:
     out, lse = run(fused.TORCH_V1, **FULL)
     assert out.dtype == torch.float16
-    # Stored in half precision: what the rounded weights add to, 0.0015 and more, is seen all the same.
+    # float16 rounds by less than the effect of rounded weights (0.0015 and more), so the test detects it.
     torch.testing.assert_close(out.double(), torch.tensor(FULL_OUT).double(), rtol=2.0**-11, atol=0)
     near(lse, [[1.769445, 2.089338], [0.377127, 0.669146]])
 
 
 def test_uint64_dequant_scales_are_read_as_truncated_float32() -> None:
-    """Bits 13 to 31 of a word are a float32's upper ones: 0.02 is 0.019989..., and what stands above is not read."""
+    """Bits 13 to 31 of a word are the upper bits of a float32: 0.02 is read as 0.019989..."""
     short, words = dict(FULL), dict(FULL)
     for name in ("dequant_scale1", "dequant_scale2"):
         bits = FULL[name].view(torch.int32).to(torch.int64)

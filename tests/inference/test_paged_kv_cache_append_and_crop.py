@@ -1,4 +1,4 @@
-"""What a PagedKVCache forgets, lets go of, grows by and gives back: tokens stay what was appended."""
+"""PagedKVCache: append, crop, windows, growth and release do not change the remaining tokens."""
 
 import pytest
 import torch

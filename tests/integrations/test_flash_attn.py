@@ -1,6 +1,6 @@
-"""The integration of flash-attn: its functions against formulas in float64, and the module that install() plays.
+"""The flash-attn integration: functions are compared with float64 formulas; install() provides an importable module.
 
-The formulas are those of flash-attn's documentation, sequence by sequence.
+The formulas are those of flash-attn's documentation, one sequence at a time.
 """
 
 import importlib.metadata
@@ -41,7 +41,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 def lines() -> str:
-    """The table of the page."""
+    """Markdown table of parameters for docs/with_flash_attn.md."""
     train, run, none = "forward, backward", "forward", "no effect"
     rows = [
         (
@@ -72,7 +72,7 @@ def test_docs_page_contains_the_generated_support_table() -> None:
 
 
 def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> None:
-    """compare() of [out, lse, gradients] with call(*inputs) -> (out, lse) in float64."""
+    """Compare got = [out, lse, dq, dk, dv] with call(*inputs) -> (out, lse) and its gradients in float64."""
 
     def computed() -> list[Tensor]:
         leaves = [t.detach().double().requires_grad_() for t in inputs]
@@ -120,7 +120,6 @@ def test_flash_attn_varlen_func_matches_float64_formula(name: str, dtype: torch.
 
 
 def test_qkvpacked_and_kvpacked_functions_equal_separate_tensors_bitwise() -> None:
-    """The same bits as from tensors apart, gradients too."""
     qkv, kv = torch.randn(2, 6, 3, 4, 16, requires_grad=True), torch.randn(2, 6, 2, 2, 16, requires_grad=True)
     q = torch.randn(2, 6, 4, 16, requires_grad=True)
     how = {"causal": True, "window_size": (3, 0), "softcap": 2.0, "return_attn_probs": True}
@@ -154,7 +153,6 @@ def test_qkvpacked_and_kvpacked_functions_equal_separate_tensors_bitwise() -> No
 
 
 def test_varlen_func_has_the_same_autograd_nodes_as_attention() -> None:
-    """No node of autograd beside that of fa.attention(), and nothing is copied."""
     q = torch.randn(7, 2, 16, requires_grad=True)
     cu = ends([3, 4])
     out = integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True)
@@ -180,7 +178,7 @@ def test_dropout_follows_the_torch_seed_and_keeps_the_mean() -> None:
     packed = integration.flash_attn_varlen_func(*flat, ends([64, 64]), ends([64, 64]), 64, 64, dropout_p=0.5)
     same_bits(packed, drawn(1).flatten(0, 1))
     keep = drawn(3)[..., 0]
-    # A row's result is twice the sum of what was kept of its probabilities: 1 on average, with this deviation at most.
+    # Values are 1, so an element is twice the sum of the kept probabilities: 1 on average, with at most this deviation.
     weights = torch.einsum("bqnd,bknd->bnqk", q / 4, q).softmax(-1)
     deviation = weights.square().sum().sqrt() / keep.numel()
     assert (keep.mean() - 1).abs() < 6 * deviation
@@ -202,7 +200,7 @@ def test_cu_seqlens_are_read_and_validated_on_every_call() -> None:
 
 def test_cu_seqlens_on_another_device_are_read_once_per_version() -> None:
     class Elsewhere:
-        """A tensor on a device that one waits for, as numbers() sees it."""
+        """Stub of a CUDA tensor for numbers(), with a count of reads, because each read synchronises the device."""
 
         device, read, _version, values = torch.device("cuda"), 0, 0, (0, 3)
 
@@ -225,7 +223,7 @@ def test_cu_seqlens_on_another_device_are_read_once_per_version() -> None:
     argument_conversion._READ.clear()
 
 
-# --------------------------------------------------------------------------------------------------- compiled, played
+# ------------------------------------------------------------------------------- compiled functions, installed module
 
 
 @pytest.mark.slow
@@ -302,7 +300,6 @@ def test_install_refuses_an_already_imported_flash_attn(monkeypatch: pytest.Monk
 
 
 def test_signatures_equal_those_of_flash_attn_2_8() -> None:
-    """Names and their order, as flash_attn 2.8 has them."""
     tail = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     cu = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
     expected = {
@@ -362,7 +359,7 @@ assert import_utils.is_flash_attn_2_available.__name__ == "is_flash_attn_2_avail
 
 @pytest.mark.slow
 def test_transformers_flash_attention_2_matches_eager_attention() -> None:
-    """In a process of its own: transformers decides at its import what there is."""
+    """The test runs in a new process, because transformers detects flash_attn when it is imported."""
     done = subprocess.run(
         [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""flash-attn's calls over caches, its rotary embedding and its padding, against formulas in float64."""
+"""flash-attn's calls with KV caches, rotary embedding and padding are compared with float64 formulas."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
 
 
 def pages_of(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(pages, table) of a cache [B, S, N, D], its pages in any order among others."""
+    """(pages, table) of a cache [B, S, N, D]; its pages are shuffled among unused NaN pages."""
     batch, count = cache.shape[0], cache.shape[1] // size
     table = torch.randperm(2 * batch * count)[: batch * count].view(batch, count).int()
     pages = torch.full((2 * batch * count, size, *cache.shape[2:]), math.nan, dtype=cache.dtype)
@@ -29,7 +29,6 @@ def pages_of(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", [name for name in WORDS if name != "deterministic"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_flash_attn_with_kvcache_appends_tokens_and_matches_formula(name: str, kind: str, rows: int) -> None:
-    """Tokens are appended where they belong, and what is there is what is seen."""
     how, before, new = WORDS[name], [9, 0, 4], rows
     batch_idx = torch.tensor([4, 0, 2], dtype=torch.int32) if kind == "cache_batch_idx" else None
     pad = torch.tensor([2, 0, 3], dtype=torch.int32) if kind == "cache_leftpad" else None
@@ -101,7 +100,7 @@ def test_flash_attn_with_kvcache_applies_rotary_embedding(how: dict[str, Any], i
 def by_complex_numbers(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True
 ) -> Tensor:
-    """A rotation written another way: pairs of elements as complex numbers, in float64."""
+    """Rotary embedding in float64 with pairs of elements as complex numbers; each: rows have increasing positions."""
     size = 2 * cos.shape[1]
     steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.long)
     turn = torch.complex(cos.double(), sin.double())[(starts[:, None] + steps).long()].unsqueeze(2)
@@ -133,7 +132,7 @@ def test_varlen_func_with_block_table_matches_formula(alibi: bool) -> None:
 
 
 def wrong_calls() -> dict[str, tuple[type[Exception], str, bool, dict[str, Any]]]:
-    """What is wrong -> (error, its text, over pages, words of the call)."""
+    """Fault -> (error, text, cache is paged, arguments of the call)."""
     new = dict.fromkeys(("k", "v"), torch.randn(2, 1, 2, 16))
     good = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     rows, table = torch.tensor([0, 1], dtype=torch.int32), {"block_table": good}

@@ -1,4 +1,4 @@
-"""FlexAttention's function on this library: torch's words, torch's numbers, and gradients that torch has none of."""
+"""flex_attention on this library: torch's parameters, torch's results, and gradients that torch does not compute."""
 
 import gc
 import warnings
@@ -23,7 +23,7 @@ DRAWS = 12  # of calls as large as these; they take most of the time
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """torch's own, which would compile itself."""
+    """torch's flex_attention, run eagerly; by default it would compile itself."""
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -37,7 +37,7 @@ def block_mask(mask: Mod, tokens: int = TOKENS, size: Any = 128) -> Any:
 def judged(
     score_mod: Mod | None, mask: Mod | None, created_mask: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Output, lse and all gradients against the formula in float64."""
+    """Compare output, lse and all gradients with the formula in float64."""
     *qkv, dout = inputs(0, dtype=dtype)
     names = ("out", "lse", "dq", "dk", "dv", *(f"dcaptured {i}" for i in range(len(trained))))
 
@@ -55,7 +55,7 @@ def judged(
     compare_with("flex_attention", ours, golden, draws=DRAWS)
 
 
-# -------------------------------------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.sampled(32)
@@ -88,7 +88,7 @@ def test_score_mods_with_block_masks_match_float64_formula(name: str, mask: str)
 @pytest.mark.parametrize("mask", ["causal documents", "neighbourhood of a canvas", "some rows see nothing"])
 @pytest.mark.parametrize("name", [None, *SCORES])
 def test_output_and_lse_match_torch_flex_attention(eager: Any, name: str | None, mask: str) -> None:
-    """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
+    """torch's results also confirm the formula of these tests."""
     score_mod = None if name is None else SCORES[name][0]
     q, k, v, _ = inputs(1)
     created_mask = block_mask(MASKS[mask][0])
@@ -153,7 +153,7 @@ def test_autocast_casts_qkv_to_bfloat16_but_not_the_score_bias() -> None:
         assert torch.equal(out, flex_attention(*low, score_mod, enable_gqa=True))
 
 
-# ------------------------------------------------------------------------------------------------------- torch's words
+# ----------------------------------------------------------------------------------------------- parameters and errors
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -166,7 +166,7 @@ def test_unsupported_score_mods_raise_with_a_reason(name: str) -> None:
 
 
 def test_refuses_score_mods_that_behave_differently_when_traced() -> None:
-    """A function that tells the stand-in from a tensor: the comparison with itself finds it out."""
+    """The score_mods distinguish the tracing stand-in from a tensor; a comparison with the function detects this."""
     q, k, v, _ = inputs(0)
 
     def sly(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
@@ -245,7 +245,7 @@ def test_empty_keys_return_zeros_and_lse_of_minus_infinity() -> None:
     assert flex_attention(q[:0], k[:0], v[:0], enable_gqa=True).shape == (0, HEADS, TOKENS, DIM)
 
 
-# ------------------------------------------------------------------------------------------------ what is remembered
+# ------------------------------------------------------------------------------------------------ cached conversions
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -298,7 +298,7 @@ def test_score_mod_is_converted_again_after_an_attribute_changes() -> None:
 
 
 class Documents(torch.nn.Module):
-    """Holds what masks read, in every way that an object may."""
+    """Has the tensors that masks read, in every kind of attribute."""
 
     of_class = torch.arange(TOKENS) // 10
     __slots__ = ("slot",)
@@ -376,7 +376,7 @@ def test_conversion_cache_does_not_keep_block_masks_alive() -> None:
     assert mask() is None
 
 
-# ------------------------------------------------------------------------------------------- code that is not edited
+# ------------------------------------------------------------------------------------------------- unedited programs
 
 
 def test_patched_replaces_and_restores_torch_flex_attention() -> None:

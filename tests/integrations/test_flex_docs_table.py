@@ -1,6 +1,6 @@
-"""docs/with_flex_attention.md: its table is what the masks and score_mods of the tests become.
+"""The table in docs/with_flex_attention.md lists the conversions of the tests' masks and score_mods.
 
-python tests/integrations/test_flex_docs_table.py          writes the table anew
+python tests/integrations/test_flex_docs_table.py          updates the table
 """
 
 import re
@@ -22,7 +22,7 @@ PAGE = "with_flex_attention.md"
 
 
 def lines() -> str:
-    """The table of the page."""
+    """Markdown table of the conversions."""
     q, k, *_ = inputs(0)
     rows = []
     for name, (mask, _) in MASKS.items():

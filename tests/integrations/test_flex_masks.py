@@ -1,4 +1,4 @@
-"""What becomes of block masks: each form of one is exactly the mask, pair by pair; where there is a band, it is one."""
+"""Block masks are converted to bands, packed sequences or tiles; each result equals the mask, pair by pair."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SHAPE = Shape(ITEMS, HEADS, TOKENS, TOKENS, CPU)
 
 
 def of_tiles(visible: Visible, shape: Shape) -> Tensor:
-    """[B or 1, N or 1, S1, S2] from tiles and bits alone."""
+    """Visible pairs [B or 1, N or 1, S1, S2], from tiles and bits only."""
     assert visible.tiles is not None
     assert visible.bits is not None
     seen_whole = torch.zeros(*visible.tiles.shape[:2], *(128 * n for n in visible.tiles.shape[2:]), dtype=torch.bool)
@@ -35,7 +35,7 @@ def of_tiles(visible: Visible, shape: Shape) -> Tensor:
 
 
 def of_band(visible: Visible, shape: Shape) -> Tensor:
-    """[B, 1, S1, S2] from the band and lengths alone."""
+    """Visible pairs [B, 1, S1, S2], from the band and lengths only."""
     band = visible.band
     assert band is not None
     if not visible.packed:
@@ -58,7 +58,7 @@ def of_band(visible: Visible, shape: Shape) -> Tensor:
 
 
 def is_exactly(visible: Visible, want: Tensor, shape: Shape) -> None:
-    """Every form that a mask has says the same."""
+    """Assert that every form of the converted mask equals `want`."""
     assert visible.band is not None or visible.tiles is not None
     if visible.tiles is not None:
         assert torch.equal(of_tiles(visible, shape).expand_as(want), want)
@@ -132,7 +132,7 @@ def test_masks_with_different_query_and_key_lengths_convert_exactly(rows: int, k
 
 
 def test_mask_with_one_flipped_element_is_not_converted_to_a_band() -> None:
-    """Bands and packed sequences that are wrong at one pair of all: only a proof over all rows tells."""
+    """Only a check of all rows detects one flipped pair in a band or in packed sequences."""
     random = np.random.default_rng(0)
     for name in ("causal", "sliding window", "prefix LM", "right padding, causal", "causal documents", "full"):
         want = create_mask(MASKS[name][0], ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
@@ -150,7 +150,7 @@ def test_mask_with_one_flipped_element_is_not_converted_to_a_band() -> None:
 
 
 def test_batch_1_block_mask_with_batch_dependent_mask_mod_converts_exactly() -> None:
-    """As compiled code has it: blocks of the first item, the function of each item's own in those that it decides."""
+    """Compiled code has the blocks of the first item, and mask_mod decides partial blocks for each item."""
     prefix = torch.tensor([20, 120])
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -163,7 +163,6 @@ def test_batch_1_block_mask_with_batch_dependent_mask_mod_converts_exactly() -> 
 
 
 def test_block_lists_override_mask_mod_for_full_and_unlisted_blocks() -> None:
-    """Made from lists of blocks: a full block is whole, one that is not listed empty, whatever the function says."""
     listed = torch.tensor([[[[0, 0], [1, 0]]]], dtype=torch.int32)
     counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
     full = torch.tensor([[[[1, 9], [0, 9]]]], dtype=torch.int32)  # entries behind the counts mean nothing
@@ -182,7 +181,7 @@ def test_block_lists_override_mask_mod_for_full_and_unlisted_blocks() -> None:
 
 @pytest.mark.slow
 def test_sliced_block_mask_with_shifted_mask_mod_matches_formula() -> None:
-    """One block of rows of a mask, as programs decode: the function is shifted, the lengths are said anew."""
+    """Decoding programs slice one block of rows, shift mask_mod and set seq_lengths."""
     q, k, v, _ = inputs(0, tokens=300)
     created_mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
     sliced = created_mask[:, :, 1]
@@ -208,7 +207,7 @@ def test_refuses_block_masks_with_invalid_block_indices() -> None:
 
 
 def test_mask_functions_are_never_evaluated_beyond_the_last_token() -> None:
-    """Tiles reach beyond the last row and key; the function is never asked there."""
+    """Tiles extend beyond the last row and key, where a table lookup in mask_mod would fail."""
     tokens = 130
     table = torch.arange(tokens)
     visible = masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))

@@ -1,4 +1,4 @@
-"""CompressedAttention beside transformers' own DeepSeek-V4 layers, in float64: outputs, gradients, losses, decode."""
+"""CompressedAttention is compared with DeepSeek-V4 layers of transformers in float64: results, gradients, decode."""
 
 import copy
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ INDEX: dict[str, Any] = {"top_k": TOP_K, "index_heads": HEADS, "index_dim": 16}
 
 
 def ours(kind: str) -> CompressedAttention:
-    """A layer of a kind, with weights that matter."""
+    """Layer of the kind, with weights large enough to affect the results."""
     layer = CompressedAttention(DIM, 4, **SIZES, ratio=RATES.get(kind), **(INDEX if kind == CSA else {}))
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -37,7 +37,7 @@ def ours(kind: str) -> CompressedAttention:
 
 @pytest.fixture
 def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Their modules compute in float64 throughout, and so do ours."""
+    """Let transformers' modules and this library compute in float64 throughout."""
     monkeypatch.setattr(code_of("deepseek_v4"), "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with fa.use_backend("golden"):
@@ -45,7 +45,7 @@ def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Theirs:
-    """The layer of transformers with the weights of one of ours."""
+    """transformers' attention layer with the weights of a CompressedAttention layer."""
 
     def __init__(self, layer: CompressedAttention, kind: str) -> None:
         modeling = code_of("deepseek_v4")
@@ -65,7 +65,7 @@ class Theirs:
         return {name: self.rotary(like, position_ids=at, layer_type=name) for name in ("main", "compress")}
 
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The table of all positions that our layer takes."""
+        """Rotary tables (cos, sin) of all positions, as CompressedAttention takes them."""
         cos, sin = self.turns(tokens)[self.module.rope_layer_type]
         return cos[0], sin[0]
 
@@ -99,7 +99,7 @@ def test_compressed_attention_equals_deepseek_v4_layer_of_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_with_cache_equals_transformers_and_one_full_call(kind: str, float64_throughout: None) -> None:
-    """Every residual occurs, after prompts of several lengths; the cache holds the window's keys alone."""
+    """Prompts of several lengths and single tokens end at every remainder of the compression ratio."""
     layer = ours(kind).double().eval()
     theirs, hidden = Theirs(layer, kind), torch.randn(2, 26, DIM, dtype=torch.float64)
     rope, cache, other = theirs.rope(26), CompressedCache(), DynamicCache(config=theirs.config)
@@ -122,8 +122,8 @@ def test_decode_with_cache_equals_transformers_and_one_full_call(kind: str, floa
 
 
 def indexed(layer: CompressedAttention, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """(the indexer's scores, the attention's mean probabilities of compressed keys), [B, S, entries], -inf or 0 of what
-    a row does not see; by masks, from the modules' own projections."""
+    """(indexer scores [B, S, entries], attention logits [B, S, N, S + entries]), -inf for keys that a row does not see;
+    computed with masks from the modules' projections."""
     ratio, rows = 4, x.shape[1]
     entries = rows // ratio
     visible = (torch.arange(entries) + 1) * ratio <= torch.arange(rows)[:, None] + 1
@@ -160,7 +160,7 @@ def indexed(layer: CompressedAttention, x: Tensor, rope: tuple[Tensor, Tensor]) 
 
 
 def divergence(layer: CompressedAttention, stage: str, x: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """The loss and the indexer's gradients."""
+    """Loss and gradients of the indexer's parameters."""
     rows = x.shape[1]
     scores, logits = indexed(layer, x, rope_table(torch.arange(rows), 8))
     chosen = scores > -torch.inf
@@ -190,7 +190,7 @@ def learned(layer: CompressedAttention, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_indexer_loss_and_gradients_match_kl_divergence(stage: Stage, padded: bool) -> None:
-    """Its value and its gradients, by masks and autograd; nothing but the indexer receives any."""
+    """Only the indexer's parameters receive gradients."""
     layer = ours(CSA)
     set_stage(layer, stage)
     rows, lengths = 19, [19, 10] if padded else None
@@ -242,7 +242,6 @@ def test_compiled_layer_is_one_graph_and_equals_eager_bitwise(kind: str, stage: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_layer_keeps_dtype_and_has_finite_gradients(kind: str) -> None:
-    """Under autocast, and a layer in bfloat16: the same dtype, a loss in float32, and gradients."""
     layer, x, rope = ours(kind), torch.randn(2, 21, DIM), rope_table(torch.arange(21), 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, loss = layer(x, rope=rope)

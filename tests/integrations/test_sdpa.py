@@ -1,4 +1,4 @@
-"""torch's SDPA answered by this library: judged by its formula in float64, as torch's own is."""
+"""scaled_dot_product_attention on this library and torch's version are compared with the formula in float64."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One element for every call that this library computes."""
+    """List with one element for every call that this library computes."""
     recorded: list[Any] = []
     forward = attention_forward.forward
     monkeypatch.setattr(
@@ -47,7 +47,7 @@ def torch_is_itself() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: shapes of query, key and value, the mask's, and the words of the call."""
+    """Row of the page's table: shapes of query, key, value and mask, and arguments of the call."""
 
     q: Shape = (2, 4, 5, 16)
     k: Shape = (2, 4, 7, 16)
@@ -64,7 +64,7 @@ def keeps(shape: Shape) -> torch.Tensor:
 
 
 def half_hidden(shape: Shape) -> torch.Tensor:
-    """Floats and -inf, the first row nothing else."""
+    """Random floats, half of them -inf; the first row is all -inf."""
     mask = torch.randn(shape).masked_fill(torch.rand(shape) < 0.5, float("-inf"))
     mask[..., 0, :] = float("-inf")
     return mask
@@ -115,7 +115,7 @@ ROWS = {
 
 
 def lines() -> str:
-    """The table of the page."""
+    """Markdown table for docs/with_sdpa.md."""
     extra = {
         "dropout_p below 1": True,
         "dropout_p = 1": False,
@@ -148,7 +148,7 @@ def formula(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What torch's documentation says."""
+    """The formula of torch's documentation."""
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1 if is_causal else k.shape[-2])
@@ -282,7 +282,7 @@ def jagged(lengths: list[int], like: torch.dtype = torch.float32) -> torch.Tenso
 def test_jagged_nested_tensors_match_formula_per_sequence(
     lengths: tuple[list[int], list[int]], causal: bool, calls: list[Any]
 ) -> None:
-    """Sequence by sequence what torch computes of each; torch itself knows no causal nested tensors on a CPU."""
+    """Each sequence is compared with the formula; torch has no causal nested tensors on a CPU."""
     x, y = map(jagged, lengths)
     out = sdpa.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (x, y, y)), is_causal=causal)
     assert len(calls) == 1
@@ -320,7 +320,7 @@ def test_refuses_nested_tensors_with_mismatched_lengths(calls: list[Any]) -> Non
     assert not calls
 
 
-# ------------------------------------------------------------------------------------------------- programs of others
+# ------------------------------------------------------------------------------------------ compile, autocast, layers
 
 
 @pytest.mark.slow
@@ -374,7 +374,7 @@ def layers() -> dict[str, tuple[torch.nn.Module, Callable[[torch.nn.Module, torc
 
 @pytest.mark.parametrize("name", layers())
 def test_patched_torch_transformer_layers_match_float64(name: str, calls: list[Any]) -> None:
-    """In training they ask for scaled_dot_product_attention; in inference some are one function of torch's own."""
+    """In training the layers call scaled_dot_product_attention; in inference some call a fused function of torch."""
     layer, run = layers()[name]
     x = torch.randn(2, 6, 32)
     layer64 = copy.deepcopy(layer).double()

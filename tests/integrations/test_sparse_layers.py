@@ -1,4 +1,4 @@
-"""Layers of transformers that choose keys, by our attention: float32, choices in bfloat16, memory, traces."""
+"""transformers layers with key selection run on this library: float32, bfloat16 selections, memory, compiled models."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from fusion_attention.integrations import transformers as integration
 from fusion_attention.testing import check, estimated_rounding_errors
 
 NUMBER = {"deepseek_v4": 1}  # of the layer that chooses keys
-# transformers' linear attention allocates more than linearly, and has a gradient that no trace computes.
+# transformers' linear attention allocates more than linearly, and its gradient cannot be traced.
 INDEXED = {"qwen4_exp": {"layer_types": ["indexed_attention"] * 2}}
 
 
@@ -27,7 +27,7 @@ def registered() -> None:
 
 
 def inputs_of(model: Any, number: int, ids: Tensor) -> dict[str, Any]:
-    """What the model gives to an attention layer."""
+    """Arguments that the model passes to attention layer `number`."""
     given: dict[str, Any] = {}
 
     def note(module: Any, args: Any, words: Any) -> None:
@@ -41,7 +41,7 @@ def inputs_of(model: Any, number: int, ids: Tensor) -> dict[str, Any]:
 
 
 def converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments with their numbers in a dtype."""
+    """Arguments with floating-point tensors converted to dtype."""
 
     def of(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -51,7 +51,7 @@ def converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def trained(layer: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's output and gradients."""
+    """Output of a layer, and gradients of its input and parameters."""
     layer.zero_grad()
     hidden = given["hidden_states"].detach().requires_grad_()
     out = layer(**given | {"hidden_states": hidden})[0]
@@ -80,12 +80,12 @@ def test_sparse_layer_output_and_gradients_are_within_error_bound(name: str, dty
         check(name, ours, estimated_rounding_errors.expected_of(lambda: trained(theirs, exact, dtype), ours))
 
 
-# -------------------------------------------------------------------------------------------------------------- choices
+# ----------------------------------------------------------------------------------------------------------- selections
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_bfloat16_indexer_selects_the_same_keys_as_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for keys whose scores differ by less than the two orders of summation may."""
+    """Selections may differ in keys with scores within the rounding of the two summation orders."""
     model = make(name, index_topk=16)
     given = converted(inputs_of(model, 0, tokens(2, 96)), torch.bfloat16)
     layer = layers_of(model)[0].bfloat16()
@@ -121,7 +121,7 @@ def test_bfloat16_indexer_selects_the_same_keys_as_transformers(name: str, monke
 
 
 def largest(model: Any, rows: int) -> tuple[int, int]:
-    """(the largest, the sum) of the bytes that operations of a forward and a backward allocate."""
+    """(maximum, sum) of the bytes that operations of a forward and backward pass allocate."""
     ids = tokens(1, rows)
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
         model(ids, use_cache=False).logits[:, -1].sum().backward()
@@ -132,7 +132,7 @@ def largest(model: Any, rows: int) -> tuple[int, int]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
-    """No operation allocates a number for every row and key: 16 times as many for 4 times as many rows."""
+    """4 times as many rows may need 4 times the memory; a tensor [S, S] would need 16 times as much."""
     model = make(name, **INDEXED.get(name, {})).float()
     largest(model, 64)
     few, many = largest(model, 256), largest(model, 1024)
@@ -141,7 +141,7 @@ def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
     assert many[1] <= 4 * few[1] + 2**20
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# ------------------------------------------------------------------------------------------------------ compiled models
 
 
 @pytest.mark.slow

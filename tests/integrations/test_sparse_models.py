@@ -1,4 +1,4 @@
-"""Models of transformers whose layers choose keys compute with our attention what their own code computes."""
+"""transformers models with key selection give the same results on this library as with transformers' code."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def registered() -> None:
 
 
 def mask_of(kind: str) -> Tensor:
-    """The tokens of a padded batch, bool [3, 24]."""
+    """attention_mask of a padded batch, bool [3, 24]."""
     longest = max(LENGTHS)
     mask = torch.arange(longest)[None] < torch.tensor(LENGTHS)[:, None]
     if kind == "left-padded":
@@ -36,7 +36,7 @@ def mask_of(kind: str) -> Tensor:
 
 
 def calls_of(kind: str) -> tuple[Calls, Calls]:
-    """Calls with our attention, and what they are compared with: packed sequences one by one."""
+    """(calls on this library, reference calls); the reference computes packed sequences one by one."""
     ids = tokens(3, max(LENGTHS))
     full = torch.ones(ids.shape, dtype=torch.bool)
     if kind == "short":  # every row sees at most as many keys as it may choose
@@ -64,14 +64,14 @@ KINDS = ("long", "short", "masked", "padded", "left-padded", "holes", "packed", 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_match_eager_attention(name: str, kind: str) -> None:
     mine, theirs = calls_of(kind)
-    # transformers' linear attention does not keep packed sequences apart on a CPU.
+    # transformers' linear attention mixes packed sequences on a CPU.
     packed = name == "qwen4_exp" and len(theirs) > 1
     changed = {"layer_types": ["indexed_attention"] * 2} if packed else {}
     agree(gradients(make(name, **changed), mine), gradients(make(name, EAGER, **changed), theirs))
 
 
 def test_logits_change_when_all_keys_are_selected() -> None:
-    """All keys give other logits, so the tests above could fail."""
+    """If selection had no effect, the tests above could not fail."""
     calls = calls_of("long")[0]
     for name, changed in (
         ("deepseek_v32", "index_topk"),
@@ -93,7 +93,7 @@ def cache_of(kind: str, model: Any) -> Any:
 
 @torch.no_grad()
 def steps(model: Any, cache: Any, mask: Tensor | None) -> Tensor:
-    """Logits of a prompt in parts and of single tokens; every number of tokens behind a block occurs."""
+    """Logits of a prompt in chunks and of single tokens, which end at every remainder of a block."""
     ids, logits = tokens(3, 24), []
     with in_float64(model):
         for first, end in ((0, 9), (9, 10), (10, 11), (11, 12), (12, 13), (13, 17), (17, 24)):

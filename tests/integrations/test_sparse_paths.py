@@ -1,4 +1,4 @@
-"""`fusion-attention doctor --model`: the path of every layer, from a configuration alone."""
+"""`fusion-attention doctor --model` reports the code path of every layer from a model's configuration."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Models of transformers whose layers choose keys: patches, refusals, what transformers computes itself, losses of
-indexers, checkpoints, traces, memory, float32 and bfloat16."""
+"""transformers models with key selection: patches, errors, fallbacks to transformers' code, indexer losses,
+checkpointing, compiled models, memory, float32 and bfloat16."""
 
 import copy
 import logging
@@ -105,11 +105,11 @@ def test_refuses_inconsistent_model_configurations(name: str, attribute: str, va
         model(tokens(1, 9), use_cache=False)
 
 
-# ------------------------------------------------------------------------------------ what transformers computes itself
+# -------------------------------------------------------------------------------------- fallbacks to transformers' code
 
 
 class Notes(logging.Handler):
-    """The notes of a test."""
+    """Handler that collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_attention_dropout_falls_back_to_transformers_code(notes: list[str]) -> 
 
 
 def test_position_ids_with_gaps_fall_back_to_transformers_code(notes: list[str]) -> None:
-    """Compressed keys are seen from positions on, so positions with gaps see other keys."""
+    """Positions determine the visible compressed keys, so gaps change them."""
     given = {"position_ids": torch.arange(0, 48, 2)[None].expand(3, -1), "attention_mask": FULL.long()}
     agree(gradients(make("deepseek_v4"), calls(**given)), gradients(make("deepseek_v4", EAGER), calls(**given)))
     assert len(notes) == 1
@@ -180,11 +180,11 @@ def test_refuses_packed_sequences_with_a_compressed_key_cache() -> None:
         make("deepseek_v4").float()(tokens(1, 24), position_ids=positions, use_cache=True)
 
 
-# ---------------------------------------------------------------------------------------------------- indexers' losses
+# ------------------------------------------------------------------------------------------------------ indexer losses
 
 
 def scores_of(name: str, layer: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(the indexer's scores, the attention's mean weights) of all keys, by their modules, [B, S, T]."""
+    """(indexer scores, attention weights averaged over heads) of all keys, [B, S, T], from transformers' modules."""
     taken: dict[str, Any] = {}
     code, topk = code_of(name), torch.Tensor.topk
     eager = code.eager_attention_forward
@@ -212,7 +212,7 @@ def scores_of(name: str, layer: Any, given: dict[str, Any]) -> tuple[Tensor, Ten
 
 
 def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
-    """(the mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p) over keys with p > 0, its terms' size)."""
+    """(mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p) over keys with p > 0, mean of absolute terms)."""
     visible, mass = p > 0, p.sum(-1, keepdim=True)
     log_y = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0)
     log_p = torch.where(visible, p / mass, 1).log()
@@ -223,7 +223,7 @@ def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize("name", STAGED)
 def test_indexer_loss_and_gradients_match_kl_divergence(name: str, stage: Any) -> None:
-    """KL(p || softmax(I)) by their own scores and weights, over all keys or chosen ones, and its gradients."""
+    """KL(p || softmax(I)) is computed from transformers' scores and weights, over all (warmup) or selected keys."""
     top_k = {"index_topk": 64} if stage == "warmup" else {}
     model, theirs = make(name), make(name, EAGER, **top_k)
     number = 1 if name == "deepseek_v4" else 0
@@ -283,7 +283,7 @@ def test_set_stage_controls_indexer_loss_and_trained_parameters(name: str) -> No
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize("name", STAGED)
 def test_batch_indexer_loss_is_token_mean_of_single_sequence_losses(name: str, stage: Any, kind: str) -> None:
-    """The mean over all tokens of what each sequence has alone, one of them without a compressed key."""
+    """One sequence is too short for a compressed key."""
     model, lengths, ids = make(name).train(), (1, 24, 13), tokens(3, 24)
     set_stage(model, stage)
     apart = []
@@ -308,7 +308,7 @@ def test_set_stage_refuses_models_with_block_indexers() -> None:
         set_stage(make("qwen4_exp"), "sparse")
 
 
-# ------------------------------------------------------------------------------------------------- ways to train models
+# ----------------------------------------------------------------------------------------------------- training options
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -331,7 +331,7 @@ def test_gradient_checkpointing_keeps_gradients_bitwise_equal(name: str) -> None
 
 
 class Adapted(torch.nn.Linear):
-    """A linear layer with more than its weight, as an adapter."""
+    """Linear layer with an additional term, as an adapter adds."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.25 * x[..., :1]

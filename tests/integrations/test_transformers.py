@@ -1,6 +1,6 @@
-"""Models of transformers compute with our attention what they compute with their own, and so do their gradients.
+"""transformers models give the results and gradients of eager attention on this library.
 
-The truth is eager attention in float64, and the measure how large the errors of its roundings are.
+The reference is eager attention in float64, with its expected rounding errors.
 """
 
 import copy
@@ -25,7 +25,7 @@ from fusion_attention.testing import check, estimated_rounding_errors
 LENGTHS = 13, 6, 9
 NEW = 5
 BY_NAME = {family.name: family for family in FAMILIES}
-# Compiling takes seconds: every day a decoder and an encoder.
+# Compiling takes seconds, so `make test` compiles one decoder and one encoder.
 RARE, COMPILED = ("torch.compile", "left-padded", "bfloat16", "static cache"), ("Llama", "BERT")
 
 
@@ -43,7 +43,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def batches(family: Family, column: str) -> tuple[Batches, Batches]:
-    """What is run with our attention, and what to compare it with: packed, every sequence by itself."""
+    """(batches for this library, batches for the reference); the reference computes packed sequences one by one."""
     torch.manual_seed(1)
     longest = max(LENGTHS)
     padding = torch.arange(longest)[None] < torch.tensor(LENGTHS)[:, None]
@@ -87,7 +87,7 @@ def batches(family: Family, column: str) -> tuple[Batches, Batches]:
 
 
 def rounded(calls: Batches, dtype: torch.dtype) -> Batches:
-    """Calls with the numbers that a model of a dtype is given."""
+    """Batches with floating-point tensors converted to dtype."""
     return [
         ({n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in batch.items()}, keep)
         for batch, keep in calls
@@ -99,7 +99,7 @@ def output_of(result: Any) -> Tensor:
 
 
 def trained(model: Any, calls: Batches, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Outputs of tokens that are no padding, and the gradients of all parameters from numbers of a dtype."""
+    """Outputs of tokens without padding, and gradients of all parameters; the output gradient is rounded to dtype."""
     model.zero_grad()
     outputs = []
     for batch, keep in calls:
@@ -115,7 +115,7 @@ GENERATED = {"generate": {}, "static cache": {"cache_implementation": "static"},
 
 
 def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
-    """The logits of new tokens, chosen greedily."""
+    """Logits of greedily generated tokens."""
     ((batch, _),) = calls
     options: dict[str, Any] = GENERATED[column]
     if column == "paged cache" and model.config._attn_implementation == "fusion_attention":
@@ -130,7 +130,7 @@ def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
 
 
 def expected_of(family: Family, model: Any, calls: Batches, column: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Results of eager attention in float64, with the sizes of errors in the dtype."""
+    """Results of eager attention in float64, with the expected rounding errors of dtype."""
     exact = copy.deepcopy(model).double()
     exact.set_attn_implementation("eager")
     calls = rounded(rounded(calls, dtype), torch.float64)
@@ -147,7 +147,7 @@ LAYER_NORM = torch.nn.functional.layer_norm
 def layer_norm(
     x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """torch's own would add up the gradients of weight and bias in bfloat16, row by row; sums are kept in float32."""
+    """torch's layer_norm would add bfloat16 gradients of weight and bias row by row; here the sums are float32."""
     result = LAYER_NORM(x, shape, None, None, eps)
     result = result if weight is None else result * weight
     return result if bias is None else result + bias
@@ -155,7 +155,7 @@ def layer_norm(
 
 @pytest.fixture(scope="module")
 def models() -> Callable[[Family], Any]:
-    """Made once per family."""
+    """Function that returns a family's model and keeps the last one."""
     built: dict[str, Any] = {}
 
     def model_of(family: Family) -> Any:
@@ -179,7 +179,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expectations() -> dict[tuple[str, ...], Any]:
-    """Drawn once for columns of one batch."""
+    """Cache of expected results, shared by columns with equal batches."""
     return {}
 
 
@@ -198,7 +198,7 @@ def test_outputs_and_gradients_match_eager_attention(
     dtype = torch.bfloat16 if column == "bfloat16" else torch.float32
     model = model.to(dtype)
     batch = "left-padded" if column in GENERATED else column
-    # A decoder's sequences in one row have the numbers that they have one below the other.
+    # Packed sequences of a decoder have the same results as padded ones.
     decoder = "generate" in family.columns
     like = "padded" if column == "torch.compile" or (decoder and column == "packed") else batch
     shared = name, "generate" if column in GENERATED else like

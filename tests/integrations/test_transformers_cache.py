@@ -1,4 +1,4 @@
-"""generate() over pages: the tokens that transformers' own caches give, and no more in memory than is needed."""
+"""generate() with PagedCache gives the tokens of transformers' caches, and allocates no more pages than needed."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py
-# Gemma 3 has layers with a window and layers without; those of the others are of one kind, or have sinks beside it.
+# Gemma 3 has layers with and without a window; Mistral has one kind of layer; GPT-OSS also has sinks.
 WINDOWED = ["Gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GPT-OSS"))]
 LENGTHS = 13, 6, 9
 Models = Callable[[str], Any]
@@ -28,7 +28,7 @@ Models = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def models() -> Models:
-    """By name, with our attention."""
+    """Function that returns a family's model with this library's attention."""
     integration.register()
     built: dict[str, Any] = {}
 
@@ -62,7 +62,7 @@ def paged(model: Any, **options: Any) -> PagedCache:
 
 @contextlib.contextmanager
 def exact(model: Any, family: Family) -> Iterator[Any]:
-    """The model in float64, with eager attention, which is to be called with transformers' cache."""
+    """The model in float64 with eager attention, to be called with transformers' caches."""
     twin = copy.deepcopy(model).double()
     twin.set_attn_implementation("eager")
     with in_float64(family):
@@ -70,7 +70,7 @@ def exact(model: Any, family: Family) -> Iterator[Any]:
 
 
 def near(results: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any], Tensor]) -> None:
-    """Compares logits with those of float64; run(model): with transformers' cache."""
+    """Compare logits with those of run() on the float64 model, which uses transformers' cache."""
     with exact(model, family) as twin:
         compare_with("logits", dict(results), lambda: dict.fromkeys(results, run(twin)))
 
@@ -290,7 +290,7 @@ def test_paged_cache_refuses_gradients_batch_changes_and_invalid_crops(models: M
 
 
 def in_parts(model: Any, cache: Any, ids: Tensor, mask: Tensor, first: int) -> Tensor:
-    """Logits of the tokens behind the first ones, one forward each."""
+    """Logits of the tokens after the first `first` ones, one forward call per token."""
     with torch.no_grad():
         model(ids[:, :first], attention_mask=mask[:, :first], past_key_values=cache)
         parts = [
@@ -309,7 +309,7 @@ def test_sliding_window_counts_padding_between_turns(name: str, models: Models) 
 
 
 def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first: int) -> None:
-    """Tokens one by one, over pages and over transformers' rows."""
+    """Compare logits of single tokens, from PagedCache and from DynamicCache, with float64."""
     caches = {"pages": PagedCache(model.config), "rows": DynamicCache()}
     logits = {name: in_parts(model, cache, ids, mask, first) for name, cache in caches.items()}
     near(logits, model, family, lambda model: in_parts(model, DynamicCache(), ids, mask, first))

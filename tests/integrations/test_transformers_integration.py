@@ -1,5 +1,4 @@
-"""The integration itself: registering, masks of the user's own, what is refused, caches in parts, training as users
-train."""
+"""The transformers integration: registration, custom masks, errors, caches in chunks, and training options."""
 
 import warnings
 from typing import Any
@@ -33,13 +32,13 @@ def model_with(name: str, implementation: str = NAME) -> Any:
 
 
 def both(name: str, **given: Any) -> tuple[Tensor, Tensor]:
-    """Logits of ours, and of eager attention."""
+    """(logits with this library's attention, logits with eager attention)."""
     with torch.no_grad():
         return model_with(name)(**given).logits, model_with(name, "eager")(**given).logits
 
 
 def near(ours: Tensor, theirs: Tensor) -> bool:
-    """Within what float32 loses; test_transformers.py judges exactly."""
+    """True if the largest difference is float32 rounding; test_transformers.py has the exact error bound."""
     return bool((ours - theirs).abs().max() <= 1e-4 * theirs.abs().max())
 
 
@@ -81,7 +80,7 @@ def test_docs_page_lists_the_tested_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_with(table()), message
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("folder", "prefix"), [("bloom", "Bloom"), ("mpt", "Mpt")])
@@ -166,7 +165,7 @@ def test_fully_padded_sequences_and_padding_gaps_match_eager() -> None:
 
 
 def test_custom_and_or_mask_functions_match_eager() -> None:
-    """A prefix that all rows see, and tokens that nobody does: what no module says is a matrix."""
+    """A visible prefix or a hidden token cannot be expressed by a module's arguments, so the mask is a matrix."""
 
     def make(model: Any, union: bool, packed: bool) -> Any:
         positions = torch.arange(9)[None] % (4 if packed else 9)
@@ -190,7 +189,7 @@ def test_custom_and_or_mask_functions_match_eager() -> None:
 
 
 def test_bidirectional_sliding_window_becomes_an_explicit_mask_matrix() -> None:
-    """What a module hands on is a key less on either side than its mask, but where it says so: then it is a matrix."""
+    """The module's window is one key less on each side than this mask, so the mask is returned as a matrix."""
     config = model_with("Mistral").config
     result = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
     apart = (torch.arange(9)[:, None] - torch.arange(9)).abs()
@@ -220,7 +219,7 @@ def test_a_mask_that_changes_in_place_is_read_again(mode: Any) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "GPT-OSS"])
 def test_chunked_prefill_with_padding_matches_eager(name: str) -> None:
-    """The second part's rows stand beside the last keys, with padding on the left, right or not at all."""
+    """Rows of later chunks align with the last keys, with padding on the left, on the right or not at all."""
     ids, padding = tokens(2, 15), torch.ones(2, 15, dtype=torch.long)
     padding[1, :4] = 0
     for mask in (None, padding):
@@ -239,7 +238,7 @@ def test_chunked_prefill_with_padding_matches_eager(name: str) -> None:
 
 
 def test_prompt_with_empty_static_cache_matches_eager() -> None:
-    """Of a model whose masks are matrices: the keys behind its prompt are not there yet."""
+    """T5 has masks as matrices, and keys after the prompt are not in the static cache yet."""
     logits = []
     for implementation in (NAME, "eager"):
         result = model_with("T5", implementation).generate(
@@ -261,7 +260,7 @@ def test_beam_search_and_sampling_equal_eager_tokens(options: dict[str, Any]) ->
 
 
 def test_packed_sequences_with_a_new_cache_stay_separate() -> None:
-    """With a cache transformers makes no mask of packed sequences; the positions say it."""
+    """With a cache transformers makes no mask of packed sequences; position_ids separate them."""
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
     model = model_with("Mistral")
     with torch.no_grad():
@@ -288,7 +287,7 @@ def test_compiled_packed_sequences_match_eager(ends: bool) -> None:
 
 
 def test_training_with_dropout_checkpoints_autocast_is_reproducible() -> None:
-    """Steps of packed sequences with dropout, checkpoints and autocast: the loss falls, and again is the same."""
+    """Training steps on packed sequences reduce the loss, and a second run gives equal losses."""
 
     def losses() -> list[float]:
         model = model_with("Llama").train()
@@ -315,7 +314,7 @@ def test_training_with_dropout_checkpoints_autocast_is_reproducible() -> None:
     assert losses() == first
 
 
-# -------------------------------------------------------------------------------------------- what others write to
+# ---------------------------------------------------------------------------------------- tensors changed in place
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Models of transformers on device "npu": to the bit what they compute on the CPU, gradients too."""
+"""transformers models on device "npu" have the bits of the CPU, gradients included."""
 
 import copy
 import os
@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 from support.hf_models import FAMILIES, VOCABULARY
 
 CAUSAL = tuple(family.name for family in FAMILIES if "CausalLM" in family.model)
-# Every day one whose layers share a weight; the rest take seconds.
+# Models take seconds, so `make test` runs only one with shared weights.
 NAMES = [name if name == "Gemma 3" else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
 
 
 def pair(name: str) -> tuple[Any, Any]:
-    """A model on the CPU, and the same on npu."""
+    """(model on the CPU, copy on npu)."""
     family = next(family for family in FAMILIES if family.name == name)
     model = family.make()
     if family.has_experts:
@@ -93,7 +93,7 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_trainer_selects_npu_and_resumes_from_checkpoint(tmp_path: Any) -> None:
-    """An unedited program: transformers and accelerate look for torch_npu themselves; it stops, and goes on."""
+    """The program is unedited: transformers and accelerate detect torch_npu; training stops and resumes."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
     command = [sys.executable, "-m", "fusion_attention.npu", str(script), str(tmp_path / "saved")]

@@ -1,4 +1,4 @@
-"""Draws planted faults and right results, and prints the shares that the judge names and accuses.
+"""Draw planted faults and right results, and print the fractions that the judge names and that it falsely rejects.
 
 python -m tests.judging --faults 200                 # of all dtypes
 python -m tests.judging --faults 200 --noise 1.5     # bfloat16 with roundings 1.5 times as large

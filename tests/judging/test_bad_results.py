@@ -1,6 +1,6 @@
-"""Results that are no results: of another shape or dtype, NaN, zeros, another row's; of every family of operators.
+"""Invalid and wrong results of every operator family: other shapes or dtypes, NaN, zeros, rows of another place.
 
-Each is refused or called wrong in one sentence that says what and where, and never passes for right.
+Each is an error or called wrong, in one sentence with the fault and its place, and never called right.
 """
 
 import math
@@ -109,7 +109,7 @@ everywhere = pytest.mark.parametrize("family", FAMILIES)
 
 
 def judged(operator: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[str, str]:
-    """(verdict with what fails, where)."""
+    """(verdict with failing outputs, place of the fault)."""
     result = fa.judge(operator, inputs, outputs, backends=False)
     lines = str(result).splitlines()
     assert len(lines) == 5
@@ -125,7 +125,7 @@ def refused(operator: str, inputs: Any, outputs: Any, *what: str) -> None:
         assert word in message, message
 
 
-# ------------------------------------------------------------------------------------------------- what is no result
+# --------------------------------------------------------------------------------------------------- invalid results
 
 
 def longest(t: Tensor) -> int:
@@ -191,7 +191,7 @@ def test_unexpected_outputs_are_reported_as_not_judged() -> None:
     assert fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(0)}, backends=False).unjudged == {}
 
 
-# ----------------------------------------------------------------------------------------- what is the same in memory
+# --------------------------------------------------------------------------------------- equal values in other memory
 
 
 SAME: dict[str, Callable[[Tensor], Tensor]] = {
@@ -213,7 +213,7 @@ def test_equal_values_in_other_dtypes_or_strides_are_right(family: str) -> None:
         assert where == "nowhere"
 
 
-# --------------------------------------------------------------------------------------------- what is wrong throughout
+# ----------------------------------------------------------------------------------------------- entirely wrong results
 
 
 def one(t: Tensor, value: float) -> Tensor:
@@ -274,7 +274,6 @@ def test_wrong_key_indices_of_the_indexer_are_called_wrong() -> None:
 
 
 def test_copied_row_is_reported_unless_reference_rows_are_equal() -> None:
-    """A row that is another's by right is no news, wrong as it may be."""
     q, k = torch.randn(2, 1, 40, 2, 8)
     q[:, 7] = q[:, 3]
     out = fa.attention(q, k, k)
@@ -288,7 +287,7 @@ def test_copied_row_is_reported_unless_reference_rows_are_equal() -> None:
     assert "copy" not in str(fa.judge("attention", {"q": q, "k": k, "v": k}, {"out": out}, backends=False))
 
 
-# ----------------------------------------------------------------------------------- what golden cannot or must be
+# --------------------------------------------------------------------------------------- NaN, overflow, exact rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -305,7 +304,7 @@ def test_nan_is_right_only_where_the_reference_has_nan(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overflowing_results_may_be_infinite_or_the_largest_number(dtype: torch.dtype) -> None:
-    """Beyond the dtype infinity and the largest number are right; as near to it as roundings go, infinity is."""
+    """Values out of range may be infinity or the largest number; values within rounding of it may be infinity."""
     make, most = torch.Generator().manual_seed(2), torch.finfo(dtype).max
     q, k = (torch.randn(1, n, 2, 8, generator=make).to(dtype) for n in (40, 100))
     inputs = {"q": q, "k": k, "v": torch.full_like(k, most)}
@@ -325,7 +324,7 @@ def test_overflowing_results_may_be_infinite_or_the_largest_number(dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_one_key_or_no_key_must_be_exact(dtype: torch.dtype) -> None:
-    """Rows of one key return its value, rows of none zeros; what is off by more than roundings is seen there."""
+    """A row with one key must return its value and an empty row zeros; the report locates larger errors."""
     make = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 40, 2, 16, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": v, "band": fa.Band.window(0, 0)}
@@ -366,7 +365,7 @@ def test_judge_accepts_zeros_without_keys_and_refuses_empty_outputs(dtype: torch
 def test_one_wrong_element_is_detected_in_tiny_and_many_head_outputs(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """A number alone is wrong from five expected errors on."""
+    """The limit of a single element is five expected errors."""
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": v}
@@ -379,7 +378,7 @@ def test_one_wrong_element_is_detected_in_tiny_and_many_head_outputs(
 @pytest.mark.parametrize("by", [1e-25, 1e-19, 1e19, 1e25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_outputs_with_squares_outside_float32_range_are_judged(dtype: torch.dtype, by: float) -> None:
-    """Of calls that are so long that variances are computed in float32 elsewhere."""
+    """Variances in calls of this length are computed in float32 unless, as here, the squares do not fit."""
     make = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(1, 600, 1, 8, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": (v * by).to(dtype)}

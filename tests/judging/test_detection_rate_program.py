@@ -1,4 +1,4 @@
-"""The program that measures the shares of named faults and accused results."""
+"""`python -m tests.judging`, which measures the fractions of named faults and of rejected right results."""
 
 import re
 import runpy

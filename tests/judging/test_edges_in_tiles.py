@@ -1,4 +1,4 @@
-"""Edges of a mask that are wrong inside the tiles that they cross are named."""
+"""The judge names mask edges that are wrong inside the tiles that they cross."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from fusion_attention.judging.judge import diagnose
 
 
 def in_tiles(count: int, rows: int, keys: int, edge: str) -> torch.Tensor:
-    """A causal mask [count, count] whose edge is wrong inside the tiles that it crosses."""
+    """A causal mask [count, count] with an edge that is wrong inside the tiles that it crosses."""
     visible = torch.zeros(count, count, dtype=torch.bool)
     for i, j in itertools.product(range(0, count, rows), range(0, count, keys)):
         last_row, last_key = min(i + rows, count) - 1, min(j + keys, count) - 1

@@ -1,4 +1,4 @@
-"""The error bound: faults in one tile of a long result are wrong, right programs are right, and sizes are as drawn."""
+"""The error bound: faults in one tile of a long result fail, right programs pass, expected errors match simulation."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ LONG = Case(q_len=(S,), kv_len=(S,), heads_q=2, heads_kv=1, dim_qk=16, dim_v=16,
 
 
 def test_error_limits_are_chi_square_quantiles() -> None:
-    """One number's is the normal distribution's, of many numbers it comes near to 1, and never below 2."""
+    """The limit of one element is a quantile of the normal distribution; with more elements it decreases to 2."""
     assert limit(1, 1) == pytest.approx(4.8916, abs=1e-3)  # two-sided 1e-6
     assert limit(1, 10**6) == pytest.approx(7.1305, abs=1e-3)  # 1e-12
     assert limit(10, 1) == pytest.approx(math.sqrt(46.863 / 10), abs=1e-3)
@@ -129,12 +129,12 @@ def test_compare_raises_on_different_shapes() -> None:
         compare("x", torch.ones(2), Expected(torch.ones(3), torch.ones(3)))
 
 
-# -------------------------------------------------------------------------------------------------------------- sizes
+# ---------------------------------------------------------------------------------------------------- expected errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_expected_storage_error_matches_mean_rounding_error(dtype: torch.dtype) -> None:
-    """stored() of drawn numbers, and rounding() of numbers whose logarithm is evenly distributed."""
+    """rounding() is the mean for numbers with evenly distributed logarithms."""
     x = torch.exp2(torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 6 - 3)
     error = (x.to(dtype).double() - x).square()
     assert float((error / stored(x, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
@@ -152,7 +152,6 @@ def test_expected_error_of_subnormal_numbers_allows_flush_to_zero(dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_expected_output_error_matches_simulated_roundings(dtype: torch.dtype) -> None:
-    """Weights and results that are rounded at random: the spread of each number is the size that is expected of it."""
     case = Case(q_len=(24,), kv_len=(40,), heads_q=1, heads_kv=1, dtype=str(dtype).removeprefix("torch."))
     args = arguments(case)
     wanted = expected(case, args)["out"]
@@ -170,7 +169,7 @@ def test_expected_output_error_matches_simulated_roundings(dtype: torch.dtype) -
 
 
 def test_expected_error_with_dropout_includes_dropped_keys() -> None:
-    """Errors of large scores are in the divisor whether or not their keys are kept: beside drawn roundings."""
+    """The softmax divisor contains the errors of all scores, also of dropped keys."""
     case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, keep_prob=0.7, dropout="bits")
     args = arguments(case)
     args["query"][..., 0], args["key"][..., 0] = 7.3, 31.7  # every score of a row is larger by the same
@@ -185,7 +184,7 @@ def test_expected_error_with_dropout_includes_dropped_keys() -> None:
 
 
 def test_integer_weights_that_may_round_either_way_are_predicted() -> None:
-    """Those that errors of their size can turn to the other side of a middle, and no others; the maximum's never."""
+    """Only weights within their error of a rounding midpoint may flip, and the maximum's weight never does."""
     case = FusedCase(q_len=(200,), kv_len=(40,), dim=32, dim_v=32, full=True)
     op = RECORDS["npu_fused_infer_attention_score"]
     assert op.lower is not None

@@ -1,4 +1,4 @@
-"""Expected errors of the indexer's family: beside drawn roundings, of right results, and of wrong ones."""
+"""Expected errors of the indexer family are compared with simulated roundings, right results and wrong results."""
 
 import math
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ CHOICE = "npu_lightning_indexer"
 DTYPES = ["float32", "float16", "bfloat16"]
 
 
-# ------------------------------------------------------------------------------------------------------ drawn roundings
+# -------------------------------------------------------------------------------------------------- simulated roundings
 
 
 @dataclass(frozen=True)
 class Rounds(Grade):
-    """Variances that are chosen: of sums and float32 steps (a), of steps (r), of weights (w)."""
+    """Grade with given variances: of sums and float32 steps (a), of steps in the dtype (r), of weights (w)."""
 
     a: float = 0.0
     r: float = 0.0
@@ -53,26 +53,26 @@ DRAWS, AT_ONCE = 2000, 500
 
 
 class Program:
-    """The loss as a program computes it, in float64, an independent error at every rounding; drawn many times."""
+    """Simulated program: the loss in float64 with an independent error at every rounding, drawn many times."""
 
     def __init__(self, c: Compared, grade: Rounds, seed: int) -> None:
         self.c, self.g = c, grade
         self.generator = torch.Generator().manual_seed(seed)
 
     def noise(self, variance: Tensor) -> Tensor:
-        """An error of that variance for each of the draws."""
+        """Random errors of the given variance, one per draw."""
         shape = variance.shape if len(variance) == AT_ONCE else (AT_ONCE, *variance.shape)
         drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return (2 * drawn - 1) * (3 * variance).sqrt()
 
     def summed(self, terms: Tensor, dim: int, exact: Tensor | None = None) -> Tensor:
-        """A sum in float32, in any order."""
+        """Sum in float32 in any order, with a random error."""
         total = terms.sum(dim)
         n = terms.shape[dim] if exact is None else exact
         return total + self.noise(self.g.a * n * (total.square() / 3 + terms.square().sum(dim)))
 
     def scores(self) -> tuple[Tensor, Tensor]:
-        """(S [draws, heads, rows, keys], I [draws, rows, keys])."""
+        """(dot products S [draws, heads, rows, keys], scores I [draws, rows, keys])."""
         s, a, r, n = self.c.scored, self.g.a, self.g.r, self.c.scored.q.shape[-1]
         squares = s.q.square() @ s.k.square().mT
         variance = a * (n * (s.dots.square() / 3 + squares) + s.dots.square())
@@ -83,7 +83,7 @@ class Program:
         return dots, total + self.noise(r * total.square())
 
     def y(self, scores: Tensor) -> Tensor:
-        """[draws, rows, keys]: from its own statistics, or from given ones."""
+        """Softmax y [draws, rows, keys], from computed or given statistics."""
         c, a, r = self.c, self.g.a, self.g.r
         visible = c.times > 0
         top = scores.masked_fill(~visible, -math.inf).amax(-1, keepdim=True) if c.own_statistics else c.top
@@ -95,7 +95,7 @@ class Program:
         return (each / total * (1 + shared)).masked_fill(~visible, 0)
 
     def p(self) -> Tensor:
-        """[draws, rows, keys]."""
+        """Target p [draws, rows, keys]."""
         x, a, r, heads = self.c.attended, self.g.a, self.g.r, len(self.c.attended.scores)
         e = a * (x.dim * (x.scores.square() / 3 + x.squares) + 5 * x.scores.square() + 2 * x.lse.square() + 8)
         e = e + r * (x.squares + 5 * x.scores.square() + 4) + (a + r) * (x.scores - x.lse).square()
@@ -106,7 +106,7 @@ class Program:
         return (total * (1 + shared)).masked_fill(self.c.times == 0, 0)
 
     def outputs(self) -> dict[str, Tensor]:
-        """[draws, ..]: loss, dq, dk and dweights, but for what sums add by their own size."""
+        """loss, dq, dk and dweights [draws, ...], without errors proportional to the size of sums."""
         c, s, a, r, w = self.c, self.c.scored, self.g.a, self.g.r, self.g.weight(torch.float32)
         dots, scores = self.scores()
         y, p = self.y(scores), self.p()
@@ -137,7 +137,7 @@ class Program:
 
 
 def setting(*, listed: bool, sink: bool = False, heads: int = 3, lists: str = "random", keys: int = 11) -> Index:
-    """A loss of one sequence."""
+    """Judge's setting of a loss call with one sequence."""
     count = 6 if listed else 0
     case = losses.LossCase(
         count=count, q_len=(7,), kv_len=(keys,), heads=heads, dim=6, sink=sink,
@@ -150,7 +150,7 @@ def setting(*, listed: bool, sink: bool = False, heads: int = 3, lists: str = "r
 @pytest.mark.parametrize("lists", ["", "random", "repeated"])
 @pytest.mark.parametrize("grade", GRADES, ids=lambda g: g.words)
 def test_expected_loss_and_gradient_errors_match_simulated_roundings(grade: Rounds, lists: str) -> None:
-    """Of every number of every output of a loss, over 2000 draws; products near 0, whose sign is open, left out."""
+    """Elements with products near 0 are left out, because their sign is uncertain."""
     x = setting(listed=bool(lists), lists=lists)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
     visible = c.times > 0
@@ -178,7 +178,7 @@ def test_expected_loss_and_gradient_errors_match_simulated_roundings(grade: Roun
 
 @pytest.mark.parametrize("grade", [GRADES[0], GRADES[2]], ids=lambda g: g.words)
 def test_expected_score_and_statistic_errors_match_simulated_roundings(grade: Rounds) -> None:
-    """I, and max and sum of rows whose maximum is no near tie."""
+    """Rows with nearly equal maxima are left out for max and sum."""
     x = setting(listed=False)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
     u, program = errors.uncertain(c.scored, dtype, grade), Program(c, grade, 2)
@@ -204,7 +204,7 @@ def test_expected_score_and_statistic_errors_match_simulated_roundings(grade: Ro
 
 
 class _Choice:
-    """A loss's problem as the indexer's own calls have it."""
+    """Problem of a loss with the attributes of an indexer's problem."""
 
     def __init__(self, problem: Any) -> None:
         self.heads, self.dtype, self.torch_dtype = problem.heads_index, problem.dtype, torch.float32
@@ -212,7 +212,7 @@ class _Choice:
 
 
 def test_product_of_uncertain_sign_enlarges_expected_gradient_error() -> None:
-    """Its gradient comes or does not: as far off as it is large, in up to half of all programs; expected is a half."""
+    """Programs may compute either sign, so the term is present or 0; the expected error is half the difference."""
     x = setting(listed=False)
     c, dtype, grade = compared(x, 0, slice(0, 7), torch.float64), torch.float32, GRADES[0]
     for factor in (-3.0, -0.5, 0.5, 3.0):
@@ -276,7 +276,7 @@ def loss(dtype: str, rows: int, keys: int, count: int, **more: Any) -> dict[str,
 
 
 def of_every_kind(dtype: str, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """A call of each operator, in sizes that the seed makes."""
+    """(operator, arguments) of a call of each operator, with sizes from the seed."""
     rows, keys = 5 + 7 * seed % 83, 90 + 11 * seed % 97
     heads = (1, 2, 4, 9)[seed % 4]
     return [
@@ -310,7 +310,7 @@ def test_cpu_results_with_2048_keys_are_judged_right(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float64_reference_results_are_right_by_every_standard(dtype: str) -> None:
-    """Rounded once: 0.5 % is little more than bfloat16's own rounding, and kernels round more than once."""
+    """Golden results have one rounding, fewer than any kernel's."""
     for name, args in of_every_kind(dtype, 5):
         inputs, outputs = results_of(name, args, "golden")
         for standard in STANDARDS:
@@ -321,7 +321,7 @@ def test_float64_reference_results_are_right_by_every_standard(dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_indexer_backward_gradients_are_judged(dtype: str) -> None:
-    """indexer_backward, which no record has: by pieces()."""
+    """indexer_backward has no operator definition, so its parts are judged directly."""
     call = selections.lowered_indexer(indexer(dtype, 60, 90, top_k=20))
     indices, values = selections.chosen(call, "cpu")
     backward = selections.IndexerBackward(call, torch.randn_like(values), indices)
@@ -371,7 +371,7 @@ def test_wrong_selected_indices_are_called_wrong(dtype: str) -> None:
 
 
 def test_hidden_keys_and_wrong_tie_order_in_selections_are_called_wrong() -> None:
-    """A row that sees three keys lists no fourth; of equal scores the smaller index comes first."""
+    """A row with three visible keys lists three; of equal scores the smaller index comes first."""
     args = indexer("float32", 6, 6, top_k=6, exact=True)
     args["key"][0, 1] = args["key"][0, 0]
     inputs, outputs = results_of(CHOICE, args)
@@ -390,7 +390,7 @@ def test_hidden_keys_and_wrong_tie_order_in_selections_are_called_wrong() -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swapped_keys_with_scores_within_rounding_are_right(dtype: str) -> None:
-    """Keys all but alike, scored in float32: the order of the list is a matter of rounding, to no harm."""
+    """Keys are nearly equal, so float32 rounding determines the order of the list."""
     args = indexer(dtype, 40, 300, top_k=100)
     args["key"][:] = args["key"][:, :1] * (1 + 2.0**-9 * torch.rand(300)[None, :, None, None]).to(args["key"].dtype)
     right(CHOICE, *results_of(CHOICE, args))
@@ -417,7 +417,6 @@ def test_wrong_loss_or_gradients_are_called_wrong(dtype: str, name: str) -> None
 
 
 def test_bfloat16_noise_fails_kernel_grade_and_passes_program_grade() -> None:
-    """Gradients from a program in bfloat16 throughout are right, and said to be a program's."""
     inputs, outputs = results_of(DENSE, loss("bfloat16", 64, 96, 0))
     x = judging_indexer.setting_of(recorded(DENSE, inputs, outputs).lowered())
     kernel, program = (errors.wanted(x, 0, slice(0, 64), g)["dq"] for g in (KERNEL, PROGRAM))

@@ -1,4 +1,4 @@
-"""Files that verify reads: captures, msprobe's folders, .npz, .safetensors, .npy; and all that is wrong with them."""
+"""`verify` reads captures, msprobe folders, .npz, .safetensors and .npy, and reports errors of invalid files."""
 
 import json
 import os
@@ -30,12 +30,12 @@ def call(scale: float = SCALE) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def verify(*args: Any) -> tuple[int, str, str]:
-    """(exit code, what is printed, what is said on stderr)."""
+    """(exit code, stdout, stderr) of `fusion-attention verify`."""
     return run("verify", *args, "--no-backends")
 
 
 def refused(*args: Any, what: str) -> None:
-    """Exit code 2, one sentence, no traceback."""
+    """Assert exit code 2 and one line of stderr that contains `what`."""
     code, _, error = verify(*args)
     assert code == 2, error
     lines = error.strip().splitlines()
@@ -75,7 +75,7 @@ def test_verify_accepts_a_capture_and_diagnoses_a_wrong_scale(capture: Path, tmp
 
 
 def msprobe(folder: Path, scale: float, kind: str = ".pt", **changes: Any) -> Path:
-    """A folder as msprobe writes it."""
+    """Folder with a call in msprobe's format."""
     inputs, outputs = call(scale)
     data = folder / "step0" / "rank0" / "dump_tensor_data"
     data.mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_verify_refuses_newer_capture_versions_and_invalid_bits(capture: Path, t
 
 
 class Trap:
-    """A pickle that leaves a file behind when it is read."""
+    """Object with a pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,7 +272,6 @@ def test_verify_refuses_malformed_dump_json(text: str, what: str, tmp_path: Path
 
 
 def test_verify_refuses_oversized_files_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that says it is large is refused before it is read."""
     bomb = tmp_path / "bomb.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("query.npy", b"\0" * (1 << 20))
@@ -290,7 +289,7 @@ def test_verify_error_messages_are_short_and_printable(capture: Path, tmp_path: 
 
 
 def test_captures_with_random_bytes_never_crash_verify(tmp_path: Path, capture: Path) -> None:
-    """A file that was changed anywhere is one sentence, a verdict, or nothing that can be seen."""
+    """A changed file gives one error sentence (exit code 2) or a verdict (0 or 1)."""
     full = capture.read_bytes()
     for seed in range(30):
         generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The judge's formulas, piece by piece, are the golden back end's: of every family, forward and backward."""
+"""The judge's formulas equal the golden back end for every family, forward and backward."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,13 +25,13 @@ from fusion_attention.testing import sparse as selections
 
 
 def stored(value: torch.Tensor, dtype: torch.dtype) -> Expected:
-    """A result that is rounded once, where it is stored; sums of doubles in another order differ by a little."""
+    """Expected value with the error of one rounding to dtype, and of float64 sums in another order."""
     size = value.abs().masked_fill(value.abs() >= FLT_MAX, 0).nan_to_num(0.0, 0.0, 0.0)
     return Expected(value, (rounding(dtype) * size**2 + quantum(dtype)).sqrt() + 1e-13 * size.amax() + 1e-300)
 
 
 def agree(call: Any) -> dict[str, torch.Tensor]:
-    """Golden's results are the formulas', but for the one rounding that stores them."""
+    """Assert that golden's results equal the formulas up to one rounding, and return them."""
     results: dict[str, torch.Tensor] = call.results()
     compute(call, results, "golden")
     setting, outputs = setting_of(call, results)
@@ -53,7 +53,7 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
 
 
 def agree_in_training(case: Any, args: dict[str, Any]) -> None:
-    """Forward and backward."""
+    """Assert agreement of the forward and of the backward call."""
     call = lowered(case, args)
     out = agree(DenseForward(call, FORWARD, lanes=True))
     saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
@@ -74,7 +74,7 @@ DROPPED = replace(dense.PACKED, dim_rope=2, dtype="float16", sparse_mode=4, mask
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
 def test_formulas_with_nan_and_infinite_inputs_match_float64_reference(name: str, value: float) -> None:
-    """They reach no row that does not see them, nor one that drops them: 0 times NaN is NaN."""
+    """Rows that do not see such an element stay finite, as do rows that drop it, although 0 times NaN is NaN."""
     args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in dense.operands(DROPPED).items()}
     args[name][::3, 0] = value
     agree_in_training(DROPPED, args)

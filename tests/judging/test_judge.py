@@ -1,4 +1,4 @@
-"""What the judge says: the verdict, where, why; of replays, of backwards, and of calls that it cannot judge."""
+"""The judge reports verdict, place and cause, for replays, backward calls and calls that it cannot judge."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def test_wrong_causal_alignment_is_diagnosed(mode: int) -> None:
 
 
 def test_indistinguishable_mistakes_are_all_reported() -> None:
-    """Every row sees the first 16 keys, so a mask that ends there is none, as is a diagonal 40 keys further."""
+    """In the longer call each of the three mistakes makes all keys visible to every row."""
     result = planted_call(CAUSAL, "mask-ignored")
     judgement = diagnose(result.operator, result.inputs, result.outputs)
     assert {m.name for m in judgement.mistakes} == {"mask-ignored"}
@@ -78,7 +78,7 @@ def test_replay_of_captures_reports_right_or_wrong(tmp_path: Path) -> None:
 
 
 def of_rows(bad: torch.Tensor) -> list[str]:
-    """What is said of a map in which these rows of these heads are wrong."""
+    """Sentences about a map of wrong elements, bool [heads, rows]."""
     tally = Tally(torch.float32, Errors([bad.shape[1]], bad.shape[0], 1))
     tally.errors.add(0, slice(None), slice(None), bad[..., None] * 81.0)
     return Map(tally).sentences()
@@ -116,7 +116,7 @@ def test_error_in_any_softmax_max_lane_is_wrong(lane: int, by: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 17])
 def test_unwritten_output_is_diagnosed(rows: int) -> None:
-    """Where another mistake leaves zeros too, both are named."""
+    """If another mistake gives zeros too, the judge names each."""
     q, k = torch.randn(1, rows, 2, 8), torch.randn(1, 2, 2, 8)
     judgement = fa.diagnose(
         "attention", {"q": q, "k": k, "v": k, "band": fa.Band.causal()}, {"out": torch.zeros_like(q)}

@@ -1,7 +1,7 @@
-"""A fault in one place of a long right result is called wrong, however long the rest is.
+"""The judge calls a fault in one place of a long right result wrong, for any length of the rest.
 
-400 faults are drawn by seeds over families, dtypes and lengths; a share runs every day. Exempt is a fault whose change
-is below two expected errors in every tile: a right kernel may be off as far.
+400 faults are drawn by seeds over families, dtypes and lengths; `make test` runs some. A fault that changes every tile
+by less than two expected errors is exempt, because a right kernel may differ as much.
 """
 
 import random
@@ -190,5 +190,5 @@ def test_local_fault_in_a_long_result_is_called_wrong(seed: int) -> None:
     long = right(rng.choice([*CALLS])).restored()
     fault = planted(long, rng)
     result = failing(long, fault.units, PROGRAM)
-    # What changes values themselves shows everywhere; keys of small weights may not.
+    # Changed values are always detected; changed keys with small weights may not be.
     assert fault.output in result or (fault.effect < 2 and fault.what not in VALUES), fault

@@ -1,4 +1,4 @@
-"""Copies of a program's memory: operations without errors of their own do to every copy what they do to one tensor."""
+"""Monte Carlo copies of a program's tensors: error-free operations treat each copy like a single tensor."""
 
 from collections.abc import Callable
 

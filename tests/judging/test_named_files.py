@@ -1,4 +1,4 @@
-"""Files with names of any kind: each output alone, gradients without statistics, nested dicts, bands in words."""
+"""`verify` with files of any names: single outputs, gradients without statistics, nested dicts, bands as text."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ CAUSAL = ("--op", "attention", "--set", "band=causal")
 
 
 def verify(*args: Any) -> tuple[int, str]:
-    """The exit code of `verify`, and what it prints."""
+    """(exit code, printed line) of `fusion-attention verify`."""
     outcome = run("verify", *args, "--no-backends")
     return outcome.code, outcome.line
 
 
 @pytest.fixture(scope="module")
 def call() -> dict[str, torch.Tensor]:
-    """A causal call of two key heads, in torch alone: inputs, out, softmax_lse, dout and gradients in [B, S, N, D]."""
+    """Tensors [B, S, N, D] of a causal call with two key heads, in plain torch: inputs, outputs, dout and gradients."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (torch.randn(2, 40, n, 16, generator=generator) for n in (4, 2, 2, 4))
     inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -62,7 +62,7 @@ def test_verify_judges_forward_and_backward_results_of_a_file(
 @pytest.mark.parametrize("name", ["out", "softmax_lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("with_out", [True, False])
 def test_any_single_output_or_gradient_can_be_judged(name: str, with_out: bool, call: dict[str, torch.Tensor]) -> None:
-    """Without `out` delta is made of the right output."""
+    """Without `out` in the inputs, delta is computed from the right output."""
     inputs: dict[str, Any] = {n: call[n] for n in ("q", "k", "v")} | {"band": fa.Band.causal()}
     if name.startswith("d"):
         inputs |= {"dout": call["dout"]} | ({"out": call["out"]} if with_out else {})
@@ -86,14 +86,14 @@ def test_key_gradients_summed_over_row_blocks_are_judged_right(
 
 
 def test_wrong_input_out_makes_correct_dq_wrong_but_not_dv(call: dict[str, torch.Tensor]) -> None:
-    """delta = dout . out of the file's output."""
+    """dq depends on delta = sum(dout * out) of the given out; dv does not."""
     inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal(), "out": call["out"] * 0}
     assert not fa.judge("attention", inputs, {"dq": call["dq"]}).passes
     assert fa.judge("attention", inputs, {"dv": call["dv"]}).passes
 
 
 def test_rows_without_keys_may_have_infinite_lse_and_zero_gradients(call: dict[str, torch.Tensor]) -> None:
-    """Their lse is -inf, or inf as flash-attn writes it, and their gradients are zeros."""
+    """The lse of such rows is -inf here and inf in flash-attn."""
     q, k, v, dout = (call[n] for n in ("q", "k", "v", "dout"))
     band = fa.Band(hi=-1)
     _, lse = fa.attention(q, k, v, band=band, return_lse=True)
@@ -154,7 +154,7 @@ def test_verify_refuses_invalid_band_text(text: str, call: dict[str, torch.Tenso
 
 
 def test_packed_lse_is_accepted_in_flash_attn_layout(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """softmax_lse is [N, T] there, and [T, N] here."""
+    """softmax_lse is [N, T] in flash-attn, and lse is [T, N] here."""
     packed = {n: call[n].flatten(0, 1) for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
     lse = call["softmax_lse"].transpose(0, 1).flatten(1)
     torch.save({**packed, "softmax_lse": lse}, tmp_path / "call.pt")

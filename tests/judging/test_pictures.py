@@ -1,4 +1,4 @@
-"""Pictures of where a result is wrong, the bar of a long verdict, and the page that reads one."""
+"""Pictures of wrong places in a result, the progress bar of a long verdict, and the page docs/find_the_bug.md."""
 
 import io
 import re
@@ -19,7 +19,7 @@ from fusion_attention.judging.report import page
 
 
 def surface(z: torch.Tensor) -> Surface:
-    """One sequence [heads, rows], wrong above 2."""
+    """Surface of one sequence; z [heads, rows] is wrong above 2."""
     return Surface([z], [z > 2], "heads", "rows")
 
 
@@ -89,13 +89,12 @@ def test_progress_bar_is_shown_only_after_two_seconds_on_a_terminal() -> None:
 
 
 def form(line: str) -> str:
-    """A printed line; of a right output without its figures, which are the processor's roundings."""
+    """A printed line; in lines of right outputs # replaces numbers, which depend on the processor's roundings."""
     return re.sub(r"[\d.]+(e[+-]\d+)?x?", "#", re.sub(r" +", " ", line)) if "│ right" in line else line.rstrip()
 
 
 @pytest.mark.slow
 def test_docs_page_shows_the_output_of_the_find_the_bug_example(tmp_path: Path) -> None:
-    """The lines of a program's output and of its source."""
     written = (ROOT / "docs" / "find_the_bug.md").read_text(encoding="utf-8").partition("## Gradients")[0]
     script = ROOT / "examples" / "find_the_bug.py"
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False)

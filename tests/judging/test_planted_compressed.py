@@ -1,4 +1,4 @@
-"""Mistakes of DeepSeek-V4's layers, planted in captures of examples/train_v4.py: the judge's verdict on each."""
+"""Mistakes planted in captured calls of examples/train_v4.py (DeepSeek-V4 layers), and the judge's verdicts."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def explained(recorded: Recording, outputs: dict[str, torch.Tensor]) -> Judgemen
 
 
 def test_captured_calls_of_train_v4_example_are_right(captures: Captures) -> None:
-    """Forward and backward; probabilities of compressed keys have no formula of the judge."""
+    """The judge has no formula for the probabilities of compressed keys."""
     judgeable = {
         "attention", "attention-backward", "compressed_attention", "compressed_attention-backward", "lightning_indexer",
         "indexer_target_loss", "compress", "compress-backward",
@@ -53,7 +53,7 @@ def test_correct_indexer_is_judged_right(captures: Captures) -> None:
 
 @pytest.mark.parametrize("wrong", ["", "lse-sink", "scale-missing", EARLY])
 def test_planted_mistakes_of_sparse_flash_mla_are_diagnosed(wrong: str, captures: Captures) -> None:
-    """The same call by CANN's name, with softmax_lse."""
+    """The captured call is passed as a call of sparse_flash_mla, with softmax_lse."""
     call = recording(captures, "compressed_attention", 1)
     q, k, c, sinks = (call.args[name] for name in ("query", "key", "key_compressed", "sinks"))
     inputs = {

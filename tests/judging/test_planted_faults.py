@@ -1,6 +1,6 @@
-"""Faults of simulated kernels are named, with parameters; right, noisy and other wrong results are not.
+"""The judge names faults of simulated kernels, with parameters, and none in right, noisy or otherwise wrong results.
 
-The kernels are plain torch (tests/support/planted_*.py). A share runs every day, all of them when slow tests do.
+The kernels are plain torch (tests/support/planted_*.py). `make test` runs some of them, the slow tests all.
 """
 
 from dataclasses import replace

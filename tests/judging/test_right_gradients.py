@@ -1,13 +1,12 @@
-"""Right gradients are called right, whichever program computes them: 1000 draws, of which a few run every day."""
+"""The judge calls right gradients right for every program: 1000 draws, of which `make test` runs a few."""
 
 import pytest
 from support.right_gradients import right
 
-# FlexAttention asks to be compiled.
+# FlexAttention warns if it is not compiled.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 EVERYDAY, DRAWS = 15, 1000
-# Once called wrong: one row, all of whose keys share the rounding of its log-sum-exp, and keys that no row sees with
-# more than 2^-60.
+# Seeds once called wrong: all keys of a row share its lse's rounding, or all weights of a key are below 2^-60.
 ONCE_WRONG = {353, 888, 890, 895}
 
 

@@ -1,12 +1,12 @@
-"""Right outputs are called right, whichever program computes them: 2000 draws, of which a few run every day, and 250 of
-this library's native core by every variant that runs here."""
+"""The judge calls right outputs right for every program: 2000 draws, of which `make test` runs a few, and 250 of this
+library's native core with every instruction set of the machine."""
 
 import pytest
 from support.native_dense import VARIANTS, draw_call, judge, native
 from support.oracle import forward
 from support.right_results import right
 
-# FlexAttention asks to be compiled.
+# FlexAttention warns if it is not compiled.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 EVERYDAY, DRAWS = 60, 2000
 

@@ -1,4 +1,4 @@
-"""What the judge says of numbers that a dtype holds only as subnormal ones."""
+"""Verdicts on results in the subnormal range of a dtype."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def verdict(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> str:
 
 
 def draw(dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and tiny v, with what a program in float32 makes of them."""
+    """(q, k, tiny v, out computed in float32)."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 200, 2, 16, generator=generator) for _ in range(3))
     q, k, v = (q / 4).to(dtype), k.to(dtype), (v.double() * factor).to(dtype)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, repaired (support/interpreter.py), and low tiles: TRITON_INTERPRET=1 pytest tests/kernels."""
+"""Triton's interpreter with patches (support/interpreter.py) and low tiles: TRITON_INTERPRET=1 pytest tests/kernels."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Triton reads it when it is imported, which other tests' imports may do first.
+# Triton reads the variable when it is imported, and other tests may import it first.
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("tests/kernels: set TRITON_INTERPRET=1 before Python starts, as `make test` does")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -24,12 +24,12 @@ SMALL = shapes.Tile(16, 16, 4, 1, shapes.TMA)  # where rows start on 16 bytes
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so low that a case of a few rows has several of them, whole and cut."""
+    """Makes tiles so low that a case of a few rows has several, complete and partial."""
     monkeypatch.setattr(shapes, "row_of", lambda *_: (SMALL, SMALL, 1))
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """numpy warns of what lanes compute that a mask then leaves out."""
+    """Silences numpy's warnings about lanes that a mask removes later."""
     with np.errstate(all="ignore"):
         yield

@@ -1,4 +1,4 @@
-"""Triton's kernels on parts of sequences: what dropout takes is the whole's, and partial results are float32."""
+"""Triton's kernels on chunks of sequences: dropout as in the complete sequence, and float32 partial results."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A band of keys beside compressed keys under Triton's interpreter, against golden."""
+"""Attention to a band of keys and to compressed keys under Triton's interpreter, against golden."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.Contr
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a few heads, keys and columns take several."""
+    """Makes tiles so small that a few heads, keys and columns take several."""
     monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
     monkeypatch.setattr(launch_backward.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
 
 
-# Every second case of few rows and keys; the others take minutes under the interpreter, and run on a GPU too.
+# Every second case of few rows and keys. The other cases take minutes under the interpreter; GPU tests run them.
 FEW = [case for case in CASES if sum(case.q_len) * max(case.kv_len) < 120][::2]
 ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 

@@ -1,4 +1,4 @@
-"""The decode kernels under Triton's interpreter against golden: pages, quantised caches, and who meets which keys."""
+"""The decode kernels under Triton's interpreter against golden: pages, quantised caches, the work list."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def test_triton_decode_ignores_keys_before_window_that_starts_inside_a_page() ->
     band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 20)
     compute(cache, operands, band)
     assert not torch.equal(operands.out.keep[0], everything)
-    # The keys before the window hold nothing that counts: other ones there change no bit.
+    # Keys before the window have weight 0: other values there change no bit.
     result = operands.out.keep[0].clone()
     for view in (operands.k, operands.v):
         assert isinstance(view, PagedView)
@@ -95,7 +95,7 @@ def test_triton_decode_of_latent_paged_kv_cache_matches_reference() -> None:
     q = torch.randn(2, 1, 20, 48, generator=generator).bfloat16()
     call = functools.partial(fa.decode_attention, q, cache, sequences=sequences)
     result, want = call(backend="triton"), call(backend="golden").double()
-    # Both are stored once; rounded weights, whose sum is 1, move no row by more than its largest value's rounding.
+    # Each result is rounded once. Rounding of weights (sum 1) moves a row by at most its largest value's rounding.
     largest = max(float(r.abs().amax()) for r in rows)
     variance = 2 * stored(want, torch.bfloat16) + rounding(torch.bfloat16) * largest**2
     compare("out", result, Expected(want, variance.sqrt()))
@@ -122,7 +122,7 @@ def test_triton_decode_with_tiny_channel_scales_keeps_accuracy() -> None:
     judge(cache, operands, cache.extents())
 
 
-# ---------------------------------------------------------------------------------------------------- the list of work
+# ----------------------------------------------------------------------------------------------------------- work list
 
 PROBLEM = Problem(8, 2, 64, 64)
 TILE = shapes.Tile(16, 16, 4, 1)
@@ -130,7 +130,7 @@ WANTED = 10
 
 
 def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
-    """Random key lengths and windows for given rows."""
+    """Returns extents with random key lengths and windows for the given numbers of rows."""
     kv_len = generator.integers(0, 700, len(q_len)) * generator.integers(0, 2, len(q_len))
     hi = kv_len - q_len + 1
     lo = np.where(generator.integers(0, 2, len(q_len)) > 0, hi - generator.integers(1, 90, len(q_len)), -INFINITE)

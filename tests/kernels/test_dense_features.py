@@ -36,11 +36,11 @@ FEATURES = [
     replace(PACKED, sparse_mode=3, mask="compressed", dim_v=5, **TWO),
     replace(PACKED, q_len=(0, 3, 0, 4, 0), kv_len=(2, 3, 0, 6, 4), sink=True, softmax_layout="TND", **TWO),
     Case(q_len=(2, 5, 0), kv_len=(7, 3, 4), q_rest=1, **TWO),
-    # Empty rows: zeros, means, and both in one call.
+    # Empty rows: zeros, means, zeros and means in one call.
     Case(mask="head", blank=True, inner_precise=2, **TWO),
     Case("BSH", mask="matrix", blank=True, dropout="philox", keep_prob=0.7, **TWO),
     replace(PACKED, mask="matrix", blank=True, sparse_mode=0, pre=3, next=-1, **TWO),
-    # Biases: matrices, repeated ones, tables, slopes, their square roots.
+    # Biases: matrices, broadcast matrices, tables, slopes, square roots of slopes.
     Case(pse="full", pse_type=0, **TWO),
     Case("SBH", pse="shared_row", **TWO),
     replace(PACKED, pse="blocks", **TWO),
@@ -50,7 +50,7 @@ FEATURES = [
     Case("BNSD", dropout="bits", keep_prob=0.7, **TWO),
     replace(PACKED, dropout="philox", keep_prob=0.7, **TWO),
     Case("BNSD", heads_q=2, heads_kv=2, dim_rope=4, dim_v=6, sink=True),
-    # A cap: alone, and beneath a bias whose gradient it does not bend.
+    # A softcap: alone, and with a bias, which is added after it.
     replace(PACKED, softcap=0.8, sparse_mode=3, mask="compressed", softmax_layout="TND", **TWO),
     Case("BNSD", softcap=1.5, pse="full", pse_type=0, mask="head", dropout="philox", keep_prob=0.7, **TWO),
 ]
@@ -58,11 +58,11 @@ LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17, 21)]
 EVERYDAY = [replace(case, dtype=dtype) for case in FEATURES for dtype in ("float32", "float16")]
 EVERYDAY += [replace(case, dtype="bfloat16") for case in LOW]
 REST = slow(case for case in CASES if short(case))
-# Several tiles each way, with what a tile's edges cut: parts of 96, 192 and 80 elements, dims that differ.
+# Several tiles each way and partial tiles at the edges: head dims of 96, 192 and 80 elements, dims that differ.
 LONGER = [
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, dim_qk=96, dim_v=80, sparse_mode=3, mask="compressed"),
     Case("TND", q_len=(33, 0, 20), kv_len=(40, 5, 35), sparse_mode=2, mask="compressed", dtype="float16", sink=True),
-    # Few rows and many keys: the decode kernels, without a cache.
+    # Few rows and many keys: computed by the decode kernels, without a cache.
     Case(q_len=(3, 2), kv_len=(520, 7), heads_q=2, heads_kv=1, pse="full", pse_type=0, mask="matrix", inner_precise=2),
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, sparse_mode=3, mask="compressed", softcap=2.0),
 ]

@@ -1,4 +1,4 @@
-"""What a run costs in which all is NaN: some loads more for each row, not for each pair of a row and a key."""
+"""The cost of a run with NaN everywhere: a few more loads for each row, not for each pair of a row and a key."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ ALL = ("query", "key", "value", "dy")
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many loads the kernels have issued so far."""
+    """Counts the loads that kernels issue; returns a function that returns the count so far."""
     count = 0
     real = interpreter.InterpreterBuilder.create_masked_load
 
@@ -69,7 +69,7 @@ def test_triton_attention_of_all_nan_inputs_matches_reference() -> None:
 
 @pytest.mark.parametrize("fill", [math.inf, -math.inf])
 def test_infinite_value_does_not_cause_extra_loads(fill: float, loads: Callable[[], int]) -> None:
-    """It makes an infinity of every row that sees it, and of no other one: nothing is to be formed anew."""
+    """The rows that see the value become infinite in the normal pass, so no row is recomputed."""
     q, k, v = (torch.randn(1, 32, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     spent = []
     for value in (0.0, fill):
@@ -83,7 +83,7 @@ def test_infinite_value_does_not_cause_extra_loads(fill: float, loads: Callable[
 
 
 def test_finite_elements_of_output_row_with_nan_keep_same_bits() -> None:
-    """A search that ends early has not met all keys: it decides nothing of other elements."""
+    """A search for NaN that ends early has not read all keys: it must not change other elements."""
     q, k, v = (torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     good = fa.attention(q, k, v, backend="triton")
     v[0, 5, 0, 3] = math.nan

@@ -1,4 +1,4 @@
-"""Faults that are edits of this library's Triton kernels, judged from a capture: the report names them."""
+"""Faults that are edits of this library's Triton kernels: the report on a captured call names them."""
 
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ class Edit:
 
     Attributes:
         old, new: text of the source; old occurs once, or `count` times. names: mistakes that describe the change.
-        given: arguments of the call beside q, k and v; "sink" and "drop_bits" are drawn. keys: of a sequence.
+        given: arguments besides q, k, v; true "sink" and "drop_bits" become random tensors. keys: of the sequence.
     """
 
     name: str
@@ -93,7 +93,7 @@ NAMED = 22  # edits, at least
 
 
 def edited(edit: Edit, folder: Path) -> ModuleType:
-    """A module with the changed source."""
+    """Returns a module that is loaded from the changed source."""
     source = Path(edit.module.__file__ or "").read_text(encoding="utf-8")
     assert source.count(edit.old) == edit.count, (edit.name, source.count(edit.old))
     name = f"edited_{EDITS.index(edit)}"
@@ -107,7 +107,7 @@ def edited(edit: Edit, folder: Path) -> ModuleType:
 
 
 def mistakes(edit: Edit, folder: Path) -> set[str] | None:
-    """The names of the mistakes in a captured call's report; None: the call is right."""
+    """Returns the mistakes that the report of a captured call names; None if all calls are judged right."""
     generator = torch.Generator().manual_seed(EDITS.index(edit))
     rows = edit.keys
     q, k, v, dout = (torch.randn(1, rows, n, 16, generator=generator) for n in (4, 2, 2, 4))
@@ -135,7 +135,7 @@ def mistakes(edit: Edit, folder: Path) -> set[str] | None:
 
 @pytest.mark.slow
 def test_judge_report_names_faulty_edits_of_triton_kernels(tmp_path: Path) -> None:
-    """Reports that do not name an edit name nothing."""
+    """At least NAMED edits are named; reports of the other edits name no mistake."""
     reports: dict[str, set[str]] = {}
     for edit in EDITS:
         (folder := tmp_path / f"{EDITS.index(edit)}").mkdir()

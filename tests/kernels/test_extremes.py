@@ -1,4 +1,4 @@
-"""Triton's kernels with operands as small and as large as their dtype holds, and every keep_prob."""
+"""Triton's kernels with the smallest and largest operands of each dtype, and with every keep_prob."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.Contr
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that nothing was written to is NaN."""
+    """Makes torch fill new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

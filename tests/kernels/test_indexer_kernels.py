@@ -1,4 +1,4 @@
-"""The indexer's kernels under Triton's interpreter against golden: what is chosen, in order, and its gradients."""
+"""The indexer's kernels under Triton's interpreter against golden: selected keys, their order, gradients."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 FLOAT16 = {"dtype": "float16", "weights": "float16"}
 
-# Keys that stand for several tokens: rows without a key, residuals, tiles of rows that begin behind tiles of keys.
+# Compressed keys, each for several tokens: rows without a key, residuals, row tiles that start after key tiles.
 COMPRESSED = [
     IndexerCase(ratio=4, q_len=(23, 20), kv_len=(5, 5), residual=(3, 0), top_k=3),
     replace(PACKED, ratio=3, q_len=(9, 2, 0), kv_len=(40, 0, 5), residual=(2, 0, 1), q_rest=2, top_k=20, **HALF),
@@ -53,7 +53,7 @@ BLOCK = Tile(0, 16, 4, 1)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so low that a case of a few rows has several of them."""
+    """Makes tiles so low that a case of a few rows has several."""
     for name, value in (("CANDIDATES", 16), ("CHOICE", BLOCK), ("WRITE", BLOCK), ("FEWEST", 4)):
         monkeypatch.setattr(shapes_sparse, name, value)
     for name in ("scores_tile", "gradient_tile"):
@@ -62,7 +62,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_triton_indexer_selects_keys_in_exact_order_for_integer_scores(case: IndexerCase) -> None:
-    """Whole numbers add up alike everywhere."""
     args = operands(case)
     indices, values = chosen(lowered_indexer(args), "triton")
     ordered(case, args, indices, values, "triton")
@@ -100,7 +99,7 @@ def test_triton_indexer_gradients_match_reference(case: IndexerCase) -> None:
 
 
 def test_triton_indexer_is_bitwise_equal_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile of rows, or a token, is the least that a chunk holds."""
+    """The smallest chunk is one tile of rows, or one token."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
     args = operands(case)
@@ -114,7 +113,7 @@ def test_triton_indexer_is_bitwise_equal_for_any_chunk_size(monkeypatch: pytest.
 
 
 def test_triton_indexer_gradient_ignores_list_entries_out_of_range() -> None:
-    """Entries that nobody checked: those behind the band give nothing, the first negative one ends the list."""
+    """List entries are not checked: those behind the band add no gradient, a negative one ends the list."""
     case = IndexerCase("TND", q_len=(3, 5), kv_len=(7, 20), top_k=9)
     args = operands(case)
     lists = torch.randint(0, 24, (8, 1, 9), generator=torch.Generator().manual_seed(0)).int()

@@ -1,4 +1,4 @@
-"""Sums of rows by key under Triton's interpreter: one order, whatever the list, and for any number of chunks."""
+"""Sums of rows by key under Triton's interpreter: one order of additions for any list and number of chunks."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ LISTS = {
 
 
 def rows_of(entries: list[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows whose sum depends on the order; those of nobody are NaN."""
+    """Returns rows that have a sum which depends on the order; rows without a key are NaN."""
     generator = torch.Generator().manual_seed(len(entries))
     rows = torch.randn(len(entries), columns, generator=generator) * 10.0 ** (torch.arange(len(entries)) % 5)[:, None]
     rows[torch.tensor(entries) == NONE] = torch.nan
@@ -47,7 +47,7 @@ def block_after_block(entries: list[int], rows: torch.Tensor, size: int) -> torc
 def test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size(
     name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of two entries; whether others sum a key's blocks, or blocks of one token or of two, changes no bit."""
+    """Neither the block size nor the row count above which several programs sum a key changes a bit."""
     entries = LISTS[name]
     rows, ids = rows_of(entries, columns, dtype), torch.tensor(entries, dtype=torch.int32)
     for block, hot, chunks in ((1, 1, (1, 99)), (5, 2, (1, 3, 99)), (5, 1 << 20, (99,)), (1 << 20, 1, (99,))):
@@ -63,7 +63,7 @@ def test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size(
 
 
 def test_key_sum_writes_only_the_key_rows_of_a_strided_view() -> None:
-    """Two heads, an empty sequence, more keys than a tile, columns from the middle; nothing else is touched."""
+    """Two heads, an empty sequence, more keys than a tile, columns from the middle; other memory stays NaN."""
     lengths, heads, dim, buffer = np.array([3, 0, 20]), 2, 3, 7
     e = Extents(lengths, lengths, lengths * 0, lengths * 0, lengths * 0, lengths * 0)
     like = torch.zeros(1)
@@ -89,7 +89,6 @@ def test_key_sum_without_keys_or_entries_is_zero() -> None:
 
 
 def test_key_sum_limits_the_rows_and_blocks_summed_by_each_program() -> None:
-    """No program adds up more rows than a block has, or than make a key hot, or more blocks than a chunk has."""
     tokens, slots = launch_key_sum.whole_blocks(300, 2048), 2048
     hot, blocks = launch_key_sum.parts_of(tokens * slots, slots)
     assert (tokens, hot, blocks) == (288, 288 * 2048 // 1025, 18)

@@ -1,4 +1,4 @@
-"""What is not finite in any tensor reaches exactly golden's gradients: lists, the indexer's values, its loss."""
+"""Values that are not finite reach the same gradients as in golden: selected keys, the indexer and its loss."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ run = partial(eager.run, backend="triton")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so low that a case of a few slots has several; heads of the indexer take several launches."""
+    """Makes tiles so low that a case of a few slots has several, and the indexer's heads several launches."""
     monkeypatch.setattr(launched.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
     monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
     monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)

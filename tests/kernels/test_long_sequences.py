@@ -1,4 +1,4 @@
-"""Long rows of keys and long columns of rows under Triton's interpreter, judged at ends, boundaries and drawn tiles."""
+"""Many keys or many rows under Triton's interpreter, checked at ends, boundaries of tiles and drawn tiles."""
 
 import pytest
 from support.long_calls import decode, dense, failing, gradient, pieces, sparse, sparse_gradient
@@ -13,12 +13,12 @@ HERE = {"causal": False, "backend": "triton", "heads_q": 1}
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> None:
-    """In place of the folder's: tiles as high as on a GPU, or a long call would take minutes."""
+    """Replaces the folder's fixture: with tiles lower than on a GPU, a long call takes minutes."""
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of NaN, a number: rows with NaN are formed anew, so that one which no tile writes would be right."""
+    """Poisons with numbers, not NaN: rows with NaN are recomputed, which hides rows that no tile writes."""
     ready = memory._ready
     monkeypatch.setattr(memory, "_ready", lambda fresh: ready(fresh).fill_(100.0 if fresh.is_floating_point() else -99))
 

@@ -1,4 +1,4 @@
-"""The indexer's loss, its target given or not, under the interpreter: golden's results, the same bits in any chunks."""
+"""The indexer's loss, with and without a given target, under the interpreter: against golden, equal bits by chunks."""
 
 import math
 from dataclasses import replace
@@ -75,7 +75,7 @@ TARGETS = [
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Statistics have the tiles of differences: numpy's products round scores of both alike then, as a GPU's always do.
+    # Statistics and differences have equal tiles: numpy's products then round their scores alike, as a GPU's do.
     tiles = shapes_loss.Warm(*(Tile(16, 32, 4, 1),) * 3, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
     lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 2, 16)
@@ -104,7 +104,7 @@ def test_triton_target_loss_with_unit_target_matches_reference() -> None:
 
 
 def judge(call: Loss) -> Results:
-    """The results, which differ from golden's by roundings."""
+    """Returns the results of the Triton back end, after a comparison with golden."""
     result = run(call, "triton")
     check_index(call, {"triton": result})
     return result
@@ -117,7 +117,7 @@ def judge(call: Loss) -> Results:
 def test_triton_indexer_loss_is_bitwise_equal_for_any_chunk_size(
     case: LossCase | TargetCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile of rows, or a row, is the least that a chunk holds."""
+    """The smallest chunk is one tile of rows, or one row."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     call = of_target(case) if isinstance(case, TargetCase) else lowered(case, operands(case))
     result = []
@@ -130,7 +130,7 @@ def test_triton_indexer_loss_is_bitwise_equal_for_any_chunk_size(
 
 
 def test_warmup_loss_buffers_of_every_tile_fit_the_announced_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tiles cut other chunks."""
+    """The alignment of rows selects the tile, and the tile determines the size of chunks."""
     n, m = np.array([5000, 2048, 1, 300]), np.array([8192, 1, 100, 20000])
     e = Extents(n, m, *Band.causal().resolve(n, m), n * 0)
     p = IndexerLossProblem(64, 1, 64, 64, 128, dtype="bfloat16")
@@ -143,7 +143,7 @@ def test_warmup_loss_buffers_of_every_tile_fit_the_announced_bytes(monkeypatch: 
 
 
 def test_triton_indexer_loss_ignores_list_entries_out_of_range() -> None:
-    """Entries that nobody checked: those behind the band count nothing, the first negative one ends the list."""
+    """List entries are not checked: those behind the band do not count, a negative one ends the list."""
     case = LossCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, lists="all", mode=0)
     args = cloned(operands(case))
     call = lowered(case, args)
@@ -155,7 +155,7 @@ def test_triton_indexer_loss_ignores_list_entries_out_of_range() -> None:
 
 NARROW = LossCase(q_len=(6,), kv_len=(9,), heads=2, heads_q=2, count=0)
 CHOSEN = replace(NARROW, count=9, lists="all")
-# Padded lanes of heads multiply zeros: an infinite key must not reach a score through them.
+# Padded lanes of heads multiply zeros by keys: an infinite key must not make a score NaN through them.
 STRANGE = [
     *((case, name, math.nan) for case in (NARROW, CHOSEN) for name in ("query_index", "key_index", "weights")),
     *((case, name, fill) for case in (NARROW, CHOSEN) for name in ("query", "key") for fill in (math.nan, math.inf)),
@@ -174,7 +174,7 @@ def test_triton_indexer_loss_nan_or_infinity_reaches_exactly_reference_rows(
 
 
 def test_indexer_key_of_minus_infinity_with_negative_products_scores_zero() -> None:
-    """And no lane beyond the last head makes it NaN."""
+    """Lanes beyond the last head must not make the score NaN."""
     args = cloned(operands(CHOSEN))
     args["query_index"].abs_()
     args["key_index"][0, 3] = -math.inf
@@ -183,7 +183,7 @@ def test_indexer_key_of_minus_infinity_with_negative_products_scores_zero() -> N
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_triton_indexer_loss_of_weights_below_float16_range_matches_reference(count: int) -> None:
-    """Differences are held in units of the largest weight, and no unit of such weights is a float."""
+    """Differences are scaled by a power of two of the largest weight, which must stay finite for such weights."""
     case = LossCase(q_len=(6,), kv_len=(9,), count=count, dtype="float16")
     args = cloned(operands(case))
     args["weights"] *= 1e-40
@@ -191,7 +191,7 @@ def test_triton_indexer_loss_of_weights_below_float16_range_matches_reference(co
 
 
 def test_float16_indexer_loss_with_statistics_of_fewer_keys_matches_reference() -> None:
-    """y is then more than 1: a product in float16 has room for 255 times as much."""
+    """With such statistics y exceeds 1; y times the unit of 256 must not overflow float16."""
     case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
     args = cloned(operands(case))
     args["softmax_sum_index"] /= 100

@@ -1,4 +1,4 @@
-"""A value that is not finite reaches exactly golden's rows: the kernels that recompute, under Triton's interpreter."""
+"""Values that are not finite reach the same rows as in golden: kernels that recompute, under Triton's interpreter."""
 
 import dataclasses
 import math
@@ -36,9 +36,9 @@ CASES = [
     Case(
         "TND", "float16", (3, 20), (5, 20), 2, 1, dim_rope=2, sparse_mode=4, mask="compressed", pre=1, next=1, **DRAWN
     ),
-    # Rows in mean form see every key.
+    # Empty rows that return the mean of V see every key.
     Case("BNSD", q_len=(4, 9), kv_len=(4, 20), heads_q=2, heads_kv=1, dim_rope=2, mask="head", blank=True, **DRAWN),
-    # By the decode kernels, without a cache.
+    # Computed by the decode kernels, without a cache.
     Case(q_len=(2, 3), kv_len=(8, 520), heads_q=2, heads_kv=1, dim_rope=2, mask="head", inner_precise=2),
 ]
 EVERYDAY = [(CASES[1], "key", math.inf), (CASES[3], "value", math.nan), (CASES[0], "dy", math.inf)]
@@ -52,7 +52,7 @@ REST = [item for item in REST if item not in EVERYDAY]
     ("case", "name", "fill"), [*EVERYDAY, *(pytest.param(*item, marks=pytest.mark.slow) for item in REST)]
 )
 def test_triton_nan_or_infinite_element_reaches_exactly_the_reference_rows(case: Case, name: str, fill: float) -> None:
-    """One element of a row of one head, in the middle of a tile."""
+    """Changes one element of one head's row, in the middle of a tile."""
     args = arguments(case)
     calm = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
     side, heads = ("kv", case.heads_kv) if name in ("key", "value", "key_rope") else ("q", case.heads_q)
@@ -61,7 +61,7 @@ def test_triton_nan_or_infinite_element_reaches_exactly_the_reference_rows(case:
     opposite = golden(case, args)
     row[0] = fill
     want = golden(case, args)
-    # Where all scores that it reaches are -inf, results are finite, as of a masked row or key: with one of the signs.
+    # A value that makes all scores of a row or key -inf masks it: for one of the signs results may be finite.
     assert any(not t.isfinite().all() for t in (*want.values(), *opposite.values()))
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, calm, want))
 
@@ -69,7 +69,7 @@ def test_triton_nan_or_infinite_element_reaches_exactly_the_reference_rows(case:
 @pytest.mark.parametrize("largest", [300.0, 3000.0])
 @pytest.mark.parametrize("name", ["value", "dy"])
 def test_triton_infinity_survives_underflowing_attention_weight(name: str, largest: float) -> None:
-    """Nor a double, of the second score. A key whose score is -inf is not seen at all."""
+    """exp(-300) is no float32, exp(-3000) no float64. Keys with a score of -inf are not visible."""
     case = Case(q_len=(3,), kv_len=(20,), heads_q=2, heads_kv=1, scale=1.0, dim_qk=4)
     args = arguments(case)
     args["query"].fill_(1.0), args["key"].zero_()
@@ -96,13 +96,13 @@ MASKED = [
     Case(q_len=(3, 20), kv_len=(20, 24), dim_rope=2, pse="full", pse_type=0, **TWO, **BITS),
     Case("BNSD", "bfloat16", (5, 5), (20, 20), dim_qk=24, dim_v=40, pse="row", sink=True, **TWO, **CAUSAL),
     Case("TND", "float16", (2, 6), (9, 20), pse="row_blocks", mask="matrix", blank=True, inner_precise=2, **TWO),
-    # By the decode kernels, without a cache.
+    # Computed by the decode kernels, without a cache.
     Case(q_len=(2, 3), kv_len=(8, 40), pse="shared_full", pse_type=0, inner_precise=2, **TWO),
 ]
 
 
 def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
-    """pse hides the last two keys of each sequence, of which one element is `fill`, and another from the last row."""
+    """Returns arguments: pse is -inf at the last two keys, which hold `fill`, and at key 0 for the last row."""
     args, first = arguments(case), 0
     part(case, args["query"], "q", case.heads_q, 1)[..., 0].abs_()
     for b, (rows, keys) in enumerate(zip(case.q_len, case.kv_len, strict=True)):
@@ -130,7 +130,7 @@ def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
 def test_triton_float_mask_hides_nan_and_infinity(case: Case, name: str, fill: float) -> None:
-    """Also a key whose infinite element alone makes its score -inf."""
+    """Includes keys with an infinite element that alone makes the score -inf."""
     args = masked(case, name, fill)
     want = golden(case, args)
     assert all(t.isfinite().all() for t in want.values())
@@ -148,7 +148,7 @@ def test_triton_float_mask_hides_nan_and_infinity(case: Case, name: str, fill: f
     ids=lambda cache: cache.id,
 )
 def test_triton_decode_of_nan_or_infinite_cached_value_matches_reference(cache: Cache, fill: float) -> None:
-    """The last key of each sequence, which the last row alone sees."""
+    """Changes the last key of each sequence, which only the last row sees."""
     p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cpu")
     calm = paged_decode_calls.expected(cache, operands, e)
     wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
@@ -166,7 +166,6 @@ def test_triton_decode_of_nan_or_infinite_cached_value_matches_reference(cache: 
 
 
 def test_recompute_kernels_do_not_change_finite_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits with and without the kernels that recompute."""
     case = dataclasses.replace(CASES[0], dtype="float32")
     args = arguments(case)
     recomputed = run(lowered(case, args), args["dy"], "triton")

@@ -1,6 +1,4 @@
-"""Plan.update under Triton's interpreter: what was launched once, launched again with the same arguments as a captured
-graph does, computes the new lengths.
-"""
+"""Plan.update under Triton's interpreter: repeated launches with the same arguments compute the new lengths."""
 
 import dataclasses
 import math
@@ -23,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def replay(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Launches once more what was launched since the test began, with the same kernels, grids and arguments."""
+    """Returns a function that repeats all launches so far, with the same kernels, grids and arguments."""
     recorded: list[tuple[Any, ...]] = []
     real = launching.launch
 
@@ -53,13 +51,13 @@ def test_replayed_decode_after_plan_update_uses_new_lengths(cache: Cache, replay
 
 
 def extents(kv_len: tuple[int, ...]) -> Extents:
-    """Rows of which each sees the keys up to its own, counted from the last."""
+    """Returns extents of three causal sequences, aligned to the last key."""
     q, keys = np.array([5, 20, 3]), np.array(kv_len)
     return Extents(q, keys, q * 0 - INFINITE, keys - q + 1, q * 0, keys - q)
 
 
 def dense(problem: Problem) -> tuple[Operands, Grads]:
-    """Random operands with room for 40 keys in each sequence, and outputs of NaN."""
+    """Returns random operands for up to 40 keys per sequence, and gradients; statistics hold NaN."""
     torch.manual_seed(3)
     queries, keys, p = (3, 20, problem.heads_q), (3, 40, problem.heads_kv), problem
 
@@ -78,7 +76,7 @@ def written(operands: Operands, grads: Grads) -> list[torch.Tensor]:
 
 
 def test_replayed_dense_plans_after_update_are_bitwise_equal_to_fresh_plans(replay: Callable[[], None]) -> None:
-    """First captured on shorter lengths than it is replayed with: grids and lists have room for the plan's."""
+    """Captured lengths are shorter than replayed ones: grids and lists need room for the plan's lengths."""
     problem, capacity = Problem(2, 1, 16, 8, scale=0.3), (20, 40, 33)
     operands, grads = dense(problem)
     forward, backward = (

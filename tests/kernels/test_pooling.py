@@ -1,4 +1,4 @@
-"""Pooling of windows under the interpreter: roundings away from float64, of values that are not finite too."""
+"""Pooling of windows under the interpreter: within rounding errors of float64, also with NaN and infinity."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the Triton back end refuses, with every reason, and what no table of pages can make it read."""
+"""Calls that the Triton back end refuses, with every reason; page tables never cause reads outside the pool."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ INTERPRETED = backend.interpreted
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with an H200 and the real tables of tiles; tests change what it says of itself."""
+    """Simulates a machine with an H200 and the real tables of tiles; tests change its properties."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -37,7 +37,6 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def with_chip(patch: pytest.MonkeyPatch, capability: tuple[int, int], shared_kb: int) -> pytest.MonkeyPatch:
-    """A GPU of a compute capability and so many KB of shared memory."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     patch.setattr(shapes, "shared_memory", lambda index: shared_kb)
     return patch
@@ -134,7 +133,7 @@ def test_forward_is_accepted_if_only_the_backward_lacks_a_tile(chip: pytest.Monk
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.3.1", "3.5.1", "3.9.0", "4.0.0", "3.10.0+git1"])
 def test_unsupported_triton_version_is_refused_and_named(version: str, chip: pytest.MonkeyPatch) -> None:
-    """Also one without knobs, which say whether kernels are interpreted."""
+    """Includes a version without `knobs`, which tell whether kernels are interpreted."""
     chip.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     chip.setattr(backend, "interpreted", INTERPRETED)
     assert backend.reasons_against(PROBLEM, CUDA) == [
@@ -214,7 +213,7 @@ def test_triton_decode_refuses_rows_beside_pages_and_two_page_tables() -> None:
 
 
 def test_decode_and_indexer_without_query_rows_skip_layout_table_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph may then capture it as the first call, during which tables cannot be copied."""
+    """A CUDA graph can then capture such a call first: no table can be copied during capture."""
     cache, index = Cache(q_len=0), lowered_indexer(indexer_arguments(IndexerCase(q_len=(0, 0), kv_len=(4, 4))))
     operands = operands_on(cache, "cpu")
     monkeypatch.setattr(layout_table.Copied, "write", lambda *_: pytest.fail("a table is copied"))
@@ -222,11 +221,10 @@ def test_decode_and_indexer_without_query_rows_skip_layout_table_copy(monkeypatc
     assert [t.numel() for t in chosen(index, "triton")] == [0, 0]
 
 
-# ------------------------------------------------------------------------------------------------------ tables of pages
+# ---------------------------------------------------------------------------------------------------------- page tables
 
 
 def with_table(operands: Operands, table: torch.Tensor) -> Operands:
-    """The same caches behind another table."""
     assert isinstance(operands.k, PagedView)
     assert isinstance(operands.v, PagedView)
     return dataclasses.replace(
@@ -242,7 +240,6 @@ def test_triton_decode_survives_page_table_entries_out_of_range() -> None:
 
 
 def test_triton_decode_reads_strided_and_expanded_page_tables() -> None:
-    """Cut out of a wider one, and one row for all sequences."""
     cache = Cache(kv_len=(40, 33))
     operands = operands_on(cache, "cpu")
     assert isinstance(operands.k, PagedView)

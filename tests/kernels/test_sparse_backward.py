@@ -1,4 +1,4 @@
-"""The backward over selected keys under Triton's interpreter, against golden."""
+"""The backward of attention to selected keys under Triton's interpreter, against golden."""
 
 import math
 from collections.abc import Mapping
@@ -35,12 +35,12 @@ MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": Tr
 
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a few slots, heads and columns take several."""
+    """Makes tiles so small that a few slots, heads and columns take several."""
     monkeypatch.setattr(launched.cuts, "tile_of", lambda *_: SMALL)
 
 
 def saved(call: Sparse) -> list[torch.Tensor]:
-    """Golden's output, rounded once, and statistics."""
+    """Returns golden's output, rounded once, and statistics in float32."""
     out, *stats = run(in_float64(call), "golden").values()
     return [out.to(call.problem.torch_dtype), *(t.float() for t in stats)]
 
@@ -91,7 +91,7 @@ LISTED = SparseCase("TND", dtype="bfloat16", lists="repeated", count=5, dim_rope
 
 
 def test_triton_sparse_backward_is_bitwise_equal_in_chunks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that many tokens name, and name more than once."""
+    """Many tokens select the same key, some of them more than once."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     args = aligned(arguments(LISTED))
     together = judge(LISTED, args)
@@ -106,7 +106,7 @@ def test_triton_sparse_backward_is_bitwise_equal_in_chunks_of_one_token(monkeypa
 
 @pytest.mark.parametrize("block", [1, 3])
 def test_triton_sparse_backward_ignores_list_entries_out_of_range(block: int) -> None:
-    """Blocks behind the last key, the largest number there is, the smallest, and what stands behind it."""
+    """Invalid entries: blocks behind the last key, the largest and the smallest int32, entries after it."""
     case = SparseCase(heads_q=2, count=6, block=block, mode=0, q_len=(3,), kv_len=(18,))
     args = arguments(case)
     call = lowered(args)

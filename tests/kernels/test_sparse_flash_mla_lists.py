@@ -1,4 +1,4 @@
-"""sparse_flash_mla with lists of keys under Triton's interpreter, against the witness."""
+"""sparse_flash_mla with lists of keys under Triton's interpreter, against an independent float64 computation."""
 
 from importlib import import_module
 

@@ -28,7 +28,7 @@ MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": Tr
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a few heads and keys take several."""
+    """Makes tiles so small that a few heads and keys take several."""
     monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
 
 
@@ -71,7 +71,7 @@ def test_triton_sparse_forward_matches_reference(case: SparseCase) -> None:
     judge(case)
 
 
-# Lists of several tiles, of which some end early or are empty; pages, a negative scale, sinks, two key heads.
+# Lists of several tiles, some short or empty; pages, a negative scale, sinks, two key heads.
 SPLIT = [
     *(CASES[n] for n in (4, 8, 12)),
     SparseCase(lists="none", sink=True, count=20, q_len=(2,), kv_len=(30,)),
@@ -81,7 +81,7 @@ SPLIT = [
 
 @pytest.fixture
 def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A chip so large that every list is shared out; the grids of what was launched."""
+    """Simulates a chip so large that programs split every list; records the grids of launches."""
     grids: list[Any] = []
     real = launching.launch
 
@@ -105,7 +105,7 @@ def test_triton_sparse_forward_splits_lists_of_few_tokens_among_programs(
 
 
 def test_sparse_list_split_depends_only_on_problem_sizes() -> None:
-    """Of few tokens, and so that they fill the chip once."""
+    """The lists of few tokens are split, so that the programs fill the chip once."""
     p = Problem(128, 1, 512, 512, scale=0.1, dim_rope=64, shares_kv=True, select_count=2048)
     tile = shapes.Tile(64, 32, 8, 3)
     slots = {rows: launch_sparse.slots_per_program(p, 2048, rows, tile, 132) for rows in (0, 1, 4, 20, 34)}
@@ -115,7 +115,7 @@ def test_sparse_list_split_depends_only_on_problem_sizes() -> None:
 
 
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no int32 held an offset."""
+    """Makes kernels compute offsets in int64."""
     monkeypatch.setattr(launch_sparse, "NEAR", 1)
 
 
@@ -131,7 +131,7 @@ def test_triton_sparse_forward_with_64_bit_row_offsets_returns_same_bits(
 
 @pytest.mark.parametrize("block", [1, 3])
 def test_triton_sparse_forward_ignores_list_entries_out_of_range(block: int) -> None:
-    """Entries that nobody checked: those beyond the last block name nothing, the first negative one ends the list."""
+    """List entries are not checked: those beyond the last block name no key, a negative one ends the list."""
     case = SparseCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, block=block, mode=0, heads_kv=2, sink=True)
     args = arguments(case)
     call, lists = lowered(args), args["sparse_indices"]
@@ -143,7 +143,6 @@ def test_triton_sparse_forward_ignores_list_entries_out_of_range(block: int) -> 
 
 
 def test_triton_sparse_forward_clamps_page_table_entries_out_of_range() -> None:
-    """Pages are clamped to the pool; rows that name no wild page stay as they are."""
     case = SparseCase("TND", page=16, q_len=(2, 2), kv_len=(33, 20), count=9, lists="all", mode=0)
     args = arguments(case)
     call, want = lowered(args), forward(args)["out"]
@@ -155,7 +154,6 @@ def test_triton_sparse_forward_clamps_page_table_entries_out_of_range() -> None:
 
 @pytest.mark.parametrize("int64", [False, True])
 def test_triton_sparse_forward_accepts_int64_and_strided_page_tables(int64: bool) -> None:
-    """One of 64 bits, and one whose numbers do not stand side by side."""
     args = arguments(CASES[-1])
     want, table = forward(args), args["block_table"]
     args["block_table"] = table.long() if int64 else table.repeat_interleave(2, 1)[:, ::2]
@@ -177,7 +175,7 @@ def test_a_second_run_has_the_same_bits() -> None:
     same_bits(second, first)
 
 
-# ------------------------------------------------------------------------------------------------ what is not finite
+# -------------------------------------------------------------------------------------------------- NaN and infinity
 
 
 @pytest.mark.parametrize(("name", "fill"), [("key", math.nan), ("value", math.inf), ("query", -math.inf)])
@@ -223,7 +221,7 @@ def test_triton_sparse_infinite_values_survive_underflowing_weights(
 
 
 def at(args: dict[str, Any], case: SparseCase, token: int) -> tuple[int, ...]:
-    """Where a token of the first sequence lies."""
+    """Returns the index of a token of the first sequence: (token,), or (page, slot)."""
     if not case.page:
         return (token,)
     return int(args["block_table"][0, token // case.page]), token % case.page

@@ -1,4 +1,4 @@
-"""Layers over lists on the Triton back end, under its interpreter, against golden; and what that refuses."""
+"""Layers over selected keys on the Triton back end, under its interpreter, against golden; and errors."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ def layer_of(form: str, stage: str) -> nn.SparseAttention:
 
 
 def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) -> Results:
-    """Output, loss and gradients of a layer."""
+    """Returns the output, loss and gradients of a layer."""
     layer.zero_grad()
     (out.square().mean() + loss).backward()
     return {"out": out, "loss": loss} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""Plans over lists whose key lengths change, and graphs captured of them: the bits are those of fresh plans."""
+"""Updated plans over selected keys, and graphs captured from them, give the bits of new plans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class Captured(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Repeats all recorded operations."""
         assert self.steps
         for step in self.steps:
             step()
@@ -111,7 +110,7 @@ def of_loss(count: int, window: int = 0) -> Callable[[], None]:
 
 
 def written(given: Any) -> list[torch.Tensor]:
-    """Every tensor of operands and gradients, as copies."""
+    """Returns copies of all tensors of operands and gradients."""
     if isinstance(given, torch.Tensor):
         return [given.clone()]
     if isinstance(given, RowView):
@@ -130,14 +129,14 @@ CALLS = {"lists": of_lists, "indexer": of_indexer, "warm-up": of_loss(0), "windo
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
+    """Makes tiles so low that a few keys take several; an updated window spans more tiles than planned."""
     tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
     monkeypatch.setattr(launch_dense_kl_loss, "KEYS_PER_SPLIT", 16)
 
 
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
-    """The operation kinds that a call runs: problem, lengths and operands of each."""
+    """Returns problem, extents and operands of each operation kind that a call runs."""
     captured_calls: dict[str, tuple[Any, ...]] = {}
     for op_kind in OP_KINDS:
         real = getattr(backend, op_kind)
@@ -154,7 +153,6 @@ def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 @pytest.mark.parametrize("name", CALLS)
 def test_updated_sparse_plans_and_captured_graphs_equal_fresh_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
     for op_kind, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
         result, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
         result.run(*given)
@@ -181,6 +179,6 @@ def test_dense_kl_loss_reads_at_most_the_planned_number_of_key_tiles(window: int
 
 
 def of_window(q_len: np.ndarray, kv_len: np.ndarray, window: int) -> Extents:
-    """Rows of which each sees `window` keys up to its own, counted from the last."""
+    """Returns extents: each row sees `window` keys up to the row's position, aligned to the last key."""
     hi = kv_len - q_len + 1
     return Extents(q_len, kv_len, hi - window, hi, 0 * hi, hi)

@@ -1,5 +1,5 @@
-"""Rows by tensor descriptors, and by pointers where a descriptor cannot say how they lie; the backward's masks in tiles
-that rows see whole or in part, and float16's dS; under Triton's interpreter."""
+"""Rows loaded by tensor descriptors, or by pointers if no descriptor has their strides; the backward's masks in tiles
+that rows see completely or partly; dS in float16; under Triton's interpreter."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ HIGHEST = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a 
 
 @pytest.fixture
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
-    """Of every launch of the forward and of the backward's two loops, whether rows came by descriptors."""
+    """Records for each launch of the forward and of the backward's two loops if descriptors load the rows."""
     used: dict[Any, list[bool]] = {forward: [], backward_query: [], backward_key: []}
     watch(monkeypatch, lambda kernel, named: used[kernel].append(named["TMA"]) if kernel in used else None)
     return used
@@ -74,7 +74,7 @@ def test_attention_with_tallest_tiles_by_descriptors_matches_reference(
 def test_attention_of_rows_read_by_tensor_descriptors_matches_reference(
     case: Case, tile: shapes.Tile, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed sequences whose lengths are no multiples of anything, so that notes of rows lie apart too."""
+    """Packed sequences with lengths that are no multiples of a tile."""
     monkeypatch.setattr(shapes, "row_of", lambda *_: (tile, tile, 1))
     args = aligned(arguments(case))
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
@@ -129,7 +129,7 @@ def test_output_gradients_with_unsupported_strides_are_read_by_pointers(
 
 
 def test_float16_gradients_of_scaled_loss_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels that recompute, which would form anew each row that did."""
+    """Kernels that recompute are off: they would replace rows that overflow."""
     monkeypatch.setattr(launch_dense, "launch_recompute", lambda *_: [])
     case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=16, dim_v=16, scale=1e-3, **CAUSAL)
     args = aligned(arguments(case))
@@ -159,7 +159,7 @@ def gradients(band: Band) -> list[torch.Tensor]:
     "edge", [(1 << 31) - 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (41, (1 << 30) + 1))]
 )
 def test_band_edges_near_int32_limits_act_as_unbounded_or_empty_bands(edge: int) -> None:
-    """Kernels count rows in int32: an edge further away than there are rows and keys is where they end."""
+    """Kernels count rows in int32: edges beyond all rows and keys are clamped to the ends."""
     everything = gradients(Band())
     assert all(grad.any() for grad in everything)
     same_bits(gradients(Band(lo=-edge, hi=edge)), everything)

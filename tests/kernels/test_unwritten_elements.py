@@ -1,4 +1,4 @@
-"""Whatever a kernel forgets to write is noticed, of results and of the memory between two kernels."""
+"""Tests detect elements that a kernel does not write, in results and in the memory between two kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def test_triton_unwritten_result_element_fails_the_comparison(
 
 @pytest.mark.parametrize("module", [launch_dense, launch_decode])
 def test_triton_scratch_memory_is_poisoned(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
+    """Scratch passes data to the next kernel: partial results of decode, row data of the backward."""
     given: list[torch.Tensor] = []
 
     def see(kernel: Any, named: dict[str, Any]) -> None:

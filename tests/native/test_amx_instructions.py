@@ -1,4 +1,4 @@
-"""The instructions of v4+amx, read off the module: tile products, and nothing that would undo what they gain."""
+"""Instructions of the variant v4+amx, disassembled: tile products without spills or needless loads."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ Function = list[Instruction]
 
 
 def disassembled(path: str) -> list[Function]:
-    """Functions that touch tiles. A module has no symbols: where functions are, its unwind tables say."""
+    """Returns functions that use tiles. A module has no symbols: unwind tables give the functions' ranges."""
     command = ["objdump", "-d", "--no-show-raw-insn", path]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = re.compile(r"^\s+([0-9a-f]+):\s+(?:notrack |bnd )?(\S+) *(.*)$", re.MULTILINE)
@@ -52,7 +52,7 @@ def split(instructions: list[Instruction], ranges: list[tuple[int, int]]) -> Ite
 
 
 def loops(function: Function) -> list[tuple[int, int]]:
-    """The places of backward jumps' targets and of the jumps."""
+    """Returns index pairs of backward jumps: the jump's target and the jump."""
     place = {instruction.address: i for i, instruction in enumerate(function)}
     return [
         (place[instruction.target], i)
@@ -62,7 +62,7 @@ def loops(function: Function) -> list[tuple[int, int]]:
 
 
 def recurs(function: Function, start: int) -> bool:
-    """Whether an instruction is reached from itself."""
+    """Returns whether an instruction can be reached from itself."""
     place = {instruction.address: i for i, instruction in enumerate(function)}
     seen, left = set[int](), [start]
     while left:
@@ -79,7 +79,7 @@ def recurs(function: Function, start: int) -> bool:
 
 
 def faults(function: Function) -> list[str]:
-    """What a function with tiles does that costs what they gain."""
+    """Returns the instructions of a function that make tiles slow: spills, needless loads, configuration in loops."""
     found = []
     for i, (_, name, operands) in enumerate(function):
         if name == CONFIG and recurs(function, i):
@@ -93,14 +93,14 @@ def faults(function: Function) -> list[str]:
         inside = [instruction.name for instruction in function[first : last + 1]]
         if PRODUCT not in inside or any((a, b) != (first, last) and first <= a and b <= last for a, b in around):
             continue  # no innermost loop of products
-        # Two by two tiles: each operand that is loaded meets two.
+        # Two by two tiles: each loaded operand enters two products.
         if "tilestored" in inside or inside.count("tileloadd") > inside.count(PRODUCT) + 1:
             found.append(f"a loop of {inside.count(PRODUCT)} products has more traffic: {sorted(set(inside))}")
     return found
 
 
 def loop_products(functions: list[Function]) -> list[int]:
-    """Products of each loop that has some."""
+    """Returns the number of tile products of each loop that has some."""
     counts = []
     for function in functions:
         for first, last in loops(function):

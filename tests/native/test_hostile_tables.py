@@ -1,5 +1,5 @@
-"""Page tables and lengths that no cache has, on every paged path: an error that names the argument, or the bits of a
-valid table. `make test-asan` runs these tests, so a read outside the tensors ends them.
+"""Invalid page tables and lengths on every paged path give an error that names the argument, or the bits of a valid
+table. `make test-asan` runs these tests, so a read outside the tensors fails.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def compressed(table: torch.Tensor, lengths: Lengths) -> torch.Tensor:
 
 
 def compressed_source(table: torch.Tensor, lengths: Lengths) -> torch.Tensor:
-    """The table is of the compressed keys, which are half as many as tokens."""
+    """Passes `table` for the compressed keys, one for two tokens."""
     tokens = torch.arange(2 * PAGES, dtype=torch.int32).view(2, PAGES)
     q, k = drawn(2, 3, 4, DIM), drawn(2 * PAGES, SIZE, HEADS, DIM)
     return fa.compressed_attention(

@@ -1,7 +1,4 @@
-"""The native core's forward: every instruction-set variant that runs here, forced, against the float64 specification.
-
-Random calls are support/native_dense.py's, and so is their judge.
-"""
+"""The native core's forward: each instruction-set variant that runs here, forced, against the float64 reference."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +39,7 @@ def test_forward_nan_and_infinity_appear_exactly_as_in_reference(seed: int) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_softcapped_score_is_within_two_ulps_of_tanh_formula(variant: str) -> None:
-    """Of any size: a row of one key has it as its maximum. Scale and cap are powers of two, and round nothing."""
+    """The maximum of a row with one key is its score. Scale and cap are powers of two: products are exact."""
     sizes = torch.cat((torch.logspace(-30, 1.2, 4000), torch.linspace(0.5, 12, 4000), torch.tensor([math.inf])))
     q = torch.cat((sizes, -sizes)).view(1, -1, 1, 1)
     problem, extents = Problem(1, 1, 1, 1, scale=0.25, softcap=16.0), Extents(*(np.array([n]) for n in (
@@ -61,7 +58,7 @@ def test_softcapped_score_is_within_two_ulps_of_tanh_formula(variant: str) -> No
 
 
 def test_softcap_far_above_the_scale_leaves_scores_unchanged() -> None:
-    """Their quotient is subnormal, and has few bits."""
+    """scale / softcap is subnormal and has few bits."""
     q = torch.tensor([3.0, -2.0]).view(1, 1, 1, 2) * 1e5
     k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).view(1, 3, 1, 2) * 1e5
     v = torch.arange(3.0).view(1, 3, 1, 1)
@@ -77,8 +74,8 @@ PLAIN = Problem(4, 2, 40, 24, scale=0.2)
 LONG = ((200, 0, 3, 97), (311, 4, 0, 97))
 
 
-# Units that belong to threads, of very different lengths; units that threads share; more of those than lie packed at a
-# time, of grouped heads.
+# Work units of single threads, with very different lengths; units that threads share; more shared units, of grouped
+# heads, than are packed at a time.
 @pytest.mark.parametrize(
     ("problem", "q_len", "kv_len"),
     [
@@ -138,7 +135,7 @@ def test_forward_of_head_dims_up_to_768_matches_float64_reference(dim: int, dim_
         judge(call, native(call, variant), want, variant)
 
 
-# A band so narrow that a sequence is packed in pieces: one thread carries what two of them share, 64 pack all of it.
+# A band so narrow that keys are packed in pieces: one thread packs an overlap of pieces once, 64 threads twice.
 @pytest.mark.parametrize(("dtype", "dim_v"), [("float32", 136), ("bfloat16", 264)])
 def test_keys_shared_by_window_tiles_give_same_bits_on_1_and_64_threads(dtype: str, dim_v: int) -> None:
     rows = (1500, 900)
@@ -179,7 +176,7 @@ def test_forward_with_scores_near_float32_max_returns_exact_results(dtype: torch
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("power", [14, 15, 20, 45])
 def test_forward_returns_value_of_best_key_if_scores_are_huge(variant: str, power: int, sign: int) -> None:
-    """Scores whose last bits are worth more than a weight can hold, and peaks that rise from step to step."""
+    """Neighbouring scores differ by so much that all other weights are 0; maxima rise from tile to tile."""
     problem = Problem(2, 1, 16, 16, dtype="bfloat16", scale=1.0)
     call = converted(make(problem, (3, 40, 13), (33, 40, 1300)), problem.torch_dtype)
     for q, k in zip(call.q, call.k, strict=True):

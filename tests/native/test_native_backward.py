@@ -1,7 +1,6 @@
-"""The native core's backward: every instruction-set variant that runs here, forced, against the float64 specification.
+"""The native core's backward: each instruction-set variant that runs here, forced, against the float64 reference.
 
-Calls are support/native_dense.py's. The forward's saved results are the input, so that only the backward is judged;
-the errors allowed are those that roundings make.
+The forward's saved results are inputs, so only rounding errors of the backward are allowed.
 """
 
 import math
@@ -36,12 +35,12 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.testing import compare
 
-# The specification adds up a table that lies broadcast.
+# The reference accumulates into a broadcast bias table, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
 
 
 def judge(call: Call, saved: Results, want: Results, got: dict[Any, Results]) -> None:
-    """Every gradient of several runs by the errors that roundings make there; sequences of nothing have none."""
+    """Compares every gradient of several runs within rounding errors; empty sequences have zeros."""
     size = gradient_sizes(call, saved)
     for at, result in got.items():
         for name, sequences in result.items():
@@ -49,7 +48,7 @@ def judge(call: Call, saved: Results, want: Results, got: dict[Any, Results]) ->
                 if name != "dsink" and not (call.extents.q_len[b] and call.extents.kv_len[b]):
                     assert not ours.any(), (at, name, b)
                     continue
-                # A bias gets its gradient in its own dtype, as every input does.
+                # The gradient of a bias has the dtype of the bias, as for every input.
                 own = ours.to(call.problem.torch_dtype) if name == "dbias" else ours
                 compare(f"{call.problem}, {at}, {name}", own, Expected(want[name][b], size[name][b]))
 
@@ -108,7 +107,7 @@ def test_dbias_of_every_broadcast_shape_is_bitwise_equal_for_any_thread_count(ax
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_bias_table_gradient_is_bitwise_equal_for_any_thread_count(shared: bool) -> None:
-    # Rows a thousand apart add to the same elements; sequences of other lengths to some of a shared table's.
+    # Rows a thousand apart add to the same elements; so do sequences of other lengths if the table is shared.
     problem = Problem(4, 2, 8, 8, dtype="float32", scale=0.3, bias="table")
     call = converted(make(problem, (1300, 1300), (1300, 1300), Band.causal(), "hij", shared), torch.float32)
     saved = native(call)
@@ -118,7 +117,7 @@ def test_bias_table_gradient_is_bitwise_equal_for_any_thread_count(shared: bool)
 
 
 def test_dbias_shared_by_unequal_sequences_is_equal_for_any_thread_count() -> None:
-    # A tile that an earlier sequence does not reach comes after the one that reaches it, or waits for nobody.
+    # A tile of the bias gradient waits only for earlier sequences that are long enough to reach it.
     q_len, kv_len = [700, 100, 700, 390], [600, 300, 0, 600]
     q, dout = (torch.randn(sum(q_len), 2, 16) for _ in range(2))
     k, v = (torch.randn(sum(kv_len), 1, 16) for _ in range(2))
@@ -173,7 +172,7 @@ def test_unshared_dbias_is_written_with_zeros_for_hidden_pairs(band: str, dtype:
 @pytest.mark.parametrize("size", [256, 96, 288])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dbias_bits_do_not_depend_on_cache_line_alignment_of_rows(dtype: torch.dtype, size: int) -> None:
-    # The first call's rows begin where lines of the cache do, the second's nowhere.
+    # Rows of the first call start at boundaries of cache lines, rows of the second do not.
     q, k, v, dout = (torch.randn(1, 2, size, 16, dtype=dtype) for _ in range(4))
     bias = torch.randn(1, 2, size, size, dtype=dtype, requires_grad=True)
     out = fa.attention(q, k, v, bias=bias, layout="BNSD", band=fa.Band.causal())
@@ -188,7 +187,7 @@ def test_dbias_bits_do_not_depend_on_cache_line_alignment_of_rows(dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_of_large_batch_are_bitwise_equal_to_single_sequences(dtype: torch.dtype) -> None:
-    # Together they are written past the caches, where they fill whole lines; one sequence's alone are not.
+    # All results together are written past the caches in complete cache lines; one sequence's results are not.
     lengths, heads = [300, 333, 7], 32 if dtype == torch.float32 else 64
     sizes = (heads, 72), (heads // 2, 72), (heads // 2, 64), (heads, 64)
     q, k, v, dout = (torch.randn(sum(lengths), *size, dtype=dtype) for size in sizes)
@@ -208,7 +207,7 @@ def test_gradients_of_large_batch_are_bitwise_equal_to_single_sequences(dtype: t
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_backward_of_row_with_single_key_uses_probability_exactly_one(variant: str, dtype: str, bias: str) -> None:
-    # Scores like 1000 / 3: an ulp of them shows. dv is then dout, to the last bit.
+    # Scores are like 1000 / 3: an error of an ulp would show. dv must have the bits of dout.
     problem = Problem(2, 2, 33, 9, 5, dtype, 37.3, bias, bias_scaled=bias == "matrix")
     call = converted(make(problem, (1, 1), (1, 1), shift=7), problem.torch_dtype)
     saved = native(call, variant)
@@ -218,7 +217,7 @@ def test_backward_of_row_with_single_key_uses_probability_exactly_one(variant: s
 
 
 def test_backward_of_bfloat16_rows_with_large_scores_matches_reference() -> None:
-    # Exponents of scores like these are rounded by more than bfloat16 leaves, those of their neighbours' are not.
+    # exp of such scores has rounding errors beyond bfloat16's precision; exp of neighbouring rows' scores has not.
     problem = Problem(2, 1, 24, 16, dtype="bfloat16", scale=0.2)
     call = converted(make(problem, (70,), (90,), Band.causal()), problem.torch_dtype)
     for row in (0, 13, 40, 41, 69):
@@ -230,7 +229,7 @@ def test_backward_of_bfloat16_rows_with_large_scores_matches_reference() -> None
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_backward_with_rowless_sequence_between_others_is_equal_on_two_threads(variant: str) -> None:
-    # One sequence's rows fill the memory; a single tile of keys meets them while another thread may pack the next ones.
+    # One sequence's rows fill the buffer; a tile of keys uses them while another thread may pack the next rows.
     problem = Problem(1, 1, 128, 128, dtype="float32", scale=0.09)
     call = converted(make(problem, (9000, 0, 9000), (100, 10, 100), Band.full()), torch.float32)
     saved = native(call)
@@ -259,7 +258,7 @@ def test_backward_matches_reference_if_last_sequence_has_no_keys() -> None:
     ],
 )
 def test_backward_reuses_workspace_of_finished_rows_without_wrong_gradients(dtype: str, size: int, band: Band) -> None:
-    # Also rows behind the last key, which meet nothing.
+    # Includes rows behind the last key, which see no key.
     problem = Problem(2, 1, 8, 8, dtype=dtype, scale=0.3)
     call = converted(make(problem, (size, 1100, 400), (size, 300, 900), band), problem.torch_dtype)
     saved = native(call)

@@ -1,7 +1,5 @@
-"""The native core's decode over caches that lie in other ways: rows in pieces, keys that all sequences have in common,
-scales of rows and of tokens that lie elsewhere, masks that begin at a later key.
-
-Each is compared with the float64 specification of the same numbers laid out plainly, or with the same bits.
+"""The native core's decode over other cache layouts: rows in pieces, keys shared by all sequences, scales of rows and
+tokens in other tensors, masks that begin at a later key; against the float64 reference, or bit by bit.
 """
 
 import math
@@ -43,7 +41,7 @@ def ran(case: Case, problem: Problem, operands: Operands, variant: str | None = 
     return results(case.call, operands)
 
 
-# ---------------------------------------------------------------------------------------------------------- in pieces
+# ----------------------------------------------------------------------------------------------------- rows in pieces
 
 
 def in_pieces(case: Case) -> Operands:
@@ -94,11 +92,11 @@ def test_nan_and_infinity_in_split_cache_rows_give_same_bits_as_in_whole_rows() 
     same_bits(ran(case, problem, in_pieces(case)), ran(case, problem, case.operands()))
 
 
-# ------------------------------------------------------------------------------------------------------------ in common
+# ---------------------------------------------------------------------------------------------------------- shared keys
 
 
 def with_common(case: Case, common: int, paged: int = 0) -> tuple[Problem, Operands]:
-    """The call with the first keys of all sequences, which are alike, in memory of their own."""
+    """Returns the call with the first `common` keys, equal in all sequences, in separate memory."""
     operands, form = case.operands(), "pages" if paged else case.form
     views: dict[str, Any] = {}
     for name, stored in (("k", case.k), ("v", case.v)):
@@ -197,7 +195,7 @@ def test_window_that_cuts_shared_prefix_matches_reference_and_sequence_alone() -
         same_bits(ran(own, *with_common(own, common)), {name: [result[b]] for name, result in want.items()})
 
 
-# ------------------------------------------------------------------------------------------------- scales, masks, kinds
+# -------------------------------------------------------------------------------------------------------- scales, masks
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,7 +1,5 @@
-"""The native core's decode: every variant that runs here, forced, over rows, tensor lists and pages, stored as floats
-or as integers, against the float64 specification of the same numbers laid out plainly.
-
-Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
+"""The native core's decode: each variant that runs here, forced, over rows, tensor lists and pages of floats or
+integers, against the float64 reference. Unused pages and slots hold NaN; unused table entries are invalid.
 """
 
 import itertools
@@ -29,7 +27,7 @@ from fusion_attention.ir.replace_tensors import places
 
 
 def beneath(case: Case, softcap: float) -> Case:
-    """The case with a cap on its scores."""
+    """Returns the case with a softcap."""
     return replace(case, call=with_cap(case.call, softcap), problem=replace(case.problem, softcap=softcap))
 
 
@@ -175,15 +173,15 @@ def test_sequences_with_many_rows_or_few_keys_use_the_dense_kernel() -> None:
     judge(call, results(call, operands), forward(call), "mixed")
 
 
-# ------------------------------------------------------------------------------- rows of a group that are met together
+# -------------------------------------------------------------------------- rows of a group that are computed together
 
-# Variants that multiply integers as such: no order of sums changes a bit.
+# Variants with integer dot products: sums are exact in any order.
 EXACT = [name for name in VARIANTS if {"avx512_vnni", "asimddp"} & {*_native.cpu_features()["needs"][name]}]
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, 80])
 def test_decode_with_half_filled_last_block_of_rows_matches_reference(group: int) -> None:
-    """Blocks of tile registers have 32 rows, and the last one 16 if the number of rows asks for it."""
+    """Blocks in tile registers have 32 rows; the last one has 16 if they are enough."""
     problem = Problem(2 * group, 2, 64, 64, dim_rope=32, dtype="bfloat16", scale=0.1, page_size=16)
     case = plain_case(problem, (1, 1, 1), (145, 7, 300), seed=group)
     want = forward(case.call)
@@ -241,7 +239,7 @@ def test_an_int8_result_is_rounded_and_saturated(variant: str, rounding: str) ->
     for b, want in enumerate(forward(case.call)["out"]):
         exact = (want * scale.double()[:, None] + offset.double()[:, None]).clamp(-128, 127)
         got = out.sequence(b, *want.shape[:2]).double()
-        # Half a step, and the roundings of a sum over 700 keys, each at most as large as the largest value.
+        # Half a quantisation step, and rounding errors of a sum over 700 keys, relative to the largest value.
         most = max(float(v.abs().max()) for v in case.call.v if v.numel()) * float(scale.max())
         assert (got - exact).abs().max() <= 0.5 + 700 * 2.0**-24 * most
     assert int(out.keep[0][320:].sum()) == 80 * 99  # nothing behind the rows

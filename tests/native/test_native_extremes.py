@@ -1,4 +1,4 @@
-"""Operands as small and as large as their dtype holds, and every keep_prob, by every variant of the native core."""
+"""Every variant of the native core with the smallest and largest operands of a dtype, and with every keep_prob."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that nothing was written to is NaN."""
+    """Makes torch fill new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -31,7 +31,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans are of one variant of the core; those that calls of a signature keep are forgotten."""
+    """Forces one variant of the core for all plans; clears cached plans and signatures."""
     monkeypatch.setattr(cpu, "schedule", partial(cpu.schedule, variant=request.param))
     monkeypatch.setattr(plans, "_PLANS", OrderedDict())
     for op in RECORDS.values():
@@ -55,7 +55,7 @@ def test_attention_with_tiny_and_huge_operands_matches_reference(case: Case, ope
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.usefixtures("variant")
 def test_subnormal_float32_values_are_not_flushed_to_zero(rows: int) -> None:
-    """The judge lets programs flush them to zero; the core does not. Every partial sum is rounded to 2^-149."""
+    """The error bound would allow zeros. Every partial sum is rounded to a multiple of 2^-149."""
     keys, power = 300, 2.0**-130
     q, k, v = torch.randn(1, rows, 2, 32), torch.randn(1, keys, 2, 32), torch.randn(1, keys, 2, 32)
     normal = fa.attention(q, k, (v * power / power), backend="cpu").double() * power
@@ -87,7 +87,7 @@ def test_tiny_keep_prob_with_drawn_mask_returns_zero_output_and_gradients(keep_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("variant")
 def test_attention_of_1_and_70_rows_with_tiny_and_huge_values_is_accurate(dtype: torch.dtype) -> None:
-    """Values are tiny or huge; one row is a decode's, 70 are not."""
+    """One row takes the decode path, 70 rows do not."""
     for factor in FACTORS:
         generator = torch.Generator().manual_seed(5)
         k, v, *queries = (
@@ -101,7 +101,7 @@ def test_attention_of_1_and_70_rows_with_tiny_and_huge_values_is_accurate(dtype:
 
 @pytest.mark.usefixtures("variant")
 def test_inexact_saved_statistics_of_huge_scores_give_finite_gradients() -> None:
-    """Its maxima lie some of a score's last bits below or above."""
+    """Another program's maxima may differ from the scores' maxima in the last bits."""
     args = scaled(CASES[0], "query", 1e20)
     assert args is not None
     call = lowered(CASES[0], args)

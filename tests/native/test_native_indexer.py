@@ -1,7 +1,7 @@
 """The native core's lightning indexer: every variant, forced, against golden.
 
-Where the order is tested, scores are small whole numbers: every format and order of summation computes them exactly,
-and ties are frequent. Keys that no row sees, gaps between rows and unused pages hold NaN; results lie in poison.
+Tests of the order use small whole scores, which are exact in every format and order of summation, and often equal.
+Keys that no row sees, gaps between rows and unused pages hold NaN; memory of results is poisoned.
 """
 
 import math
@@ -21,7 +21,7 @@ from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowe
 
 
 def drawn(case: IndexerCase) -> Args:
-    """The arguments of a case; keys that no row sees are NaN."""
+    """Returns the arguments of a case; keys that no row sees are NaN."""
     args = indexer_arguments(case)
     for b, rows in enumerate(case.q_len):
         part(case, args["key"], "kv", b)[max((case.seen(b, row) for row in range(rows)), default=0) :] = math.nan
@@ -29,7 +29,7 @@ def drawn(case: IndexerCase) -> Args:
 
 
 def choose(args: Args, variant: str | None = None, threads: int = 2, apart: bool = False) -> tuple[torch.Tensor, ...]:
-    """(indices, values)."""
+    """Returns the selected indices and values."""
     return tuple(run(lowered_indexer(args), variant, threads, apart).values())
 
 
@@ -55,7 +55,7 @@ def draw(seed: int, exact: bool) -> IndexerCase:
 
 
 def compressed(case: IndexerCase, seed: int) -> IndexerCase:
-    """The case with keys that stand for several tokens each."""
+    """Returns the case with compressed keys, each for `ratio` tokens."""
     rng = random.Random(seed)
     ratio = rng.choice([2, 3, 4, 128])
     return replace(case, mode=3, ratio=ratio, residual=tuple(rng.randrange(ratio) for _ in case.q_len))
@@ -79,7 +79,7 @@ def test_indexer_selected_keys_and_scores_match_reference(seed: int) -> None:
 
 
 def judge(args: Args, indices: torch.Tensor) -> None:
-    """The gradients of every variant."""
+    """Compares the gradients of every variant with golden."""
     call = IndexerBackward(lowered_indexer(args), args["dy"], far(indices))
     check_index(call, {variant: run(call, variant) for variant in VARIANTS})
 
@@ -113,7 +113,7 @@ def test_indexer_is_bitwise_equal_for_any_thread_count() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("keys", "size"), [(5, 0), (1100, 0), (1100, 16), (300, 40)])
 def test_indexer_selection_of_few_rows_is_bitwise_equal_to_many_rows(keys: int, size: int, dtype: str) -> None:
-    """Their keys are packed a panel at a time, by each row that meets them."""
+    """If rows are few, each row packs its visible keys, a panel at a time."""
     case = IndexerCase("TND", 0, dtype, (9,), (keys,), mode=0, heads=13, dim=33, top_k=130)
     args = drawn(case)
     for variant in VARIANTS:

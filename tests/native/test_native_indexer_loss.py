@@ -1,7 +1,6 @@
-"""The native core's loss of the indexer, and the statistics that it reads: every variant, forced, against golden.
+"""The native core's indexer loss, and the statistics that it reads: every variant, forced, against golden.
 
-Keys that no row weighs and gaps between rows hold NaN;
-results lie in poison. What the attention saved is computed here too, and given to all in float32.
+Unused keys and gaps between rows hold NaN; results are poisoned. The attention's saved float32 results are inputs.
 """
 
 import math
@@ -29,14 +28,14 @@ def drawn(case: LossCase) -> Args:
 
 
 def loss_of(case: LossCase, args: Args) -> Loss:
-    """The call; the statistics of its indexer are given, where an interface would have them found first."""
+    """Returns the lowered call; without lists, statistics of the indexer are inputs."""
     call = lowered(case, args)
     given = {} if case.count else {name: args[name] for name in INDEX_STATISTICS}
     return Loss(call.extents, call.layout, {**call.tensors, **given}, call.problem)
 
 
 def draw(seed: int, selected: bool) -> LossCase:
-    """The first sequence has rows and keys enough to measure errors by, and for two tiles; the others any number."""
+    """Returns a random case; the first sequence has enough rows and keys for error bounds and two tiles."""
     rng = random.Random(seed)
     dtype, heads_kv, count = rng.choice(DTYPES), rng.choice([1, 1, 2, 4]), rng.choice([0, 1, 2])
     return LossCase(
@@ -61,7 +60,7 @@ def draw(seed: int, selected: bool) -> LossCase:
 
 
 def compressed(case: LossCase, seed: int) -> LossCase:
-    """The case with keys that stand for several tokens each."""
+    """Returns the case with compressed keys, each for `ratio` tokens."""
     rng = random.Random(seed)
     ratio = rng.choice([2, 3, 4, 128])
     return replace(case, mode=3, window=None, ratio=ratio, residual=tuple(rng.randrange(ratio) for _ in case.q_len))
@@ -81,7 +80,7 @@ def test_indexer_loss_over_selected_keys_matches_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_indexer_loss_of_row_batches_over_1100_keys_matches_reference(dtype: str) -> None:
-    """Batches of 16 rows end inside sequences, and keys are more than the 512 whose sums are added together."""
+    """Batches of 16 rows end inside sequences; keys exceed the 512 that are summed together."""
     sizes = {"heads_q": 3, "dim_qk": 16, "heads": 5, "dim": 24, "scale": 0.2, "count": 300}
     for seed, (mode, lists) in enumerate(((0, "random"), (3, "random"), (0, "short"))):
         case = LossCase("TND", 0, dtype, (5, 0, 23, 1, 14), (1100, 7, 513, 0, 512), mode=mode, lists=lists, **sizes)
@@ -98,7 +97,7 @@ def test_indexer_loss_over_bands_matches_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("select_count", [0, 1, 3])
 def test_indexer_loss_and_gradients_of_rows_with_one_key_are_zero(select_count: int) -> None:
-    """Whole numbers: scores, and the statistics of them, are exact, and both distributions are 1."""
+    """Operands are whole numbers: scores and statistics are exact, and the two distributions are 1."""
     for dtype in DTYPES:
         sizes = {"heads_q": 3, "dim_qk": 1, "heads": 1, "dim": 1, "scale": 0.25}
         case = LossCase("TND", 0, dtype, (1, 1, 2), (1, 1, 0), count=select_count, **sizes)
@@ -111,7 +110,7 @@ def test_indexer_loss_and_gradients_of_rows_with_one_key_are_zero(select_count: 
 
 
 def lse(case: LossCase, args: Args) -> Statistics:
-    """The call that finds the statistics."""
+    """Returns the lowered call that computes the statistics."""
     call, dtypes = lowered(case, args), (case.dtype, case.weights)
     problem = IndexerProblem(case.heads, case.dim, *dtypes, top_k=0, ratio=case.ratio)
     return Statistics(call.extents, call.layout, {name: args[name] for name in DIFFERENTIABLE}, problem)

@@ -1,5 +1,4 @@
-"""What is not finite in any tensor reaches exactly golden's gradients, on every variant: lists, the indexer's values,
-its losses over lists and over bands."""
+"""NaN and infinity reach the same gradients as in golden, in every variant: selected keys, the indexer, its losses."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning"),
     pytest.mark.parametrize("run", [partial(native_lowered.run, variant=name) for name in VARIANTS], ids=VARIANTS),
 ]
-# Whole blocks of keys where they lie, and more than a chunk of them; rows of a band.
+# Complete blocks of keys that are read in place, and more keys than a chunk; rows of a band.
 LONG = {"q_len": (2, 19), "kv_len": (5, 150), "heads_q": 17, "count": 130}
 BANDS = [
     LossCase(**TWO),

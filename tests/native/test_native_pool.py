@@ -1,7 +1,4 @@
-"""Pooling in the native core: every variant, forced, against float64.
-
-Rows lie in strided memory between NaN.
-"""
+"""Pooling in the native core: every variant, forced, against float64, on strided rows between NaN."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def core(variant: str | None = None) -> Run:
-    """A function that computes lowered calls by a variant of the core."""
+    """Returns a function that computes lowered calls by a variant of the core."""
 
     def run(call: Any) -> dict[str, Tensor]:
         results = call.results()

@@ -1,5 +1,5 @@
-"""The native core's dense forward over caches: pages, rows in pieces, keys that values or sequences share. Packed, they
-are what rows at addresses are: every bit is the plain forward's."""
+"""The native core's dense forward over caches (pages, rows in pieces, keys that are values or are shared by sequences)
+gives the bits of the forward over contiguous tensors."""
 
 import math
 import random

@@ -1,7 +1,5 @@
-"""The native forward of sequences of few tokens, packed by the thousand: their scores stay in registers.
-
-Every variant, forced, against the float64 specification; and bit by bit against the way that longer ones take, which a
-mask that blocks nothing asks for.
+"""The native forward of thousands of packed sequences of few tokens, with scores in registers: every variant, forced,
+against the float64 reference, and bit by bit against the general path, which an all-false mask selects.
 """
 
 import math
@@ -30,7 +28,7 @@ BANDS = [None, Band.causal(), Band.window(5, 3), Band.window(40, -20)]
 def packed(
     dtype: str, band: Band | None, q_len: tuple[int, ...] = LENGTHS, kv_len: tuple[int, ...] = (), **more: object
 ) -> Call:
-    """Short sequences, empty ones among them, of grouped heads whose rows end inside vectors."""
+    """Returns a call of short and empty sequences; heads are grouped, and rows are no complete vectors."""
     problem = replace(Problem(4, 2, 40, 72, dtype=dtype, scale=0.4), **more)  # type: ignore[arg-type]
     return converted(make(problem, q_len, kv_len or q_len, band), problem.torch_dtype)
 
@@ -53,7 +51,7 @@ def test_short_sequences_with_sink_rope_and_unequal_lengths_match_reference(dtyp
 
 
 def in_general(call: Call) -> Call:
-    """The same with a mask that blocks nothing."""
+    """Returns the call with an all-false mask, which selects the general path."""
     blocked = [torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool) for q, k in zip(call.q, call.k, strict=True)]
     return replace(call, problem=replace(call.problem, has_blocked=True), blocked=blocked)
 
@@ -102,7 +100,6 @@ def test_short_sequences_with_overflowing_scores_equal_general_path(dtype: str) 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 33])
 def test_short_sequence_does_not_read_neighbouring_memory(length: int) -> None:
-    """What lies around a sequence in a packed tensor is NaN."""
     rows = [torch.full((length + 64, 3, 64), math.nan, dtype=torch.bfloat16) for _ in range(3)]
     for i, tensor in enumerate(rows):
         tensor[32 : 32 + length] = torch.randn(length, 3, 64, generator=torch.Generator().manual_seed(i))

@@ -1,7 +1,6 @@
 """The native core's attention to selected keys: every variant, forced, against golden.
 
-Memory is hostile: keys that no list names, gaps, and pages that no table names hold NaN; lists lie between numbers that
-would read far outside; results lie in poison.
+Keys and pages that are not selected and gaps hold NaN; lists lie between invalid indices; results are poisoned.
 """
 
 import math
@@ -44,7 +43,7 @@ def backward(args: Args, saved: Results, *how: Any, **more: Any) -> Results:
 
 
 class Judge:
-    """Golden's answer to a call, and the sizes of errors; gradients are of golden's results as they are stored."""
+    """Golden's results and error bounds of a call; gradients start from golden's results in the stored dtypes."""
 
     def __init__(self, case: SparseCase, args: Args) -> None:
         self.name, self.want = case.id, expected(lowered(args), args["dy"])
@@ -114,7 +113,7 @@ def test_sparse_attention_is_bitwise_equal_for_any_thread_count_and_layout(varia
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_repeated_selected_keys_are_equal_for_any_thread_count(dtype: str) -> None:
-    """Shared rows are keys' and values', so what a list adds twice is dk, dv, dk, dv or dk, dk, dv, dv."""
+    """Keys are values too: a key that is listed twice adds dk, dv, dk, dv or dk, dk, dv, dv."""
     sizes = {"heads_q": 8, "dim_qk": 32, "dim_v": 32, "scale": 0.2, "count": 300}
     case = SparseCase("TND", 0, dtype, (150,), (1500,), mode=0, shares_kv=True, lists="repeated", **sizes)
     args = drawn(case)
@@ -140,7 +139,7 @@ def test_sparse_attention_of_one_row_is_bitwise_equal_for_any_thread_count(dtype
 @pytest.mark.parametrize("heads", [5, 40, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lists_of_lengths_around_block_and_chunk_sizes_match_reference(dtype: str, heads: int) -> None:
-    """Rows that are whole vectors are gathered while others are multiplied; the rest, and values apart, are not."""
+    """Rows of complete vectors are gathered during products; remainders and separate values are not."""
     lengths = [0, 1, 11, 12, 13, 23, 24, 25, 36, 47, 48, 49, 95, 96, 97, 108, 192, 205]
     sizes = {"heads_q": heads, "dim_qk": 96, "dim_v": 64, "dim_rope": 32, "scale": 0.08, "sink": heads == 5}
     case = SparseCase("TND", 0, dtype, (len(lengths),), (600,), mode=0, shares_kv=True, count=256, lists="all", **sizes)
@@ -160,7 +159,7 @@ def test_lists_of_lengths_around_block_and_chunk_sizes_match_reference(dtype: st
 @pytest.mark.parametrize("dim_v", [25, 63, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_backward_with_odd_value_dims_matches_reference(dtype: str, dim_v: int) -> None:
-    """Two bfloat16 elements are a word: an odd value row is gathered by itself, and wants buffer of its own."""
+    """Two bfloat16 elements are a word: a value row of odd length is gathered separately, into another buffer."""
     sizes = {"heads_q": 8, "dim_qk": 64, "dim_v": dim_v, "dim_rope": 8, "scale": 0.1, "sink": True}
     case = SparseCase("TND", 0, dtype, (9,), (40,), shares_kv=True, **sizes)
     args = drawn(case)
@@ -225,7 +224,7 @@ def test_infinite_values_stay_infinite_if_their_weights_underflow(variant: str, 
     assert (out[..., 1] == -math.inf).all()
     assert out[..., 2].isnan().all()
     assert (out[:, :2, 3:] == 1.0).all()
-    # exp(200 - 300) = 2**-144 is left of head 2's weights of 1, where float32 still has it.
+    # Head 2's weights of 1 shrink to exp(200 - 300) = 2**-144, or to 0 without subnormal floats.
     assert (out[:, 2, 3:].abs() <= 2.0**-144).all()
 
 
@@ -249,7 +248,7 @@ def test_sparse_forward_returns_value_of_best_key_if_scores_are_huge(variant: st
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 
-# 32768 rows and keys, in megabytes.
+# Limits in megabytes for 32768 rows and keys.
 WORKSPACES: list[tuple[Problem | IndexerProblem | IndexerLossProblem, tuple[str, ...], int]] = [
     (Problem(64, 1, 576, 512, select_count=2048), ("attention_forward", "attention_backward"), 1000),
     (IndexerProblem(64, 128, top_k=2048), ("indexer_topk", "indexer_backward"), 200),

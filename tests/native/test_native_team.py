@@ -1,8 +1,7 @@
-"""What threads may do to a call: nothing. Any number of them gives the same bits; none is created once all are there; a
-signal ends a long call soon, and the next one is right; children of fork() compute; memory for many threads may be
-missing.
+"""Threads: any number of them gives the same bits; no thread is created after all have started; a signal ends a long
+call soon, and the next call is right; children of fork() compute; memory for many threads may be missing.
 
-Programs that send signals, fork or count threads run in an interpreter of their own.
+Programs that send signals, fork or count threads run in a separate interpreter.
 """
 
 import os
@@ -27,7 +26,7 @@ from fusion_attention.plan import plan
 
 
 def run(program: str) -> str:
-    """Returns what a program prints."""
+    """Returns the output of a program that runs in a separate interpreter."""
     done = python("-c", BEGIN + program)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -102,7 +101,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FUSION_ATTENTION_CPU") == "amx_model", reason="the model takes longer")
 def test_signal_interrupts_long_call_and_next_call_is_correct() -> None:
-    """Each call takes 1.5 s or more: until its end no other answer came."""
+    """Each call takes 1.5 s or more if it is not interrupted."""
     assert run(INTERRUPTED) == "done\n"
 
 
@@ -210,7 +209,7 @@ RUNTIMES = [path for folder in sys.path for path in Path(folder).glob("*.libs/li
 
 @pytest.mark.skipif(not RUNTIMES, reason="no package brings a libgomp of its own")
 def test_libgomp_loaded_before_torch_is_shared_by_torch_and_native_core() -> None:
-    """Another libgomp was loaded before torch, for all to see: torch's calls go there, whatever torch brings."""
+    """The first libgomp is loaded with global symbols: torch's calls go there, not to torch's copy."""
     command = [sys.executable, "-c", BEGIN + ANOTHER, str(RUNTIMES[0])]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 

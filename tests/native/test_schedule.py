@@ -1,4 +1,4 @@
-"""The schedules of the native plans on up to 64 threads: the real plans on a virtual clock (tests/native/schedule)."""
+"""Schedules of the native plans on up to 64 threads: the real plans on a simulated clock (tests/native/schedule)."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ pytestmark = [
     pytest.mark.skipif(schedule.compiler() is None, reason="no C++ compiler is here to build the plans with"),
 ]
 
-# On 8, 16 and 64 threads. The clock is exact and kernels take what they say, so a floor is what the plans reach, less
-# what a change of a kernel's cost may take.
+# Least speedups on 8, 16 and 64 threads. The simulated clock is exact: a floor is the plans' speedup less a margin for
+# changes of a kernel's cost.
 FLOORS = {
     ("forward", "B1 N8 S1024"): (7.8, 14, 36),
     ("forward", "B1 N8 S2048"): (7.5, 14, 50),

@@ -1,4 +1,4 @@
-"""The native module: its instruction sets, the cap on them, and what it exports."""
+"""The native module: instruction sets, the cap on them, and exports."""
 
 import json
 import os
@@ -20,7 +20,7 @@ NEEDS = FEATURES["needs"]
 
 
 def test_chosen_instruction_set_is_strongest_fast_runnable_variant() -> None:
-    """Intel's vector products of bfloat16 pairs are slow: what adds only these is not chosen there."""
+    """Intel's products of bfloat16 pairs are slow: a variant that adds only these is not chosen there."""
     assert BUILT[0] == RUNNABLE[0] == "base"
     assert list(NEEDS) == BUILT
     assert [name for name in BUILT if name in RUNNABLE] == RUNNABLE
@@ -42,7 +42,7 @@ uncapped = pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION
 
 
 def capped(name: str, program: str) -> subprocess.CompletedProcess[str]:
-    """A program of a process that FUSION_ATTENTION_CPU caps."""
+    """Runs a program in a process with the instruction sets capped at `name` by FUSION_ATTENTION_CPU."""
     return python("-c", program, environment=os.environ | {"FUSION_ATTENTION_CPU": name})
 
 
@@ -90,7 +90,7 @@ def test_an_unknown_variant_is_refused() -> None:
 
 
 def test_a_variant_this_cpu_lacks_is_refused() -> None:
-    """Empty on a CPU that runs all of them; the next test plays a weaker one."""
+    """The loop is empty on a CPU that runs all variants; the next test simulates a weaker CPU."""
     for variant in set(BUILT) - set(RUNNABLE):
         for given in ({}, {"within": BUILT}):
             with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
@@ -99,7 +99,6 @@ def test_a_variant_this_cpu_lacks_is_refused() -> None:
 
 @pytest.mark.parametrize("count", range(len(BUILT)))
 def test_simulated_weaker_cpu_refuses_stronger_variants(count: int) -> None:
-    """`within` plays a CPU that runs only the first variants."""
     for variant in BUILT[count:]:
         with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
             _native.variant_probe(variant, within=BUILT[:count])

@@ -1,4 +1,4 @@
-"""torch_npu's functions by ATB's names beside loops over sequences, rows and pages in float64."""
+"""torch_npu's functions of ATB (Ascend Transformer Boost) equal float64 loops over sequences, rows and pages."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def causal(rows: torch.Tensor) -> Visible:
 def loop(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], rows: torch.Tensor, visible: Visible
 ) -> torch.Tensor:
-    """Attention row by row, in the dtype of q."""
+    """Attention of packed q [T, N1, D] to each sequence's keys and values, row by row in q's dtype; rows: q lengths."""
     out, start = [], 0
     for b, count in enumerate(rows.tolist()):
         shared = q.shape[1] // keys[b].shape[1]
@@ -188,7 +188,7 @@ def test_reshape_and_cache_writes_rows_to_slots_and_skips_negative_slots(dtype: 
 
 
 def test_reshape_and_cache_writes_nz_caches_of_different_dtypes() -> None:
-    """As a latent in int8 beside its positions in bfloat16, in the chip's format NZ."""
+    """MLA caches have int8 latents next to bfloat16 rope rows, stored in the chip's NZ format."""
     key, value = (9 * torch.randn(3, 2, 64)).to(torch.int8), torch.randn(3, 1, 64).bfloat16()
     pages, values = torch.zeros(2, 4, 16, 32, dtype=torch.int8), torch.zeros(2, 4, 16, 16, dtype=torch.bfloat16)
     npu._npu_reshape_and_cache(key, value, pages, values, torch.tensor([17, -1, 31]))
@@ -218,7 +218,7 @@ def test_rotary_embedding_matches_complex_rotation(neox: bool) -> None:
 
 
 def call(name: str, **changes: Any) -> dict[str, Any]:
-    """Arguments of a legal call, with some changed."""
+    """Arguments of a legal call of function `name`, updated with `changes`."""
     rows, pages = torch.tensor([2, 3]), torch.tensor([20, 31])
     common = {"scale_value": SCALE, "num_heads": N1, "num_kv_heads": N2}
     args: dict[str, Any] = {"query": Q[:5], "key": K[:5], "value": V[:5], "seq_len": rows, "out": buffer(5), **common}

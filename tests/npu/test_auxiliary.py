@@ -1,4 +1,4 @@
-"""Functions around attention: what they compute, beside formulas in float64 and beside autograd."""
+"""Auxiliary operators are compared with float64 formulas and with autograd."""
 
 import math
 from collections.abc import Callable
@@ -141,7 +141,7 @@ def test_scatter_pa_kv_cache_with_invalid_slots_leaves_cache_unwritten() -> None
 
 
 def test_scatter_with_duplicate_slots_keeps_the_last_row() -> None:
-    """Rows are many, so that threads share them: which row stays must be no race."""
+    """4096 rows are shared among threads, so a race would keep another row."""
     slots = torch.arange(4096) % 7
     rows = torch.arange(4096.0).view(-1, 1, 1).expand(-1, 8, 64).contiguous()
     cache, other, flat = torch.zeros(4, 16, 8, 64), torch.zeros(4, 16, 8, 64), torch.zeros(64, 512)
@@ -157,7 +157,7 @@ def test_scatter_with_duplicate_slots_keeps_the_last_row() -> None:
 def test_scatter_into_leaf_raises_after_a_legal_call_of_same_signature(
     view: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Calls of one signature are checked once, but whether a tensor is a leaf at every call."""
+    """Calls of one signature are checked once, but every call must check whether the tensor is a leaf."""
     slots, rows = torch.tensor([[4], [0], [2]]), torch.ones(3, 8)
     size = 6 if view(torch.zeros(6, 8)).shape[0] == 5 else 5
     leaf = torch.zeros(size, 8, requires_grad=True)
@@ -186,7 +186,6 @@ def test_scatter_pa_kv_cache_skips_rows_with_negative_slots(slots: list[int]) ->
 
 
 def test_scatter_pa_kv_cache_reads_overlapping_rows_before_writing() -> None:
-    """Rows of the cache that is written are moved as they were."""
     cache, values = torch.randn(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
     before = cache.clone().view(8, 8)
     npu.npu_scatter_pa_kv_cache(
@@ -275,7 +274,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return (0.5 * x).masked_fill(HIDDEN, -torch.inf).softmax(-1)
 
 
-# The function, its formula, what is trained, and what the chip keeps beside that.
+# (function, formula, differentiable inputs, bytes that the chip saves for the backward pass besides the inputs).
 SAVED: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
     "rms_norm": (lambda x, g: npu.npu_rms_norm(x, g)[0], rms, (TOKENS, WIDE_GAMMA), 64 * 4),
     "gemma_rms_norm": (
@@ -326,7 +325,7 @@ def test_bytes_saved_for_backward_do_not_exceed_those_of_the_chip(name: str) -> 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", SAVED)
 def test_first_and_second_gradients_match_formulas(name: str, traced: bool) -> None:
-    """Beside what torch's operators within the function give, as in a trace."""
+    """traced: in a dispatch mode the function runs torch's operators, as in a trace."""
     ours, formula, given, _ = SAVED[name]
     like = formula(*given)
     dy, further = torch.randn_like(like), [torch.randn_like(t) for t in given]

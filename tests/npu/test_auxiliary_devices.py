@@ -1,4 +1,4 @@
-"""Functions around attention: the same bits of the same values, wherever they lie; float64 is refused."""
+"""Auxiliary operators give the same bits on every device and memory layout, and reject float64."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from fusion_attention.contract import Tensor
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY
 
-# What moves elements, and computes none, takes them of any dtype.
+# Operators that move elements without arithmetic accept every dtype.
 OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast", "npu_format_cast_"}
 
 
@@ -25,7 +25,7 @@ def _device() -> Iterator[None]:
 
 
 def each(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A value whose tensors are changed, those in lists too."""
+    """Apply `change` to every tensor of a value, also in lists and tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     return [each(change, v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -38,14 +38,14 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def given(name: str) -> dict[str, Any]:
-    """The arguments of a sample by the function's names, in memory of their own: some of them are written."""
+    """Arguments of a sample call by the function's spelling; tensors are clones, because some functions write them."""
     op = AUXILIARY[name]
     args, inputs = sample(op), [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     return {p.shown: each(torch.clone, args[p.name]) for p in inputs}
 
 
 def every_second(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, none beside another in memory."""
+    """Copy of the tensor in which no two elements are adjacent in memory."""
     storage = torch.zeros([2 * n for n in tensor.shape], dtype=tensor.dtype)
     result = storage[tuple(slice(None, None, 2) for _ in tensor.shape)]
     return result.copy_(tensor)
@@ -88,7 +88,6 @@ def test_float64_is_refused(name: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
 def test_autocast_does_not_change_auxiliary_results(name: str, device: str) -> None:
-    """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
     outside, within = (
         {key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2)
     )

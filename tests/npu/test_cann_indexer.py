@@ -1,6 +1,6 @@
-"""cann_ops_transformer.lightning_indexer: every form of a call against loops over rows and keys.
+"""cann_ops_transformer.lightning_indexer is compared with loops over rows and keys.
 
-Scores are small whole numbers, which every order of summation computes exactly: lists are compared entry by entry.
+Scores are small integers, exact in every summation order, so lists are compared entry by entry.
 """
 
 import math
@@ -21,7 +21,7 @@ NEVER = 2**31 - 1  # a page that is not there
 
 @dataclass
 class Call:
-    """Sequences of a call, and the memory that each has: rows and keys behind those that count hold NaN."""
+    """Lengths and allocated lengths of a call's sequences; rows and keys beyond the lengths are NaN."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
@@ -46,7 +46,7 @@ class Call:
         self.k = [drawn(n, room, 1, DIM) for n, room in k_sizes]
 
     def words(self) -> dict[str, Any]:
-        """The arguments that are no tensors of rows."""
+        """Arguments of the call other than q, k and w."""
         result: dict[str, Any] = {"mask_mode": self.mode, "cmp_ratio": self.ratio, "return_value": 1}
         if self.ratio > 1 and self.mode == 3:
             result["cmp_residual_k"] = torch.tensor(self.residual, dtype=torch.int32)
@@ -57,7 +57,7 @@ class Call:
         return result
 
     def wanted(self) -> list[tuple[Tensor, Tensor]]:
-        """(indices, values) of every sequence's rows, and of the rows behind them, by loops."""
+        """(indices, values) of each sequence's rows, padding rows included, by loops."""
         results = []
         for b, rows in enumerate(self.rows):
             indices = torch.full((self.q_room[b], TOP), -1)
@@ -77,7 +77,7 @@ class Call:
         return results
 
     def sees(self, b: int, row: int, key: int) -> bool:
-        """The key's last token is not behind the row's own, which counts back from the sequence's last one."""
+        """True if the key's last token is not after the row's token; the last row is the sequence's last token."""
         behind = self.residual[b] if self.residual else 0
         last = (key + 1) * self.ratio - 1
         return self.mode == 0 or last <= self.keys[b] * self.ratio + behind - 1 - (self.rows[b] - 1 - row)
@@ -108,7 +108,7 @@ def ends(room: tuple[int, ...]) -> Tensor:
 
 
 def paged(call: Call, size: int) -> dict[str, Any]:
-    """Pages in mixed order; what no key needs is NaN, entries behind a sequence's last page do not exist."""
+    """Pages in shuffled order; unused slots are NaN, and table entries after a sequence's last page are invalid."""
     counts = [-(-n // size) for n in call.keys]
     numbers = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)).int()
     pool, table = (
@@ -148,7 +148,7 @@ def test_lightning_indexer_of_padded_rows_matches_naive_loops(call: Call) -> Non
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("pages", [0, 16])
 def test_lightning_indexer_with_packed_rows_and_offset_matches_naive_loops(call: Call, pages: int) -> None:
-    """Rows of a sequence behind those that count choose nothing, and are the next sequence's neighbours."""
+    """Padding rows of a sequence have empty lists, and the next sequence's rows follow them in memory."""
     given = {"q": flat(call.q), "w": flat(call.w), "layout_q": "TND", "cu_seqlens_q": ends(call.q_room), **call.words()}
     if pages:
         given |= paged(call, pages)
@@ -176,7 +176,7 @@ def test_output_idx_offset_shifts_indices_of_padded_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_indexer_values_are_not_rounded_to_the_query_dtype(dtype: torch.dtype) -> None:
-    """Weights in float32, scores in float32: those of rows that are whole numbers."""
+    """Rows are small integers, exact in every dtype; weights and scores stay float32."""
     call = CALLS[3]
     given = padded(call)
     w = given["w"] + torch.full_like(given["w"], 2.0**-12)
@@ -215,7 +215,7 @@ def test_compiled_indexer_bitwise_equals_eager_indexer() -> None:
 
 
 def test_residual_that_contradicts_the_token_count_warns() -> None:
-    """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which keys of later tokens would be visible."""
+    """For 20 tokens and 5 keys the residual is 20 % 4; with 5 % 4, keys of later tokens would be visible."""
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
     with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as rows, got 21 tokens"):
         lightning_indexer(q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([1]))

@@ -1,4 +1,4 @@
-"""torch.ops.cann_ops_transformer, and the functions that divide work on the chip: opaque tensors here."""
+"""torch.ops.cann_ops_transformer, and its metadata functions for the chip's work split, which return zeros here."""
 
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ import fusion_attention as fa
 from fusion_attention.npu.operators import schema_of
 from fusion_attention.npu.surface.metadata import METADATA
 
-# Elements, and a call without lengths.
+# Function -> (elements of the result, positional arguments of a call without lengths).
 OPAQUE: dict[str, tuple[int, tuple[int, ...]]] = {
     "lightning_indexer_metadata": (1024, (64, 1, 128, 512)),
     "sparse_flash_mla_metadata": (1024, (64, 1, 512)),
@@ -34,7 +34,6 @@ def test_every_metadata_function_is_tested() -> None:
 
 @pytest.mark.parametrize("name", OPAQUE)
 def test_metadata_functions_return_zeros_of_chip_shape_and_dtype(name: str, operators: Any) -> None:
-    """Of both modules and of torch.ops, with lengths and without, of the chip's shape and dtype."""
     elements, given = OPAQUE[name]
     functions = [getattr(import_module(f"cann_ops_transformer{module}"), name) for module in ("", ".ops")]
     ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="npu")
@@ -58,7 +57,7 @@ def test_every_cann_function_is_in_package_ops_module_and_torch_ops(operators: A
 
 
 def test_operator_schemas_declare_lengths_as_tensors() -> None:
-    """As the chip's schemas have them; the functions take lists too."""
+    """The chip's operator schemas do so; the Python functions also accept lists."""
     function = import_module("fusion_attention.npu.surface.cann_ops").FROM_RECORDS
     schema = schema_of(function["cann_ops_transformer.sparse_flash_mla"])
     assert "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None" in schema
@@ -67,7 +66,6 @@ def test_operator_schemas_declare_lengths_as_tensors() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_sparse_flash_mla_operator_matches_function_and_its_gradients(device: str, operators: Any) -> None:
-    """Results, gradients through it, and its result in a trace."""
     q, k = torch.randn(1, 9, 2, 16, device=device), torch.randn(1, 9, 1, 16, device=device)
     sinks, words = torch.randn(2, device=device), {"ori_mask_mode": 4, "ori_win_left": 3, "ori_win_right": 0}
     function = import_module("cann_ops_transformer").sparse_flash_mla

@@ -1,4 +1,4 @@
-"""npu_cross_entropy_loss and its gradient beside torch's own cross entropy in float64."""
+"""npu_cross_entropy_loss and its gradient are compared with torch's cross entropy in float64."""
 
 import itertools
 

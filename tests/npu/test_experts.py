@@ -1,4 +1,4 @@
-"""Tokens on their way to experts and back: torch_npu's functions against loops that restate their pages."""
+"""Routing of tokens to experts and back: torch_npu's functions are compared with loops that restate CANN's pages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Programs that ask for the process group "hccl" get gloo's under that name on every rank, and it can be taken back."""
+"""While npu is installed, the process group "hccl" is gloo's on every rank; uninstall() removes the name."""
 
 import datetime
 import os
@@ -60,7 +60,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["hccl", "cpu:gloo,npu:hccl"])
 def test_two_hccl_ranks_all_reduce_send_receive_and_train(words: str, tmp_path: Path) -> None:
-    """The ranks do not import torch_npu: torch loads the chip's by itself."""
+    """The program does not import torch_npu; torch's autoload of device extensions does."""
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "fusion_attention.npu", str(tmp_path / "program.py"), words]

@@ -1,4 +1,4 @@
-"""npu.install(): the module torch_npu and the device "npu" while it lasts, nothing of them before and after."""
+"""npu.install() provides the module torch_npu and the device "npu" until uninstall(), which removes them."""
 
 import importlib.metadata
 import importlib.util
@@ -63,7 +63,7 @@ def test_installed_torch_npu_is_found_by_importlib_and_metadata(torch_npu: Any) 
 
 @pytest.fixture(params=[("cpu", "npu:0"), ("host", "cpu")], ids=["own", "host"])
 def way(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """What x.device says in both ways of being installed: a device of its own, another name of the host."""
+    """Install npu as a device or as an alias of the host; yield the device that tensors then report."""
     device, base = request.param
     npu.install(device)
     yield torch.device(base)
@@ -114,7 +114,6 @@ def test_runtime_settings_of_torch_npu_are_accepted(torch_npu: Any) -> None:
 
 
 def test_attention_on_npu_eager_or_compiled_bitwise_equals_cpu(torch_npu: Any) -> None:
-    """Same bits, gradients too, and torch.compile(fullgraph=True) passes through the mode."""
     q = torch.randn(1, 6, 2, 16, device="npu").requires_grad_()
 
     def call(q: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""npu.install() and uninstall() in any thread, under any mode, interrupted anywhere: all of it, or nothing of it.
+"""npu.install() and uninstall() take full effect or none, in any thread, under any mode, and when interrupted.
 
-Threads and modes concern "npu" as another name of the host; its own device is every thread's, and enters no mode.
+Threads and modes matter if "npu" is an alias of the host; the npu device is global and enters no mode.
 """
 
 import functools
@@ -37,7 +37,7 @@ def restored() -> Iterator[None]:
 
 
 def elsewhere(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls return, one after the other in one other thread."""
+    """Run the calls one after the other in another thread, and return their results."""
     with ThreadPoolExecutor(1) as pool:
         return [pool.submit(call).result() for call in calls]
 
@@ -164,10 +164,10 @@ def test_install_and_uninstall_tolerate_a_popped_npu_mode() -> None:
     npu.uninstall()
 
 
-# --------------------------------------------------------------------------------------------------- halves, and others
+# ---------------------------------------------------------------------------------- interrupted installs, other changes
 
 
-# Every place of install() that may fail: what it calls to change something.
+# Functions that install() calls to change state; each may fail.
 STEPS = {name: (install, name) for name in ("build_modules", "watch", "register")} | {"_mapped": (npu_alias, "_mapped")}
 STEPS |= {"enter": (npu_alias._Devices, "enter"), "Player": (patches, "Player")}
 STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}

@@ -1,4 +1,4 @@
-"""Rows as integers, products of integers, and products of rows with their group's matrix, against plain loops."""
+"""Integer quantisation of rows, integer products and grouped matrix products are compared with naive loops."""
 
 import itertools
 import struct
@@ -105,7 +105,7 @@ def test_quant_matmul_int32_output_is_not_scaled(biased: bool) -> None:
 
 
 def nibbles(x: torch.Tensor) -> torch.Tensor:
-    """Eight elements of four bits in an int32, number by number."""
+    """Pack eight 4-bit elements into each int32, with a loop over the elements."""
     words = [
         sum((n & 15) << 4 * i for i, n in enumerate(row[at : at + 8]))
         for row in x.flatten(0, -2).tolist()
@@ -141,7 +141,7 @@ def test_quant_matmul_int8_rows_by_blockwise_int4_weight_matches_float64() -> No
 
 
 def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list[int]:
-    """npu_trans_quant_param, number by number."""
+    """Expected result of npu_trans_quant_param, one element at a time."""
     results = []
     for i, number in enumerate(scale.tolist()):
         (bits,) = struct.unpack("<I", struct.pack("<f", number))

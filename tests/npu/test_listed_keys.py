@@ -1,4 +1,4 @@
-"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages, what is refused."""
+"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages, error texts."""
 
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ def cann(torch_npu: Any) -> Any:
 
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
 def test_listed_keys_output_and_gradients_match_reference(backend: str, cann: Any) -> None:
-    """Repeated entries, entries behind a count, empty lists, keys that no list names; rows without keys are 0."""
+    """Lists have repeated entries, entries after the count, and no entries; rows without keys return 0."""
     args = packed()
     dout = torch.randn_like(args["q"])
     with fa.use_backend(backend):

@@ -1,6 +1,6 @@
-"""cann_ops_transformer.msa_index_score against loops over rows, heads and keys.
+"""cann_ops_transformer.msa_index_score is compared with loops over rows, heads and keys.
 
-Rows and keys are small whole numbers, whose products every order of summation computes exactly.
+Rows and keys are small integers, so that every summation order computes their products exactly.
 """
 
 import math
@@ -28,7 +28,7 @@ def ends(lengths: tuple[int, ...]) -> list[int]:
 
 
 def wanted(q: Tensor, keys: list[Tensor], columns: int, mode: int, init: int, local: int) -> Tensor:
-    """By loops; keys: those of every sequence, in float32."""
+    """Block scores [N, T, columns] by loops; keys: a float32 tensor per sequence."""
     result = torch.full((HEADS, sum(ROWS), columns), LEAST)
     for b, (rows, first) in enumerate(zip(ROWS, ends(ROWS), strict=False)):
         for row in range(rows):
@@ -48,7 +48,7 @@ def wanted(q: Tensor, keys: list[Tensor], columns: int, mode: int, init: int, lo
 
 
 def paged(keys: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(pages in mixed order, with NaN where no key lies, and their table, whose other entries do not exist)."""
+    """(pages in shuffled order with NaN in unused slots, page table with invalid unused entries)."""
     pages, table = torch.full((9, BLOCK, 1, DIM), math.nan), torch.full((len(keys), 4), 2**31 - 1, dtype=torch.int32)
     free = iter([7, 2, 5, 0, 8, 1])
     for b, rows in enumerate(keys):

@@ -1,4 +1,4 @@
-"""The device "npu" is compiled once for each torch; where it cannot be, "npu" is another name of the CPU."""
+"""The device "npu" is compiled once for each torch version; without a compiler, "npu" is an alias of the CPU."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from fusion_attention.npu.device import backend, build
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that is quick: it counts its calls in a file, and writes a word where it is told to."""
+    """A fast fake compiler: it appends a line to the file `calls` and writes a word to its output path."""
     script = tmp_path / "compiler"
     script.write_text(
         f'#!/bin/sh\necho >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1\necho made > "$2"\n'
@@ -62,7 +62,7 @@ def test_build_error_shows_compiler_or_folder_problem(compiler: Path, monkeypatc
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has compiled nothing, and cannot."""
+    """Let the compiled device fail to load, as in a process without a C++ compiler."""
 
     def load(base: str) -> None:
         raise build.BuildError("npu.install: expected a C++ compiler, got none")

@@ -1,4 +1,4 @@
-"""torch.compile with its own back end, for tensors on npu: the graph is compiled for the CPU, and results are npu's."""
+"""torch.compile with the default back end for tensors on npu: the graph is compiled for the CPU, results are on npu."""
 
 import copy
 import importlib
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
 
 
 def compiling(function: Callable[..., Any], devices: list[Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile with a back end in inductor's place, which runs the graph that it gets, and says what for."""
+    """torch.compile with a back end in inductor's place: it runs the graph and records its inputs' devices."""
 
     def below(model: Any, inputs: Sequence[Any]) -> Any:
         devices.extend(x.device.type for x in inputs if isinstance(x, torch.Tensor))

@@ -1,6 +1,6 @@
-"""torch's own database of operators, on device npu and on the CPU: the same bits, gradients too, or the same error.
+"""torch's operator database (op_db) gives the same bits, gradients or error on npu as on the CPU.
 
-An everyday sample, and a larger one that is slow; both are drawn by a seed.
+`make test` runs a small sample, the slow tests a larger one; a seed draws each.
 """
 
 import random
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.boo
 EVERYDAY, LARGE = 40, 500  # rows
 SAMPLES = 4  # of one row
 
-# What differs by what it means, and why.
+# Operator -> the reason why it differs from the CPU by definition.
 APART = {
     "empty": "nobody writes it",
     "empty_like": "nobody writes it",
@@ -51,7 +51,7 @@ def title(op: Any) -> str:
 
 
 def database() -> list[Any]:
-    """All operators; the import takes five seconds."""
+    """All operators of torch's database, imported late because the import takes five seconds."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db
@@ -71,7 +71,7 @@ def installed() -> Iterator[None]:
 
 
 def moved(given: Any) -> Any:
-    """Arguments with every tensor, and the device where one is named, on npu."""
+    """Arguments with all tensors, and all device names, moved to npu."""
 
     def tensor(x: torch.Tensor) -> torch.Tensor:
         return x.detach().npu().requires_grad_(x.requires_grad)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def moved(given: Any) -> Any:
 
 
 def run(op: Any, given: Any) -> tuple[list[Any], list[Any]] | Exception:
-    """(what it returns, gradients), or what it raises."""
+    """(returned values, gradients), or the exception that was raised."""
     torch.manual_seed(1)
     args, kwargs = given
     try:

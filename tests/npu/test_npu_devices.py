@@ -1,4 +1,4 @@
-"""Eight devices "npu" over one memory: their numbers, streams, events and memory, as programs for the chip use them."""
+"""Eight "npu" devices share one memory: indices, streams, events and memory counters, as programs for the chip use."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ def device() -> Any:
     return torch.npu  # type: ignore[attr-defined]
 
 
-# -------------------------------------------------------------------------------------------------- how many there are
+# -------------------------------------------------------------------------------------------------------- device count
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_visible_devices_are_read_at_first_use_of_npu(monkeypatch: pytest.Monkey
         torch.ones(1, device="npu:2")
 
 
-# --------------------------------------------------------------------------------------------------- tensors on numbers
+# -------------------------------------------------------------------------------------------- tensors on device indices
 
 
 def test_results_are_on_the_npu_index_of_their_inputs() -> None:
@@ -190,7 +190,7 @@ def test_rng_states_and_seeds_of_npu_devices_match_cpu_generator() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- what mixes devices unnoticed
+# ------------------------------------------------------------------------------------------- operations across devices
 
 
 def test_index_on_a_device_other_than_cpu_or_the_same_raises() -> None:

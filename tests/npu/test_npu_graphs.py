@@ -1,4 +1,4 @@
-"""torch.npu.NPUGraph on a host: a replay computes with the inputs of now into the outputs of then, as eager calls."""
+"""torch.npu.NPUGraph on a host: a replay reads current inputs, writes the captured outputs and equals eager calls."""
 
 import importlib
 from typing import Any
@@ -22,7 +22,6 @@ def captured(graph: Any, call: Any) -> Any:
 
 
 def test_graph_replay_into_same_outputs_bitwise_equals_eager_call() -> None:
-    """Views, writes in place and through views, memory that starts empty, attention, and a product."""
     x = torch.randn(1, 6, 2, 16)
 
     def call() -> tuple[torch.Tensor, ...]:
@@ -45,7 +44,6 @@ def test_graph_replay_into_same_outputs_bitwise_equals_eager_call() -> None:
 
 
 def test_replayed_training_step_bitwise_equals_eager_step() -> None:
-    """Forward, gradients and the optimizer in one graph."""
     weight, x = torch.randn(4, 4), torch.randn(3, 4)
     ours, eager = (torch.nn.Parameter(weight.clone()) for _ in range(2))
 
@@ -81,7 +79,7 @@ def decode(pages: torch.Tensor, query: torch.Tensor, lengths: list[int], out: li
 
 @pytest.mark.parametrize("first", ["update", "replay"])
 def test_graph_task_update_changes_decode_lengths_of_a_replay(first: str) -> None:
-    """Lengths of a captured call are given anew; a replay that began before waits for them at an ExternalEvent."""
+    """Serving programs change lengths of a captured call; a started replay waits for them at an ExternalEvent."""
     pages, query = torch.randn(8, 16, 64), torch.randn(2, 4, 64)
     out = [torch.empty(2, 4, 64), torch.empty(0)]
     graph, event, stream = device().NPUGraph(), device().ExternalEvent(), device().Stream()

@@ -1,10 +1,10 @@
-"""Every form in which programs ask whether they run on the chip says yes while install() is in force."""
+"""Every expression with which programs detect the chip is true while npu is installed."""
 
 from typing import Any
 
 import torch
 
-# Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
+# Expressions of programs for the chip. x: tensor on npu, y: tensor on the CPU, m: module on npu, d: its device.
 YES = (
     "torch.npu.Stream().device == torch.npu.current_stream().device == x.device",
     'x.device.type == "npu" and not x.is_cuda and not x.is_cpu',

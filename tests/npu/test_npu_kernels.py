@@ -1,4 +1,4 @@
-"""What device npu answers otherwise than the CPU would: the kernels of its own."""
+"""Operations that must differ between device npu and the CPU: moving modules, histc of integers, masked encoders."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def test_module_to_npu_keeps_parameter_identity_and_sharing() -> None:
-    """As on its way to CUDA: a weight that layers share stays one, and an optimizer that was made before updates it."""
+    """As with CUDA, layers still share a weight, and an optimizer made before the move updates it."""
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = weight = first.weight
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -37,7 +37,7 @@ def test_assigning_sparse_data_to_npu_tensor_raises() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32])
 def test_histc_counts_integers_on_npu(dtype: Any) -> None:
-    """Mixtures of experts do so on every device but a CPU, which has no such kernel."""
+    """Mixture-of-experts models call histc with integers except on a CPU, which has no such kernel."""
     ids = torch.tensor([0, 3, 1, 3, 3, 7, 2, 0, 200]).to(dtype)
     counts = torch.histc(ids.npu(), bins=8, min=0, max=7)
     assert (counts.dtype, counts.device.type) == (dtype, "npu")
@@ -49,7 +49,7 @@ def test_histc_counts_integers_on_npu(dtype: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_transformer_encoder_with_padding_mask_on_npu_matches_float64() -> None:
-    """In evaluation torch would pack them into a nested tensor, wherever a mask hides the ends of rows."""
+    """In eval mode torch would pack the unmasked rows into a nested tensor; on npu it must not."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2).npu().eval()
     rows, hidden = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, True, True]])

@@ -1,4 +1,4 @@
-"""Programs for the chip, unedited: a script or module, the processes that it starts, a run of pytest."""
+"""Unedited programs for the chip: a script or module, child processes, and a pytest run."""
 
 import json
 import os
@@ -31,7 +31,7 @@ raise SystemExit(3)
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a program changes of its process is as before; so is the device."""
+    """Restore the process after a program: environment, sys.argv, sys.path, modules and the device."""
     for name in (subprocesses.DEVICE, subprocesses.STRICT, subprocesses.PATH):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -44,7 +44,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str) -> str:
-    """What a process of Python prints."""
+    """Run Python with `command`, assert its exit code, and return its output."""
     environment_kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
@@ -69,7 +69,6 @@ def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str
 def test_runner_passes_arguments_name_path_and_exit_code_like_python(
     way: str, process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its arguments, its name, the folder that it imports from, and its exit code."""
     (tmp_path / "beside.py").write_text("VALUE = 5")
     (tmp_path / "package").mkdir()
     file = tmp_path / ("program.py" if way == "script" else "package/program.py")
@@ -147,7 +146,7 @@ def install(device, *, strict):
     sys.modules["torch_npu"] = type(sys)("torch_npu")
     sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
 """
-# Paths before a finder of an editable installation, which knows where the real package is.
+# PathFinder comes first, because the finder of an editable installation would load the real package.
 SITECUSTOMIZE = """
 import importlib.machinery, sys
 sys.own = "the environment has one too"
@@ -159,7 +158,7 @@ SAY = "import sys; m = sys.modules.get('fusion_attention.npu'); print(m and m.ca
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Packages that stand in for torch and this library: what a child does at its start is seen in milliseconds."""
+    """Folder with stubs of torch and this library, with which a child process starts in milliseconds."""
     (tmp_path / "torch.py").write_text("LOADED = True")
     (tmp_path / "fusion_attention").mkdir()
     (tmp_path / "fusion_attention/__init__.py").write_text("")
@@ -221,7 +220,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_spawned_child_process_computes_on_npu(tmp_path: Path) -> None:
-    """They do not import torch_npu: torch loads the chip's by itself."""
+    """The child does not import torch_npu; torch's autoload of device extensions does."""
     (tmp_path / "spawns.py").write_text(SPAWNS)
     text = run("-m", "fusion_attention.npu", tmp_path / "spawns.py")
     assert text.strip() == "0 (3, 'npu', [3.0, 3.0])"
@@ -247,7 +246,7 @@ def test_that_fails():
 def test_children_are_told():
     assert "FUSION_ATTENTION_NPU_DEVICE" in os.environ
 """
-# Whether or not this environment has the entry point, the option comes from these sources.
+# Options that load the pytest plugin from these sources, also if the environment has its entry point.
 OPTION = ("-m", "pytest", "-p", "no:fusion_attention", "-p", "fusion_attention.fake_npu", "-p", "no:cacheprovider")
 
 

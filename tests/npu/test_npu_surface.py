@@ -1,6 +1,4 @@
-"""What stands around the functions of an installed torch_npu: profiles, marks, counters, memory, transfers from CUDA,
-the names of other packages of the chip.
-"""
+"""torch_npu's names besides operators: profiles, marks, counters, memory, transfer from CUDA, other chip packages."""
 
 import importlib
 import importlib.metadata
@@ -254,7 +252,7 @@ def cann() -> Any:
 
 
 def test_cann_flash_attn_of_packed_rows_matches_attention(torch_npu: Any) -> None:
-    """Ends with a 0 before them; lse head by head; gradients; rows without keys."""
+    """flash_attn takes cu_seqlens with a leading 0 and returns lse as [N, T]; some rows have no keys."""
     ends, heads = torch.tensor([0, 3, 7], dtype=torch.int32, device="npu"), 2
     q, k, v = (t.npu().requires_grad_() for t in torch.randn(3, 7, heads, 16))
     metadata = cann().flash_attn_metadata(heads, heads, 16, cu_seqlens_q=ends, mask_mode=3)

@@ -1,4 +1,4 @@
-"""The device "npu" of torch: what tensors on it share, what they survive, and what is refused in torch's own words."""
+"""Tensors on the torch device "npu": shared memory, copies, random numbers, processes, and torch's error texts."""
 
 import copy
 import multiprocessing
@@ -31,7 +31,7 @@ def installed() -> Iterator[None]:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits; the one on npu, the other on the CPU."""
+    """Assert that `got` is on npu and has the bits of `want`, which is on the CPU."""
     assert str(got.device) == HERE
     same_bits(got.detach().cpu(), want.detach())
 
@@ -107,7 +107,7 @@ def test_parameter_view_in_inference_mode_is_not_an_inference_tensor() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_sdpa_on_npu_under_vmap_and_func_grad_matches_cpu() -> None:
-    """torch asks which kernel to take with tensors that have no memory."""
+    """Under vmap and func.grad, torch selects the kernel with tensors that have no storage."""
     call = torch.nn.functional.scaled_dot_product_attention
     rows = torch.randn(2, 3, 2, 4, 8)
     same(torch.vmap(call)(*[rows.npu()] * 3), torch.vmap(call)(*[rows] * 3))
@@ -117,7 +117,7 @@ def test_sdpa_on_npu_under_vmap_and_func_grad_matches_cpu() -> None:
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_recurrent_layers_on_npu_match_cpu(layer: type[torch.nn.Module]) -> None:
-    """torch asks devices such as this one for fused kernels of them."""
+    """torch calls fused kernels for recurrent layers on devices such as npu."""
     model = layer(3, 4, 2, bidirectional=True)
     x = torch.randn(5, 2, 3)
     results = []
@@ -134,7 +134,7 @@ def test_recurrent_layers_on_npu_match_cpu(layer: type[torch.nn.Module]) -> None
     assert str(here(packed)[0].data.device) == HERE
 
 
-# -------------------------------------------------------------------------------------------------- copies on the disk
+# ---------------------------------------------------------------------------------------------------- copies and files
 
 
 def test_deepcopy_and_pickle_keep_values_types_and_views_of_npu_tensors() -> None:
@@ -199,7 +199,7 @@ def test_pin_memory_works_for_cpu_tensors_and_raises_for_npu_tensors() -> None:
     assert [(batch.is_pinned(), batch.tolist()) for batch in batches] == [(True, [0, 1]), (True, [2, 3])]
 
 
-# ------------------------------------------------------------------------------------------------- chance, and numbers
+# -------------------------------------------------------------------------------------------- random numbers, autocast
 
 
 def test_npu_generator_draws_same_numbers_as_cpu_generator() -> None:
@@ -243,7 +243,7 @@ def test_npu_autocast_casts_dtypes_independently_of_cpu_autocast() -> None:
         assert layer(x).dtype == torch.float32, "the CPU's autocast is not this device's"
 
 
-# -------------------------------------------------------------------------------------------------------- what refuses
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("other", ["cpu", "npu:1"])

@@ -1,4 +1,4 @@
-"""npu_mla_prolog and its versions beside loops over tokens and heads in float64."""
+"""npu_mla_prolog and its versions are compared with loops over tokens and heads in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def rms(row: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def turned(row: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Pairs of neighbours as complex numbers, real parts before imaginary ones."""
+    """Rotate adjacent pairs of a row [Dr] as complex numbers; all real parts precede all imaginary parts."""
     half = row.shape[-1] // 2
     pair = torch.complex(row[..., ::2], row[..., 1::2]) * torch.complex(cos[:half], sin[:half])
     return torch.cat((pair.real, pair.imag), -1)
@@ -56,7 +56,7 @@ def program(factors: tuple[float, float] = (1.0, 1.0), epsilons: tuple[float, fl
 
 
 def stored(cache: torch.Tensor) -> torch.Tensor:
-    """The rows of tokens that have a place, and what no token has is as it was."""
+    """Cache rows of the tokens that have a slot; asserts that all other rows are unchanged."""
     lines = cache.view(PAGES * SLOTS, -1)
     there = INDEX >= 0
     rest = [slot for slot in range(PAGES * SLOTS) if slot not in INDEX.tolist()]
@@ -106,7 +106,6 @@ def test_mla_prolog_v3_scale_factors_and_query_norm_match_naive_loops() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_mla_prolog_rounds_after_each_product_and_norm(dtype: torch.dtype) -> None:
-    """After every product and every norm, and nowhere else."""
     x, *weights, sin, cos = (t.to(dtype) for t in (X, *WEIGHTS, ANGLES.sin(), ANGLES.cos()))
     latent, rope = caches(dtype)
     query, query_rope, _, cq, _ = npu.npu_mla_prolog_v3(

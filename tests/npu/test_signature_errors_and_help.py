@@ -1,4 +1,4 @@
-"""Functions made from their records: what help() and Python's own errors say of them."""
+"""Functions generated from operator definitions: help() and the TypeErrors of wrong calls."""
 
 import inspect
 import re
@@ -17,15 +17,15 @@ OPERATORS = {name: op for name, op in CONTRACTS.items() if name in npu.__all__}
 
 
 def with_defaults(one: int, two: int, three: int = 3, *, four: int, five: int = 5) -> None:
-    """A function that Python itself calls."""
+    """Function written in Python, for comparison of error texts."""
 
 
 def by_name(*, one: int, two: int, three: int) -> None:
-    """The same by keyword alone."""
+    """Function with keyword-only parameters."""
 
 
 def one(given: int) -> None:
-    """The same of one argument."""
+    """Function with one parameter."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_argument_errors_have_the_text_of_python_type_errors(
     ],
 )
 def test_argument_error_names_function_and_argument(given: tuple[int, ...], named: dict[str, int], says: str) -> None:
-    """A name of the record is none of a function that spells it otherwise."""
+    """A canonical parameter name is rejected by a function that spells the parameter differently."""
     with pytest.raises(TypeError, match=re.escape(f"npu_fusion_attention() {says}")):
         npu.npu_fusion_attention(*given, **named)
 
@@ -83,7 +83,7 @@ def test_help_text_lists_summary_parameters_source_and_example(name: str) -> Non
 
 
 def test_omitted_scale_is_distinguished_from_explicit_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its default is what it has either way; only a rule asks whether the call says it."""
+    """The scale is 1.0 in each call; only a rule depends on whether the call passes it."""
     scales: list[Any] = []
     monkeypatch.setattr("fusion_attention.npu.training_call.forward", lambda op, args: scales.append(args["scale"]))
     q = torch.zeros(1)

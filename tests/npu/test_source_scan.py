@@ -1,4 +1,4 @@
-"""`fusion-attention npu`: every way in which a program names what the chip's packages have; sources nobody can read."""
+"""`fusion-attention npu` finds all uses of the chip's packages in sources, and reports unreadable sources."""
 
 import json
 import textwrap
@@ -86,7 +86,6 @@ def test_scan_counts_comparisons_of_the_device_type(tmp_path: Path) -> None:
 
 
 def test_scan_reads_folders_without_hidden_installed_or_linked_files(tmp_path: Path) -> None:
-    """Files in any folder; not what is hidden or installed, and a link leads nowhere twice."""
     call = "import torch_npu\ntorch_npu.npu_rms_norm(x)\n"
     for name in ("a.py", "in/ner/b.py", ".hidden/c.py", "env/lib/site-packages/d.py", "e.txt", "in/f.pyc"):
         file = tmp_path / name
@@ -183,13 +182,13 @@ def test_npu_command_lists_all_implemented_functions() -> None:
     assert "npu_fusion_attention" in text
 
 
-# ------------------------------------------------------------------------------------------ what programs really call
+# ---------------------------------------------------------------------------------------- calls in published programs
 
 
 def test_implemented_functions_cover_required_share_of_npu_calls() -> None:
-    """Of thirteen repositories together; of those that train and those that infer, at least.
+    """Fractions are over thirteen repositories; those of training and of inference are lower bounds.
 
-    A function of a wave that is not here costs each of the two all of its calls: whose they are was not kept.
+    Counts of a function are not split by kind, so a missing function of a wave costs each kind all of its calls.
     """
     functions_here = set(modules.functions())
     answered = sum(calls for names, calls in EVERYWHERE if set(names.split()) <= functions_here)
@@ -204,7 +203,7 @@ def test_implemented_functions_cover_required_share_of_npu_calls() -> None:
 
 
 def at_least(wave: Iterable[str], answered: float, calls: int, functions_here: set[str]) -> float:
-    """The share of calls that a wave answers, without those of its functions that are not here."""
+    """Lower bound of the fraction of calls that the implemented functions of a wave cover."""
     lacking = set(wave) - functions_here
     lost = {names: count for names, count in EVERYWHERE if lacking & set(names.split())}
     assert lacking <= set(" ".join(lost).split()), "nobody counted the calls of one"

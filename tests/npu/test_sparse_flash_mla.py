@@ -1,4 +1,4 @@
-"""cann_ops_transformer's sparse_flash_mla and its gradient: what compressed_attention() computes, in CANN's terms."""
+"""sparse_flash_mla and its gradient are compared with compressed_attention() and with a formula in float64."""
 
 from importlib import import_module
 from itertools import accumulate
@@ -27,7 +27,7 @@ def cann(torch_npu: Any) -> Any:
 
 
 def rows(tokens: int = 21, heads: int = 4, dim: int = 16, batch: int = 2, dtype: torch.dtype = torch.float32) -> Rows:
-    """q, ori_kv, cmp_kv and sinks of sequences from position 0."""
+    """Random q [B, S, N, D], ori_kv, cmp_kv [B, S // RATIO, 1, D] and sinks [N]."""
     q, k = torch.randn(batch, tokens, heads, dim).to(dtype), torch.randn(batch, tokens, 1, dim).to(dtype)
     return q, k, torch.randn(batch, tokens // RATIO, 1, dim).to(dtype), torch.randn(heads)
 
@@ -126,7 +126,6 @@ def test_sparse_flash_mla_without_compressed_keys_matches_attention(mode: int, b
 
 @pytest.mark.parametrize("sunk", [True, False])
 def test_rows_without_keys_have_zero_output_lse_and_gradient(sunk: bool, cann: Any) -> None:
-    """out, lse and gradients are 0, whatever the sink is."""
     q, k, c, sinks = (t.requires_grad_() for t in rows(9))
     few = k[:, :4], c[:, :1]
     words = {**BOTH, "cmp_residual_kv": torch.zeros(2, dtype=torch.int32), "sinks": sinks if sunk else None}
@@ -207,7 +206,7 @@ def test_invalid_packed_lengths_error_names_parameter(cann: Any) -> None:
 def reads(
     rows: int, keys: int, entries: int, ratio: int, rest: int, lists: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, keys] and [rows, entries]: what a row reads of a sequence's keys and of its compressed keys."""
+    """Boolean [rows, keys] and [rows, entries]: the keys and compressed keys of a sequence that each row reads."""
     near, far = torch.zeros(rows, keys, dtype=torch.bool), torch.zeros(rows, entries, dtype=torch.bool)
     for i in range(rows):
         end = keys - rows + i + 1
@@ -228,8 +227,8 @@ def formula(
     read: tuple[torch.Tensor, ...],
     saved: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, mean probabilities [S, entries]) of a sequence [S, N, D], keys [L, D] and compressed ones, float64;
-    saved: the lse [S, N] of probabilities."""
+    """(out, lse, mean probabilities [S, entries]), float64, of q [S, N, D], keys x [L, D], compressed c [entries, D];
+    read: visible keys; saved: lse [S, N] for the probabilities, if not the computed one."""
     visible, keys = torch.cat(read, 1), torch.cat((x, c)).double()
     scores = scale * torch.einsum("snd,kd->snk", q.double(), keys)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
@@ -239,18 +238,17 @@ def formula(
 
 
 def columns(mean: torch.Tensor, lists: torch.Tensor | None) -> torch.Tensor:
-    """Of [S, entries] what lists [S, K] name, 0 behind them."""
+    """Columns of `mean` [S, entries] at the entries of lists [S, K]; 0 where an entry is -1."""
     return mean if lists is None else mean.gather(1, lists.clamp(min=0).long()).where(lists >= 0, 0)
 
 
-# Rows, keys and compressed keys of three sequences.
+# (rows, keys, compressed keys) of three sequences: allocated and used lengths.
 ROOM, USED = [(9, 12, 5), (7, 7, 4), (3, 5, 2)], [(6, 11, 3), (0, 7, 2), (2, 3, 1)]
 REST = [2, 1, 0]
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_packed_rows_beyond_seqused_are_not_read_and_have_zero_results(listed: bool, cann: Any) -> None:
-    """Rows behind seqused are padding: they are not read, and results and gradients of them are 0."""
     heads, dim, ratio, scale = 4, 16, 3, 0.25
     q, x, c = (torch.randn(sum(n[side] for n in ROOM), h, dim) for side, h in enumerate((heads, 1, 1)))
     sinks, names = torch.randn(heads), ("q", "ori_kv", "cmp_kv")
@@ -310,7 +308,7 @@ def test_packed_rows_beyond_seqused_are_not_read_and_have_zero_results(listed: b
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
 def test_softmax_l1_norm_matches_formula(listed: bool, packed: bool, device: str, cann: Any) -> None:
-    """Against the formula: probabilities of keys that a row does not read are 0, and a row sums to less than 1."""
+    """Probabilities of keys that a row does not read are 0, so a row sums to less than 1."""
     tokens, heads, dim, scale = 14, 4, 16, 0.3
     q, x, c, sinks = rows(tokens, heads, dim)
     chosen = lists(tokens) if listed else None
@@ -389,7 +387,6 @@ def test_softmax_l1_norm_with_topk_length_and_without_lists(cann: Any) -> None:
 def test_doubtful_residuals_and_lists_warn_and_strict_mode_raises(
     tokens: int, change: dict[str, Any], message: str, cann: Any
 ) -> None:
-    """A residual that contradicts the lengths, a wrong ratio, a list with a hole; strict calls refuse them."""
     q, k, c, sinks = rows(tokens)
     given = {**BOTH, "cmp_residual_kv": residual(tokens), "sinks": sinks, **change}
     with pytest.warns(fa.ContractWarning, match=message):
@@ -400,14 +397,13 @@ def test_doubtful_residuals_and_lists_warn_and_strict_mode_raises(
 
 
 def test_list_entries_past_causal_bound_are_ignored_and_counted_in_error(cann: Any) -> None:
-    """They are not read; who checks contents hears how many there are."""
     q, k, c, sinks = rows(8)
     past = torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
     op = RECORDS["cann_ops_transformer.sparse_flash_mla"]
     names = {p.shown: p.name for p in op.params}
     words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks, "cmp_sparse_indices": past}
     args = {"query": q, "key": k, "key_compressed": c} | {names[word]: value for word, value in words.items()}
-    # Of 2 entries row 0 to 2 see none, row 3 to 6 one, the second of which is behind their bound, as is key 1.
+    # Rows 0 to 2 see no entry and rows 3 to 6 one: their lists [1, 0] have 7 * 2 entries past the bound per sequence.
     with pytest.raises(fa.ContractError, match=r"got 28 entries past their rows' bound, the first 1 at batch 0, row 0"):
         bind(op, {p.name: args.get(p.name, p.default if isinstance(p, Attr) else None) for p in op.params},
              check_content=True)  # fmt: skip

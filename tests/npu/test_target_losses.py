@@ -1,4 +1,4 @@
-"""cann_ops_transformer's losses of the indexer whose target is given, as programs call them."""
+"""The indexer losses of cann_ops_transformer with a given target distribution, called as programs do."""
 
 import math
 from dataclasses import replace
@@ -27,14 +27,14 @@ def scores(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def of_row(i: int, rows: int, keys: int, ratio: int, residual: int) -> list[int]:
-    """The keys whose tokens have all come when row i has, token by token."""
+    """Compressed keys visible to row i: keys with all of their tokens at or before the row's token."""
     last = keys * ratio + residual - rows + i
     return [e for e in range(keys) if all(token <= last for token in range(e * ratio, (e + 1) * ratio))]
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
 def test_dense_indexer_lse_and_loss_gradients_match_formula(ratio: int) -> None:
-    """y from the log-sum-exp, dI = y - p, and rows without keys, in float64; the core within its roundings."""
+    """The float64 formula is y = exp(score - lse) and dI = y - p; some rows have no keys."""
     torch.manual_seed(3)
     rows, keys, residual = 11, 3, ratio - 1
     inputs = {"query_index": torch.randn(1, rows, 2, 8), "key_index": torch.randn(1, keys, 1, 8)}
@@ -64,7 +64,6 @@ def test_dense_indexer_lse_and_loss_gradients_match_formula(ratio: int) -> None:
 
 
 def test_indexer_losses_default_to_packed_causal_and_lse_to_padded_unmasked() -> None:
-    """Rows are packed and causal in the losses, padded and free in the statistics."""
     q, k, w = torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.rand(5, 2)
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     lists = torch.arange(3, dtype=torch.int32).expand(5, 1, 3).contiguous()
@@ -81,7 +80,7 @@ def test_indexer_losses_default_to_packed_causal_and_lse_to_padded_unmasked() ->
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_packed_tokens_beyond_seqused_are_not_read_and_have_zero_gradients(dense: bool) -> None:
-    """What seqused leaves out is not read, and has zeros; the rest has the bits of sequences of these lengths."""
+    """Results of the other tokens have the bits of sequences of the used lengths."""
     torch.manual_seed(2)
     q, k, w = torch.randn(9, 2, 8), torch.randn(7, 1, 8), torch.rand(9, 2)
     target = torch.rand(9, 1, 4) * 0.2
@@ -115,7 +114,6 @@ def test_packed_tokens_beyond_seqused_are_not_read_and_have_zero_gradients(dense
 
 
 def test_scalar_kl_loss_matches_formula_for_each_weight_type() -> None:
-    """Both weights, every dtype, rows of zeros, and rank 0."""
     torch.manual_seed(1)
     y, p = torch.rand(4, 7), torch.rand(4, 7).softmax(-1)
     y[1] = 0
@@ -129,7 +127,7 @@ def test_scalar_kl_loss_matches_formula_for_each_weight_type() -> None:
                     logs = math.log(max(fraction, eps)), math.log(prob + eps)
                     weight = value if kind == "logits" else fraction
                     want += (logs[0] - logs[1]) * weight
-                    # A quotient of a sum of 7, two logarithms, a difference, a product, and a sum of 28.
+                    # Roundings of a quotient by a sum of 7, two logarithms, a difference, a product and a sum of 28.
                     bound += unit * weight * (10 + 32 * (abs(logs[0]) + abs(logs[1])))
             got = losses.lightning_indexer_kl_loss(y, p, eps, kind)
             assert got.shape == ()
@@ -141,7 +139,7 @@ def test_scalar_kl_loss_matches_formula_for_each_weight_type() -> None:
 
 
 def test_scalar_kl_loss_decreases_after_a_gradient_step() -> None:
-    """softmax_out is what it reads: its derivative in y, chained to scores, is dI where eps is nearly 0."""
+    """The scalar loss reads softmax_out; with eps near 0 its gradient in the scores is dI."""
     q, k, w = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 6, 2)
     lists = torch.arange(6, dtype=torch.int32).expand(1, 6, 1, 6)
     target = torch.rand(1, 6, 1, 6) * 0.1

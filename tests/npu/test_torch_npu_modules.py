@@ -1,4 +1,4 @@
-"""The submodules of an installed torch_npu: each lies where torch_npu has it, and every name in it works."""
+"""Submodules of the installed torch_npu have torch_npu's paths, and every name in them works."""
 
 import importlib
 import math
@@ -59,7 +59,7 @@ def test_build_modules_has_all_submodules_for_every_device(base: str, kind: str)
 
 
 def modules_in_order(modules: dict[str, Any]) -> list[str]:
-    """The names behind the package's, each after the package that holds it."""
+    """Module names without the prefix torch_npu; asserts that each follows the package that contains it."""
     names = [name.removeprefix("torch_npu.") for name in modules if name != "torch_npu"]
     assert all("." not in name or name.rpartition(".")[0] in names[:at] for at, name in enumerate(names))
     return names
@@ -90,7 +90,7 @@ def test_missing_name_raises_attribute_error_with_suggestion(module: str, name: 
         exec(f"from {owner.__name__} import {name}")
 
 
-# Functions of torch_npu that are not here, of every kind.
+# Functions of torch_npu that this library lacks, of every kind.
 ABSENT = re.findall(r"\w+", """
 npu_add_rms_norm_quant npu_rms_norm_quant npu_add_rms_norm_dynamic_quant npu_dequant_swiglu_quant npu_swiglu_quant
 npu_rope_quant_kvcache npu_quant_scatter npu_weight_quant_batchmatmul npu_anti_quant npu_group_quant
@@ -109,7 +109,6 @@ npu_causal_conv1d
 
 
 def test_missing_function_hints_name_existing_replacements(torch_npu: Any) -> None:
-    """And what it names is here: a function of torch_npu, or a name of torch."""
     names = set(functions())
     assert [name for name in ABSENT if name not in names and instead(f"torch_npu.{name}") is None] == []
     for name in ABSENT:

@@ -1,4 +1,4 @@
-"""torch.ops.npu: every function of torch_npu that is here, as an operator of torch under torch_npu's name."""
+"""torch.ops.npu has an operator for every implemented function of torch_npu, under torch_npu's name."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +14,9 @@ from fusion_attention.npu import operators
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops.auxiliary_definitions import atb, atb_cache_and_rotary
 
-# Those of torch_npu declare parameters that are here; what they return could not be read.
+# Operators of torch_npu with known parameters but unknown results.
 OUT = {"npu_fusion_attention_v3.out", "npu_fusion_attention_grad_v3.out"}
-# Declared by the package behind 2.14.0 alone.
+# Operators that only the torch_npu package after 2.14.0 declares.
 LATER = {"npu_block_sparse_attention", "npu_block_sparse_attention_backward"}
 RETURNED = OUT | {
     *("npu_fused_infer_attention_score.out", "npu_fused_infer_attention_score_v2.out"),
@@ -41,7 +41,7 @@ def packet_of(name: str) -> Any:
 
 
 def named(operator: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a function by the names of its operator's schema."""
+    """Arguments renamed to the parameters of the operator's schema."""
     names = {p.name for p in operator._schema.arguments}
     return {name if name in names else {"input": "self"}[name]: value for name, value in args.items()}
 
@@ -131,7 +131,7 @@ def test_operator_errors_match_function_and_vmap_and_forward_mode_raise(ops: Any
 
 
 def test_compiled_graph_contains_npu_operator_and_runs_after_uninstall(ops: Any) -> None:
-    """So that passes that look for it find it, and a graph that holds it outlives the installation."""
+    """Graph passes search for the operator, and the graph must run after uninstall()."""
     from torch._dynamo.backends.common import aot_autograd
 
     graphs: list[Any] = []

@@ -1,4 +1,4 @@
-"""Profiles of programs for CUDA that transfer_to_npu runs are written, and with few words."""
+"""Profiles of CUDA programs under transfer_to_npu are written, with little output on stderr."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ for folder, words in {"autograd": {"use_device": "cuda"}, "old": {"use_cuda": Tr
 
 @pytest.mark.slow
 def test_cuda_profiles_write_traces_with_little_stderr_output(tmp_path: Path) -> None:
-    """Before, each of some 400 events was a page of stderr, and took 350 times as long."""
+    """A fault printed a page of stderr for each of some 400 events, which took 350 times as long."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )

@@ -1,5 +1,5 @@
-"""transformers' own NPU path on top of an installed torch_npu: results of eager attention, and warnings at exactly the
-calls in which it leaves out windows and sinks."""
+"""transformers' NPU path on an installed torch_npu equals eager attention, and warns in exactly the calls that ignore
+windows or sinks."""
 
 import inspect
 import subprocess
@@ -61,7 +61,7 @@ def windowed_models() -> None:
 
 
 def trained() -> None:
-    """Gradients are those of eager attention; calls with padding are packed."""
+    """Gradients equal those of eager attention; calls with padding use the packed layout TND."""
     from transformers import BertConfig, BertModel
     from transformers.integrations import npu_flash_attention
 
@@ -136,7 +136,7 @@ def taken_back() -> None:
 
 @pytest.mark.slow
 def test_transformers_attention_equals_eager_or_warns_of_ignored_window_or_sink() -> None:
-    """In a process of its own: transformers decides at its import whether there is an NPU."""
+    """The test runs in a new process, because transformers detects the NPU when it is imported."""
     bodies: list[Callable[[], None]] = [windowed_models, trained, sinks, compiled, taken_back]
     script = HEAD + "".join(f"\n{inspect.getsource(body)}\n{body.__name__}()\n" for body in bodies)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
@@ -144,7 +144,7 @@ def test_transformers_attention_equals_eager_or_warns_of_ignored_window_or_sink(
 
 
 def test_wrapper_warns_only_of_parameters_missing_from_the_function() -> None:
-    """A later transformers that hands windows on is not warned about; of what is left out each has its text."""
+    """Later versions of transformers with window parameters must not warn; each missing parameter has a text."""
 
     def knows_both(q: int, window_size: object = None, s_aux: object = None) -> int:
         return q

@@ -1,4 +1,4 @@
-"""A training program with a DeepSeek-V4 layer, written for the chip, beside its path of torch's operators."""
+"""A training program for the chip with a DeepSeek-V4 layer is compared with the layer in torch's operators."""
 
 import runpy
 import subprocess
@@ -15,7 +15,6 @@ PROGRAM = ROOT / "tests" / "support" / "programs" / "v4_layer.py"
 
 
 def test_deepseek_v4_layer_on_npu_matches_unfused_torch_layer(tmp_path: Path) -> None:
-    """Output and all gradients, those of the indexer's loss too."""
     file = tmp_path / "results.pt"
     command = [sys.executable, "-m", "fusion_attention.npu", str(PROGRAM), str(file)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

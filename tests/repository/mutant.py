@@ -8,12 +8,12 @@ _MARK = re.compile(r"\[-(.*?)-\]|\{\+(.*?)\+\}", re.DOTALL)
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, found exactly once in `file`, becomes `new`; every one of `tests` must then fail.
+    """`old`, found exactly once in `file`, becomes `new`; each of `tests` must then fail.
 
     Args:
-        name: a line of what breaks, as --list prints it.
-        file: below the root.
-        tests: "tests/test_x.py::test_y"; of a kernel's file "tests/kernels/..."; of csrc "make test-core".
+        name: the fault in one line, as --list prints it.
+        file: path below the root.
+        tests: "tests/test_x.py::test_y"; for a kernel's file "tests/kernels/..."; for csrc "make test-core".
     """
 
     name: str
@@ -29,7 +29,6 @@ def tree(name: str, file: str, edit: str, *tests: str) -> Mutant:
 
 
 def package(name: str, file: str, edit: str, *tests: str) -> Mutant:
-    """A mutation of the package."""
     return tree(name, f"src/fusion_attention/{file}", edit, *(f"tests/{test}" for test in tests))
 
 
@@ -39,5 +38,5 @@ def capi(name: str, file: str, edit: str, *tests: str) -> Mutant:
 
 
 def core(name: str, file: str, edit: str) -> Mutant:
-    """A mutation of the native core, which its own test without Python judges."""
+    """A mutation of the native core, tested by `make test-core` without Python."""
     return tree(name, f"csrc/{file}", edit, "make test-core")

@@ -1,9 +1,8 @@
-"""Small mutations of the sources, each of which the tests that it names must catch: python tests/repository/mutants.py.
+"""Run small mutations of the sources; tests that a mutation names must detect it: python tests/repository/mutants.py.
 
-Everything happens in a copy: the tree that you work in is read and never written, so nothing is left to restore,
-however this ends. The tests named must pass unmutated; a mutant counts as caught by a failing test alone: one that
-cannot be imported, crashes or runs out of time proves nothing. Exit codes: 0 all caught, 1 some survived, 2 a mutation
-no longer fits its source or the unmutated tests fail.
+Mutations are made in a copy, never in the working tree. The named tests must pass without the mutation. Only a failing
+test detects a mutant: one that cannot be imported, crashes or times out does not count. Exit codes: 0 all detected, 1
+some survived, 2 a mutation no longer fits its source or the unmutated tests fail.
 """
 
 import argparse
@@ -37,16 +36,16 @@ COPIED += ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.y
 MUTANTS = (*OF_THE_PACKAGE, *SITE)
 CORE_TEST = "make test-core"  # what the mutants of csrc name, in place of tests of Python
 SECONDS = 300.0  # on a busy machine; a quiet core needs a tenth
-# The finder of an editable install comes first otherwise, and finds the tree that it was made from.
+# PathFinder comes first, because the finder of an editable install would load the original tree.
 FIRST_ON_THE_PATH = "import sys\nfrom importlib.machinery import PathFinder\nsys.meta_path.insert(0, PathFinder)\n"
-# As CMakeLists.txt compiles the core, for the instruction set that runs everywhere; optimised just enough to be quick.
+# Compiler and options: those of CMakeLists.txt for the base instruction set, but -O1 for quick compilation.
 CORE = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-ffp-contract=fast", "-fno-math-errno"]
 CORE += ["-fno-trapping-math", "-DFUSION_VARIANT_ENTRY=fusion_variant_base"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A command that ended: its code, its text, the CPU seconds that it took. Out of time it was killed: code -9."""
+    """Result of a command: exit code (-9: killed after SECONDS), output, CPU seconds."""
 
     code: int
     text: str
@@ -54,14 +53,14 @@ class Run:
 
     @property
     def failed(self) -> bool:
-        """Tests ran, and some failed; an error while collecting is none of them."""
+        """True if tests ran and some failed; errors during collection do not count."""
         if self.code != 1 or re.search(r"^(ERROR .*|.*error.* during collection.*)$", self.text, re.MULTILINE):
             return False
         return re.search(r"\b[1-9]\d* (failed|failures)\b", self.text) is not None
 
 
 def misfit(mutant: Mutant, text: str) -> str | None:
-    """Why a mutation cannot be made in a source's text."""
+    """The reason why a mutation cannot be made in a source's text, or None."""
     result = text.count(mutant.old)
     return (
         None if result == 1 else f"{mutant.name}: {mutant.file} has its text {result} times, not once: {mutant.old!r}"
@@ -69,7 +68,7 @@ def misfit(mutant: Mutant, text: str) -> str | None:
 
 
 def stale(built: Path) -> bool:
-    """Whether an object is missing, or older than a source that it was made of: the compiler listed them beside it."""
+    """True if an object file is missing or older than one of its sources, which the compiler listed in the .d file."""
     if not built.exists():
         return True
     sources = built.with_suffix(".d").read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
@@ -77,7 +76,7 @@ def stale(built: Path) -> bool:
 
 
 class Copy:
-    """One copy of the tree, and what runs in it."""
+    """Copy of the tree, in which commands and tests run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -94,7 +93,7 @@ class Copy:
         shutil.copy2(native.origin, root / "src/fusion_attention")
         (root / "hook").mkdir()
         (root / "hook/sitecustomize.py").write_text(FIRST_ON_THE_PATH)
-        # Checked by content: a mutated source of the same size and second is another source.
+        # Bytecode is checked by hash, because a mutated source may have the same size and modification time.
         hashed = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(root / "src", quiet=2, invalidation_mode=hashed)
 
@@ -121,7 +120,7 @@ class Copy:
         return Run(process.returncode, text, used.ru_utime + used.ru_stime)
 
     def tests(self, names: Iterable[str], *options: str) -> Run:
-        """Tests of one process: of Python, of kernels under Triton's interpreter, or the core's own."""
+        """Run tests in one process: Python tests, kernels under Triton's interpreter, or the core's test program."""
         names = list(names)
         if names == [CORE_TEST]:
             return self.core_test()
@@ -129,11 +128,11 @@ class Copy:
         return self.run([*pytest, *options, *names], interpreted=names[0].startswith("tests/kernels"))
 
     def core_test(self) -> Run:
-        """Builds the core's own test of one variant, what changed alone, and runs it."""
+        """Build the core's test program for one instruction set, changed files only, and run it."""
         folder, seconds = self.root / "core", 0.0
         folder.mkdir(exist_ok=True)
         csrc = self.root / "csrc"
-        # All but bind/, the way from Python, what the module alone is linked with, and other systems' functions.
+        # Sources other than bind/ (the Python binding), files that only the module links, and files of other systems.
         elsewhere = ("old_glibc.cpp", "system_macos.cpp", "system_windows.cpp")
         sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name not in elsewhere]
         sources += sorted(csrc.glob("plan/*.cpp"))
@@ -151,7 +150,7 @@ class Copy:
         return Run(ran.code, ran.text, seconds + linked.seconds + ran.seconds)
 
     def capi(self) -> None:
-        """Builds the C API's libraries, what changed alone; the tests of the copy then call them."""
+        """Build the C API's libraries, changed files only, for the tests of the copy."""
         csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
         definitions = self.root / "capi" / "capi" / "operators.inc"
         if not definitions.exists():
@@ -181,7 +180,7 @@ class Copy:
             built_objects.append(library)
 
     def survived(self, mutant: Mutant) -> tuple[list[str], float, str]:
-        """(the tests named that did not catch a mutant, CPU seconds, what they said)."""
+        """(named tests that did not detect the mutant, CPU seconds, output of these tests)."""
         path = self.root / mutant.file
         source = path.read_text(encoding="utf-8")
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
@@ -207,7 +206,7 @@ class Copy:
 
 
 def each(copies: Sequence[Copy], work: Callable[[Copy, T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """(item, work(copy, item)) as they end, as many at once as there are copies."""
+    """Yield (item, work(copy, item)) as they finish, one at a time per copy."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -229,11 +228,11 @@ def each(copies: Sequence[Copy], work: Callable[[Copy, T], R], items: Iterable[T
 
 
 def baseline(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
-    """What the tests named say where they do not pass unmutated; each of them runs once."""
+    """Outputs of the named tests that fail without a mutation; each test runs once."""
     named = list(dict.fromkeys(name for mutant in mutants for name in mutant.tests))
     kernels = [name for name in named if name.startswith("tests/kernels")]
     ordinary = [name for name in named if name != CORE_TEST and name not in kernels]
-    # Few enough to end within SECONDS.
+    # Groups of 16 tests end within SECONDS.
     shares = [tuple(names[i : i + 16]) for names in (ordinary, kernels) for i in range(0, len(names), 16)]
     shares += [(CORE_TEST,)] if CORE_TEST in named else []
     ends = each(copies, lambda copy, names_of_share: copy.tests(names_of_share), shares)
@@ -258,13 +257,13 @@ def judge(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
 
 
 def line(mutant: Mutant, seconds: float, blind: list[str]) -> str:
-    """What is printed of a mutant."""
+    """Line that is printed about a mutant."""
     verdict = f"SURVIVED {', '.join(blind)}" if blind else "caught"
     return f"{mutant.name:<36} {mutant.file:<58} {seconds:5.1f} s  {verdict}"
 
 
 def chosen(only: list[str]) -> list[Mutant]:
-    """The mutants asked for; all where none is."""
+    """The mutants named in `only`; all if it is empty."""
     unknown = set(only) - {mutant.name for mutant in MUTANTS}
     if unknown:
         raise SystemExit(f"no such mutant: {', '.join(sorted(unknown))} (--list names them)")
@@ -272,7 +271,6 @@ def chosen(only: list[str]) -> list[Mutant]:
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this mutant; may be repeated")
     parser.add_argument("--list", action="store_true", help="names them, and runs nothing")

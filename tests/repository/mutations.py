@@ -1,7 +1,6 @@
-"""The mutations of mutants.py: one small change of one source each, and the tests that must notice it.
+"""The mutations of mutants.py: each is a small change of one source, with the tests that must detect it.
 
-A test is named by file and function: a file that is moved, a function that is renamed, and a source that no longer has
-the text to change fail tests/repository/test_mutants.py at once.
+A moved file, a renamed test function, and a source without the text to change fail tests/repository/test_mutants.py.
 """
 
 from mutant import core, package

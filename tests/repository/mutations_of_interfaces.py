@@ -1,4 +1,4 @@
-"""The mutations of what programs call: C, torch_npu and its device, models, several ranks; part of mutations.py's."""
+"""Mutations of interfaces: C, torch_npu and its device, models, several ranks. mutations.py includes them."""
 
 from mutant import capi, package, tree
 

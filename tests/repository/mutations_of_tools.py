@@ -1,4 +1,4 @@
-"""The mutations of what people look with: explorer, judge, command line; part of mutations.py's."""
+"""Mutations of tools: explorer, judge, command line. mutations.py includes them."""
 
 from mutant import package
 

@@ -1,4 +1,4 @@
-"""The mutations of kernels of GPUs, and calls of 1024 tokens and more; part of mutations.py's."""
+"""Mutations of GPU kernels, and of calls with 1024 tokens or more. mutations.py includes them."""
 
 from mutant import core, package
 

@@ -1,4 +1,4 @@
-"""The mutations of what makes pages and pictures: as mutations.py."""
+"""Mutations of the code that makes pages and pictures. mutants.py includes them."""
 
 from mutant import package, tree
 

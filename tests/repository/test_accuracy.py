@@ -1,4 +1,4 @@
-"""What docs/accuracy.md publishes is measured: every family is in its table, and a tiny run finds what it says."""
+"""The figures of docs/accuracy.md are measured: the table has every family, and small runs are within its limits."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, write what they found, and a long sequence's memory stays within its limits."""
+"""The benchmarks run and write their results, and the memory of a long sequence stays within its limit."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_benchmark_group_names_are_unique() -> None:
-    """Imports the command, which the slow tests run."""
+    """The test imports the command; the slow tests run it."""
     assert len({*command.NAMES}) == len(command.GROUPS) + len(command.TABLES) == 23
 
 

@@ -18,7 +18,7 @@ from fusion_attention import npu
 from fusion_attention.cli import op_pages
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 
-# The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
+# Arguments that keep training and generation short in `make test`.
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
     "generate": ["--tokens", "8"],
@@ -29,13 +29,13 @@ ARGUMENTS = {
     "train_sparse_transformers": ["--families", "deepseek_v4", "--steps", "1", "--tokens", "64"],
     "train_v4": ["--steps", "1", "--folder", "{folder}"],
 }
-# Examples of their own have docstrings, and those of their records functions that are made from these. The examples of
-# acl run with its runtime: tests/acl/test_acl.py.
+# Modules with examples in docstrings, or with functions that get examples from operator definitions.
+# tests/acl/test_acl.py runs the examples of acl, which need its runtime.
 EXAMPLES = re.compile(r"^ +>>> |^@(from_record|computed)\(", re.M)
 DOCUMENTED = [n for n, path in modules().items() if EXAMPLES.search(path.read_text()) and n.split(".")[0] != "acl"]
 
 
-# find_the_bug sets Triton's interpreter before triton is imported: tests/judging/test_pictures.py, in a new process.
+# tests/judging/test_pictures.py runs find_the_bug, which sets Triton's interpreter before triton is imported.
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "find_the_bug")
 
 
@@ -74,7 +74,7 @@ def test_docstring_examples_pass_doctest(name: str) -> None:
 
 
 def run_page(name: str, programs: list[str]) -> None:
-    """From top to bottom: a page is read so. Some leave the device "npu" installed."""
+    """Run a page's programs in order, in one namespace, then uninstall "npu", which some programs leave installed."""
     names: dict[str, object] = {}
     try:
         for block in programs:
@@ -91,7 +91,7 @@ def test_python_blocks_of_docs_pages_run(page: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_examples_of_operators_run(name: str) -> None:
-    """The only program of a page: test_pages.py."""
+    """test_pages.py asserts that an operator's page has no other program."""
     run_page(name, [op_pages.example(CONTRACTS[name])])
 
 

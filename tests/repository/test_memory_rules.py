@@ -1,6 +1,6 @@
-"""Laws on memory: results and scratch come from one place, which tests poison.
+"""Rules on memory: results and scratch are allocated in memory.py only, where tests poison them.
 
-Reads syntax trees, as test_source_rules.py does; knows nothing of attention.
+The tests read syntax trees, as test_source_rules.py does.
 """
 
 import ast
@@ -9,12 +9,12 @@ from functools import cache
 
 from support.sources import modules
 
-# What allocates and writes nothing. Results and scratch come from memory.py, where tests poison them: an element that
-# nobody writes is then a NaN in some comparison, and no number that was right by chance.
+# Functions that allocate without writing. Results and scratch come from memory.py, where tests poison them, so that an
+# unwritten element is a NaN in some comparison, not a number that is right by chance.
 UNWRITTEN = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_",
 }  # fmt: skip
-# "module::function" -> why it may.
+# "module::function" -> the reason why it may allocate.
 MAY_ALLOCATE = {
     "memory::empty": "the place itself",
     "memory::another": "the place itself",
@@ -35,7 +35,7 @@ COMPUTES_NOTHING = ("cli", "testing")
 
 
 def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(innermost function, line) of whatever names an allocation without values, but for one of no element."""
+    """(innermost function, line) of every name of such an allocation, except allocations of no element."""
     nothing = {
         id(node.func)
         for node in ast.walk(tree)
@@ -57,7 +57,7 @@ def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 @cache
 def allocating() -> dict[str, list[int]]:
-    """Of every module that computes: "module::function" -> lines."""
+    """Lines of allocations by "module::function", for every module that computes."""
     results: dict[str, list[int]] = {}
     for module, path in modules().items():
         if module.split(".")[0] not in COMPUTES_NOTHING:

@@ -1,4 +1,4 @@
-"""What pages say is true: generated ones are fresh, links lead somewhere, commands exist, pictures are right."""
+"""Pages are correct: generated ones are up to date, links and commands exist, pictures match formulas."""
 
 import posixpath
 import re
@@ -36,7 +36,7 @@ GENERATED |= {f"ops/{name}.md" for name in ("index", "versions", *CONTRACTS)}
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", files())
 def test_generated_files_in_git_are_up_to_date(name: str) -> None:
-    """python -m codegen writes it."""
+    """`python -m codegen` writes the files."""
     assert (ROOT / name).read_text(encoding="utf-8") == files()[name]
 
 
@@ -70,7 +70,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def unknown_words(line: str) -> list[str]:
-    """What of a command line does not exist: targets of make, subcommands, options, files of tests."""
+    """Words of a command line that do not exist: make targets, subcommands, options, test files."""
     words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
     program, rest = words[0], words[1:]
     if program == "make":
@@ -133,13 +133,13 @@ def test_support_matrix_matches_back_end_behaviour(dtype: str) -> None:
 
 
 def test_operator_pages_show_no_annotated_types() -> None:
-    """What a schema is told of a tensor that is written is no type of a reader's."""
+    """`Annotated` tells torch's schema that a tensor is written; callers pass tensors."""
     for op in AUXILIARY.values():
         assert "Annotated" not in op_pages.page(op)
 
 
 def test_docstrings_become_markdown() -> None:
-    """Stars and brackets stay what they are, code stays code, and names that share a line become entries."""
+    """Stars and brackets are escaped outside code, and parameters that share a line become list entries."""
     text = "Rows [T, N*D], see docs/decode.md.\n\n    out = a * b\n\nUse `a*b`."
     assert docstring_markdown.prose(text, "../") == (
         "Rows \\[T, N\\*D\\], see [decode](../decode.md).\n\n    out = a * b\n\nUse `a*b`."
@@ -163,7 +163,6 @@ def test_operator_page_lists_back_end_limitations() -> None:
 
 @pytest.mark.parametrize("mode", range(9))
 def test_sparse_mode_picture_matches_the_documented_formula(mode: int) -> None:
-    """docs/sparse_modes.md's formula, written out."""
     _, _, says, visible, taken = masks.modes()[mode]
     numbers = dict(re.findall(r"(pre|next|prefix) (-?\d+)", says))
     pre, after, prefix = (int(numbers.get(name, 0)) for name in ("pre", "next", "prefix"))
@@ -197,7 +196,6 @@ def test_sparse_mode_picture_matches_the_documented_formula(mode: int) -> None:
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBH", "BSH"])
 def test_layout_picture_matches_memory_order(layout: str) -> None:
-    """A view of the memory in the picture's order is the tensor."""
     sizes = {"B": 2, "S": 4, "N": 2}
     axes = [axis for axis in layout.replace("H", "N") if axis in sizes]
     number = torch.arange(16).reshape([sizes[axis] for axis in axes]).permute([axes.index(axis) for axis in "BSN"])

@@ -1,4 +1,4 @@
-"""The built site, and how a browser shows it: nothing from the network, words that find their pages, formulas."""
+"""The built site in a browser: no network requests, search words that find pages, rendered formulas."""
 
 import functools
 import html.parser
@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
-# A word that people search for -> a page, and a heading that answers.
+# Search word -> (page, heading) that explains it.
 WORDS = {
     "GQA": ("words.html", "GQA"), "varlen": ("words.html", "varlen"), "cu_seqlens": ("words.html", "cu_seqlens"),
     "softmax_scale": ("words.html", "softmax_scale"), "attn_mask": ("words.html", "attn_mask"),
@@ -40,7 +40,7 @@ WIDTHS = (390, 820, 1280)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly: a page that is missing, or a link that is dead, is an error."""
+    """Folder of the site; --strict makes missing pages and dead links errors."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     run = subprocess.run(
@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads(html.parser.HTMLParser):
-    """What a page asks for while it is shown."""
+    """Collects the addresses that a page loads: scripts, images, style sheets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_common_search_words_are_in_the_search_index(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """The site, served on this machine."""
+    """Address of a local server of the site."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None: ...
@@ -102,7 +102,7 @@ def browser() -> Iterator[Browser]:
         yield result
 
 
-# Formulas there are, those that are set, and those that KaTeX does not understand.
+# Counts of formulas, of rendered formulas, and of formulas with a KaTeX error.
 FORMULAS = "[...['.arithmatex', '.arithmatex .katex', '.katex-error']].map(x => document.querySelectorAll(x).length)"
 
 
@@ -112,7 +112,7 @@ def test_pages_fit_the_window_and_all_formulas_are_rendered(
     width: int, site: Path, address: str, browser: Browser
 ) -> None:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if "assets" not in path.parts)
-    # A phone shows all but those that are made as others are; larger windows some.
+    # A phone's width is tested with all pages except the similar ops/aclnn pages, larger widths with some.
     chosen = [page for page in pages if not page.startswith("ops/aclnn")][:: 1 if width == WIDTHS[0] else 5]
     formulas = 0
     for page in chosen:

@@ -1,6 +1,6 @@
-"""The rules of the source tree (docs/dev/design.md), held against the tree itself: layers, lengths, tolerances.
+"""Rules of the source tree (docs/dev/design.md): layers, lengths, tolerances.
 
-Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
+The tests read sources as text and syntax trees, and run from the repository root.
 """
 
 import ast
@@ -13,7 +13,7 @@ from support.sources import PACKAGE, ROOT, SOURCE, modules
 
 # ------------------------------------------------------------------------------------------------------------- layers
 
-# A module, or a package with all it holds -> its layer. Imports run down, or stay on a layer.
+# Module or package -> layer. Imports are from the same or a lower layer.
 LAYERS = {
     "__main__": 7, "cli": 7, "api": 7, "refusals": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
     "integrations": 7, "explorer": 7, "judging": 7, "capi": 7, "fake_npu": 7,
@@ -25,12 +25,12 @@ LAYERS = {
     "_native": 0,
 }  # fmt: skip
 
-# Outside the layers: the interface (test_lazy_imports.py: what it shows comes late); testing sees all, and only tests
-# see it, and the command that judges as they do.
+# Modules without a layer: the interface, which imports late (test_lazy_imports.py), and testing, which may import all
+# modules and is imported only by tests and JUDGES.
 INTERFACE, TESTING = "", "testing"
 JUDGES = ("cli.selftest",)
 
-# A machine without these must load everything else: imported at a module's top only inside the package named.
+# Modules that a machine may lack -> the only package in which an import at a module's top is allowed.
 LAZY = {"backends.cpu": "backends.cpu", "backends.triton": "backends.triton", "_native": "backends.cpu"}
 LAZY_THIRD_PARTY = {"triton": "backends.triton"}
 
@@ -59,7 +59,7 @@ def targets(node: ast.AST, module: str) -> Iterator[str]:
 
 
 def module_name(target: str) -> str:
-    """An absolute name of ours -> the module it comes from (the longest part of it that is one)."""
+    """The module of an absolute name in this package: the longest prefix that is a module."""
     parts = target.split(".")[1:]
     while parts and not exists(".".join(parts)):
         parts.pop()
@@ -93,13 +93,13 @@ def layer(module: str) -> int:
 
 
 def subpackage(module: str) -> str:
-    """On layer 4: ops is one part, every back end is one of its own."""
+    """Part of a layer: on layer 4 each back end is one part, and ops is one part."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
 
 
 def reason_against(importer: str, imported: str) -> str | None:
-    """Why one module of the package may not import another; None when it may."""
+    """The reason why one module of the package may not import another, or None."""
     if inside(importer, TESTING):
         return None
     if inside(imported, TESTING):
@@ -135,7 +135,7 @@ def test_modules_never_import_from_higher_layers() -> None:
 
 
 def test_modules_have_no_circular_imports() -> None:
-    """Layers allow neighbours to import each other; a circle, late imports counted, they do not."""
+    """Layers allow imports between modules of one layer; circles are errors, late imports included."""
     graph = {module: {name for name, _, _ in package_imports(module)} - {module} for module in modules()}
     done: set[str] = set()
 
@@ -165,7 +165,7 @@ def test_packages_have_no_circular_imports() -> None:
 
 
 def test_contract_names_are_imported_only_from_the_package() -> None:
-    """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
+    """Exceptions are doc_pages and sampling, which only the command and tests use."""
     inner = {"contract", "contract.doc_pages", "contract.sampling"}
     wrong = [
         f"{importer}:{line} imports {imported}: import it from {PACKAGE}.contract"
@@ -193,7 +193,7 @@ def test_native_and_triton_back_ends_are_imported_lazily() -> None:
 # -------------------------------------------------------------------------------------------------------------- words
 
 BELOW_THE_IR = ("ir/*.py", "backends/**/*.py")
-# Underscores part words (npu_x is said to say npu), and aclnn may stand before an operator's name.
+# Underscores separate words, so npu_x contains npu; aclnn may precede an operator's name.
 CANN_WORDS = re.compile(
     r"(?<![a-z0-9])(?:(?:BSND|BNSD|BSH|SBH|TND|sparse_mode|pse_type|npu)(?![a-z0-9])|aclnn)", re.IGNORECASE
 )
@@ -258,12 +258,12 @@ def test_files_and_functions_stay_short() -> None:
 
 # --------------------------------------------------------------------------------------------------------- tolerances
 
-# Numbers of float64 beside float64; 0 is no tolerance.
+# Largest tolerance that a test may set by hand, for comparisons in float64; 0 is an exact comparison.
 EXACT = 1e-11
-# What compares within a tolerance -> which of its arguments, by position, is one.
+# Function that compares within a tolerance -> position of its first tolerance.
 CLOSE = {"assert_close": 3, "allclose": 2, "assert_allclose": 2, "isclose": 2, "approx": 1}
 TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
-# File of tests -> why it may set a number by hand (docs/dev/design.md, How results are judged).
+# Test file -> the reason why it may set a tolerance by hand (docs/dev/design.md, How results are judged).
 HAND_SET = {
     "inference/test_fused_worked_examples.py": "examples printed to six digits",
     "training/test_golden.py": "finite differences: a step's own error",
@@ -273,7 +273,7 @@ HAND_SET = {
 
 
 def number(node: ast.expr) -> float | None:
-    """A literal, or a product or power of such."""
+    """Value of a literal or of a product of literals, or None."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return float(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and number(node.left) and number(node.right):
@@ -282,7 +282,7 @@ def number(node: ast.expr) -> float | None:
 
 
 def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, why) of every comparison within a number that nothing derives."""
+    """(line, reason) of every comparison with a tolerance that is a literal number."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -292,7 +292,7 @@ def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if not given:
                 yield node.lineno, f"{name} with the tolerance that it has by itself"
             for value in given:
-                # A literal anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
+                # Literals count anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
                 parts = [
                     result
                     for node_inside in ast.walk(value)
@@ -325,7 +325,7 @@ def test_tolerances_in_tests_are_never_set_by_hand() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- tests
 
-# An import of a test file; a skip in a function, which should be a mark that a report shows before the test runs.
+# Imports of test files; skips inside functions, which should be marks that a report shows before the test runs.
 BETWEEN_TESTS = re.compile(
     r"^ +.*pytest\.(skip|importorskip|xfail)\((?!.*allow_module_level)|^\s*(from|import) (\w+\.)*test_", re.MULTILINE
 )

@@ -1,4 +1,4 @@
-"""The words of sources and pages: the field's own, in place of those that this project had."""
+"""Sources and pages use standard terms of the field, not the former terms of this project."""
 
 import ast
 import re
@@ -9,20 +9,20 @@ from pathlib import Path
 
 from support.sources import ROOT
 
-# waist is IR, face interface, door integration, verb kind of operation, mend recompute or fix, memo cache, spoil
-# invalid, companion auxiliary, stretch segment.
+# Replacements: IR for waist, interface for face, integration for door, kind of operation for verb, recompute or fix for
+# mend, cache for memo, invalid for spoil, auxiliary for companion, segment for stretch.
 REPLACED = re.compile(
     r"(?<![a-z])(waist|hourglass|faces?|doors?|house|verbs?|mend(s|ed)?|memos?|spoil(s|ed|t)?|companions?|stretch(es)?)"
     r"(?![a-z])|refuses to know",
     re.IGNORECASE,
 )
 PROSE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
-# Identifiers that tell nothing: each place has its noun (visible, retained, chunk, shard, float32_results, ...).
+# Identifiers that are too vague; each place has a noun (visible, retained, chunk, shard, float32_results, ...).
 VAGUE = re.compile(
     r"_*(own|told|found|seen|held|whole|plain|wide|piece|part|share|cut|places|said|asked|kept|known|made)_*",
     re.IGNORECASE,
 )
-# Public ones (an option, keys of JSON, exports of fusion_attention.testing), and those that files of LATER share.
+# Public names (an option, keys of JSON, exports of fusion_attention.testing), and names shared with files of LATER.
 STAYS = {
     "cli/mask.py": "own", "explorer/visible.py": "own", "refusals/cann_logs.py": "said",
     "testing/cases.py": "part seen", "testing/plain.py": "plain", "explorer/seen.py": "seen",
@@ -40,7 +40,7 @@ UPSTREAM = re.compile(r"__deepcopy__|--face\b|`waist`|font-face|`mend`")  # torc
 
 @cache
 def texts() -> dict[str, str]:
-    """The texts that people read in the repository by file, without this list."""
+    """Texts of the repository's sources and pages by file name, without this file."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     kinds = (".py", ".pyi", ".md", ".h", ".cpp", ".js", ".html", ".toml", ".yml")
     paths = {name: ROOT / name for name in listed if name.endswith(kinds) and not name.startswith("docs/assets/")}
@@ -59,7 +59,6 @@ def test_sources_and_docs_avoid_replaced_project_terms() -> None:
 
 
 def test_sources_and_docs_avoid_indefinite_pronouns() -> None:
-    """A noun and a verb, in place of `whoever` and `nobody`."""
     wrong = [f"{name}: {line}" for name, line in lines_with(PROSE) if not name.startswith("tests/")]
     assert not wrong, "\n".join(wrong)
 
@@ -109,7 +108,7 @@ def test_identifiers_and_docstring_openings_are_not_vague() -> None:
 
 
 def comments(path: Path) -> Iterator[str]:
-    """The first lines of the comments of a C++ source that have lines of their own."""
+    """The first line of every full-line comment of a C++ source."""
     inside = False
     for line in path.read_text(encoding="utf-8").splitlines():
         comment = re.match(r"\s*// *(.*)", line)

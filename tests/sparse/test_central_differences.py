@@ -19,7 +19,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def differs(function: Callable[..., Any], *leaves: Tensor) -> None:
-    """Fails unless the gradients are those of central differences, to 1e-6."""
+    """Checks that gradients equal central differences to 1e-6."""
     with fa.use_backend("golden"):
         assert torch.autograd.gradcheck(function, leaves, eps=1e-5, atol=1e-8, rtol=1e-6)
 
@@ -33,7 +33,7 @@ def test_golden_compress_gradients_match_central_differences(overlap: bool) -> N
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_golden_compressed_attention_gradients_match_central_differences(listed: bool) -> None:
-    """Rows without keys, repeated entries, and a residual."""
+    """Includes rows without keys, repeated entries, and a residual."""
     leaves = drawn(1, 6, 2, 3, seed=1), drawn(1, 5, 1, 3, seed=2), drawn(1, 2, 1, 3, seed=3), drawn(2, seed=4)
     lists = torch.tensor([[-1, -1], [0, -1], [-1, -1], [0, 0], [0, -1], [1, 0]])[None, :, None] if listed else None
     words = {"ratio": 2, "residual": [1], "band": fa.Band.window(1), "return_lse": True}
@@ -46,7 +46,7 @@ def test_golden_compressed_attention_gradients_match_central_differences(listed:
 
 
 class TargetLoss(torch.autograd.Function):
-    """- sum p ln y with golden's y in float64, since its loss is a float32, and golden's gradients."""
+    """- sum p ln y, from golden's y in float64 (golden's loss is a float32), with golden's gradients."""
 
     @staticmethod
     def forward(ctx: Any, case: TargetCase, args: Any, *leaves: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A window of keys beside compressed keys: golden by autograd, every back end by golden, what must not change a bit."""
+"""A window of keys and compressed keys: golden against autograd, back ends against golden, calls with equal bits."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_cpu_back_end_compressed_attention_matches_reference(case: CompressedCas
 
 
 def shown(case: CompressedCase, args: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arguments of compressed_attention()."""
+    """Returns a case's arguments under the names of compressed_attention()."""
     names = {"query": "q", "key": "k", "key_compressed": "k_compressed", "sparse_indices": "indices", "sinks": "sink",
              "value": "v", "value_compressed": "v_compressed", "actual_seq_qlen": "q_len", "scale_value": "scale",
              "actual_seq_kvlen": "kv_len", "block_table": "page_table"}  # fmt: skip
@@ -80,7 +80,6 @@ def test_compressed_attention_is_bitwise_equal_for_packing_and_threads() -> None
 
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
 def test_compressed_attention_without_window_keys_matches_formula(backend: str) -> None:
-    """A sequence may have none of its own keys left: statistics and gradients are those of the compressed ones."""
     q, c, sink = torch.randn(1, 2, 2, 8), torch.randn(1, 3, 1, 8, requires_grad=True), torch.randn(2)
     given = {"ratio": 2, "residual": [1], "sink": sink, "return_lse": True, "backend": backend}
     out, lse = fa.compressed_attention(q, c[:, :0], c, **given)
@@ -99,7 +98,7 @@ def test_compressed_attention_without_window_keys_matches_formula(backend: str) 
 
 
 def test_compressed_attention_with_only_window_keys_cached_equals_all_keys() -> None:
-    """Rows of a cache that keeps the window's keys alone are those of a cache with all keys, padded and packed."""
+    """Positions count from the compressed keys, in packed and in padded layouts."""
     case = CompressedCase(layout="TND", q_len=(2, 3), kv_len=(9, 12), ratio=4, window=3, sink=True)
     args = shown(case, arguments(case))
     want = fa.compressed_attention(**args)

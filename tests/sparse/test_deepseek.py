@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 as transformers has it, tiny, with random weights: our modules take its weights and do what it does."""
+"""A tiny DeepSeek-V3.2 of transformers with random weights: our modules load its weights and compute the same."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ SIZES = {
 
 @pytest.fixture
 def model() -> Any:
-    """Two layers, one of them with experts, in float32 on the eager path."""
+    """Returns a model of two layers, one of them with experts, in float32 with eager attention."""
     deepseek = code_of("deepseek_v32")
     config = deepseek.DeepseekV32Config(
         **SIZES,
@@ -59,7 +59,7 @@ def model() -> Any:
 
 
 class Ours(nn.Module):
-    """Stands where a layer's self_attn stood."""
+    """Replaces a layer's self_attn by SparseLatentAttention with the same weights."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ class Ours(nn.Module):
 
 
 def halves(position_embeddings: Any) -> tuple[Tensor, Tensor]:
-    """transformers' tables say every angle twice."""
+    """Returns half of transformers' cos and sin tables, which hold every angle twice."""
     cos, sin = (t[..., : t.shape[-1] // 2] for t in position_embeddings)
     return cos, sin
 
 
 @pytest.fixture
 def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Programs that call a copy of their module in float64."""
+    """Returns a function that makes programs; a program calls a copy of a module in float64."""
 
     def program(theirs: Any, run: Callable[..., Any] = lambda module, **given: module(**given)[0], **given: Any) -> Any:
         own = copy.deepcopy(theirs).double()
@@ -111,7 +111,7 @@ def doubled(value: Any) -> Any:
 
 
 def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
-    """What their indexer chooses, with all that it is given."""
+    """Returns the keys that the indexer of transformers selects."""
     hidden, where, mask = (inputs[name] for name in ("hidden_states", "position_embeddings", "attention_mask"))
     latent = attention.q_a_layernorm(attention.q_a_proj(hidden))
     result: Tensor = attention.indexer(hidden, latent, where, mask[:, 0], None)
@@ -119,7 +119,7 @@ def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def test_layer_matches_keys_and_output_of_transformers_deepseek_v3_2(model: Any, golden: Callable[..., Any]) -> None:
-    """Layer by layer on the inputs that the model really gives it: the same keys, the same output."""
+    """Each layer runs on the inputs that it gets in the model."""
     calls: list[dict[str, Any]] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda module, args, given, out: calls.append(given), with_kwargs=True)
@@ -148,7 +148,7 @@ def test_layer_matches_keys_and_output_of_transformers_deepseek_v3_2(model: Any,
 def test_deepseek_v3_2_with_replaced_attention_keeps_output_and_gradients(
     model: Any, golden: Callable[..., Any]
 ) -> None:
-    """With our attention in every layer the model computes the same, and so do its gradients but the indexers'."""
+    """Indexers get no gradients. The dense stage changes the output, so the selection matters."""
     tokens = torch.randint(50, (2, 31))
     weights = torch.randn(2, 31, SIZES["hidden_size"])
 

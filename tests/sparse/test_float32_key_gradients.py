@@ -1,4 +1,4 @@
-"""Gradients of keys in float32 beside rows of another dtype: rounded, they are the usual ones."""
+"""Gradients of keys in float32 with operands of another dtype: rounded, they have the bits of the usual ones."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ KEYS = ("dkey", "dvalue", "dkey_rope", "dkey_index")
 
 
 def rounded(call: Any) -> None:
-    """The gradients of a call twice, those of keys once in float32."""
+    """Checks that key gradients in float32, once rounded, have the bits of those in the call's dtype."""
     usual, wide = run(call, "cpu"), call.results()
     dtype = usual[next(name for name in KEYS if name in usual)].dtype
     wide = {name: t.to(torch.float32) if name in KEYS else t for name, t in wide.items()}

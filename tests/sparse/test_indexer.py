@@ -1,4 +1,4 @@
-"""The lightning indexer: its order, its gradients by autograd, every back end against golden, its interfaces."""
+"""The lightning indexer: order of selected keys, gradients against autograd, back ends against golden, interfaces."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ from fusion_attention.torch_ops.eager import run
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 
-# Keys that stand for several tokens each: from position 0, behind earlier ones, rows without a key, pages, decoding.
+# Compressed keys, each for several tokens: from position 0, behind earlier ones, rows without a key, pages, decoding.
 COMPRESSED = [
     IndexerCase(ratio=4, q_len=(23, 20), kv_len=(5, 5), residual=(3, 0), top_k=3),
     IndexerCase(ratio=3, q_len=(4, 1), kv_len=(9, 9), residual=(0, 2), top_k=12, **HALF),
@@ -73,7 +73,6 @@ EXACT = [
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_indexer_selects_keys_in_exact_order_for_integer_scores(case: IndexerCase) -> None:
-    """Whole numbers add up alike everywhere."""
     args = operands(case)
     for backend in backends(case):
         indices, values = chosen(lowered_indexer(args), backend)
@@ -83,7 +82,7 @@ def test_indexer_selects_keys_in_exact_order_for_integer_scores(case: IndexerCas
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_indexer_selects_best_visible_keys_with_their_scores(case: IndexerCase) -> None:
-    """Distinct keys that the row sees, none of them worse than one left out, and their scores; none in other rows."""
+    """Rows that belong to no sequence get -1 and -inf."""
     call = lowered_indexer(operands(case))
     results = {backend: run(call, backend) for backend in backends(case)}
     check_index(call, results)
@@ -129,7 +128,7 @@ def test_golden_indexer_gradients_match_autograd(case: IndexerCase) -> None:
 
 
 def test_indexer_gradient_ignores_list_entries_behind_the_end() -> None:
-    """Behind a -1 and behind as many entries as the row sees nothing counts; an entry that is listed twice does."""
+    """Entries after -1, or beyond the count of visible keys, are ignored; an entry listed twice counts twice."""
     q, k, w = torch.randn(1, 2, 3, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 2, 3)
     dy = torch.tensor([[[1.0, 2.0, 4.0, torch.nan], [1.0, torch.nan, torch.nan, torch.nan]]])
     indices = torch.tensor([[[3, 0, 3, -1], [2, -1, 1, 1]]])
@@ -142,7 +141,7 @@ def test_indexer_gradient_ignores_list_entries_behind_the_end() -> None:
 
 
 def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Gradients of what those lists leave of the weighted sum."""
+    """Returns the gradients of the weighted sum over the entries of those lists that count."""
     scores = (torch.einsum("brhd,bkzd->brhk", *leaves[:2]).relu() * leaves[2][..., None]).sum(2)
     return torch.autograd.grad(5 * scores[0, 0, 3] + 2 * scores[0, 0, 0] + scores[0, 1, 2], leaves)
 

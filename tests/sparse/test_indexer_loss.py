@@ -1,4 +1,4 @@
-"""The indexer's loss: golden against autograd and a plain program, every back end against golden, what must hold."""
+"""The indexer's loss: golden against autograd and a plain program, back ends against golden, identities."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ CASES = [
 
 
 def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
-    """golden() from statistics that were not rounded to float32; of `more` times as many keys."""
+    """Returns golden's results from statistics in float64, not rounded to float32, and `more` times the sum."""
     saved = statistics(case, args, kept=torch.float64)
     saved["softmax_sum"] = saved["softmax_sum"] * more
     saved["lse"] = own(case, {**args, **saved})["lse"]
@@ -86,13 +86,13 @@ def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_indexer_loss_matches_slot_by_slot_formula(case: LossCase) -> None:
-    """plain() in float64 goes slot by slot; golden counts how often a key is listed."""
+    """plain() adds slot by slot in float64; golden counts how often a key is listed."""
     args = operands(case)
     close(golden(case, args), plain(case, args))
 
 
 def witness(case: LossCase, args: Args) -> Results:
-    """The gradients of sum_t (logsumexp(I) - p . I) by torch.autograd, in float64."""
+    """Returns the gradients of sum_t (logsumexp(I) - p . I) by torch.autograd, in float64."""
     leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
     total = torch.zeros((), dtype=torch.float64)
     for b, row, tokens in each_row(case, args):
@@ -119,7 +119,7 @@ def test_indexer_loss_of_every_back_end_matches_reference(case: LossCase) -> Non
 
 
 def judge(case: LossCase, args: Args) -> None:
-    """Every back end by golden."""
+    """Compares every back end with golden."""
     call = lowered(case, args)
     check_index(call, {backend: run(call, backend) for backend in backends(case)[1:]})
 
@@ -129,7 +129,7 @@ STATISTICS = [case for case in CASES if case.count == 0 and not case.sink]
 
 @pytest.mark.parametrize("case", STATISTICS, ids=lambda case: case.id)
 def test_indexer_softmax_max_and_sum_match_reference(case: LossCase) -> None:
-    """max and sum of the indexer's scores over all keys: 0 and 0 in rows without keys, and in those of no sequence."""
+    """max and sum are 0 in rows without keys, and in rows that belong to no sequence."""
     args, op = operands(case), indexer_loss.TORCH_LSE
     given = {name: value for name, value in args.items() if not name.startswith("softmax")}
     call = bounded(op.lower(bind(op, given)), args)  # type: ignore[misc]
@@ -145,12 +145,11 @@ def test_indexer_softmax_max_and_sum_match_reference(case: LossCase) -> None:
 
 
 def run_own(args: Args, backend: str) -> Results:
-    """The results of indexer_loss(), gradients included."""
     return run(own_loss.RECORD.lower(bind(own_loss.RECORD, args)), backend)  # type: ignore[misc]
 
 
 def with_constant_head(case: LossCase) -> Args:
-    """The last head of the indexer scores 1 for every key: its dweights is sum_j dI_j."""
+    """Returns arguments; the indexer's last head scores 1 for every key, so its dweights is sum_j dI_j."""
     args = cloned(operands(case))
     args["key_index"][..., -1] = 1
     args["query_index"][..., -1, :] = 0
@@ -160,7 +159,7 @@ def with_constant_head(case: LossCase) -> Args:
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_indexer_loss_with_statistics_of_more_keys_is_not_renormalised(count: int) -> None:
-    """With the statistics of more keys p holds less than 1, and is not brought to it: sum dI = 1 - sum p."""
+    """p then sums to less than 1 and is not normalised: sum dI = 1 - sum p."""
     case = LossCase(count=count)
     args = with_constant_head(case)
     rests = exactly(case, args, 2)["dweights"][..., -1]

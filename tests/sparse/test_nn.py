@@ -1,4 +1,4 @@
-"""The modules: outputs, losses and gradients beside layers written plainly, stages, state, compile, two processes."""
+"""Layers: outputs, losses and gradients against plain layers, training stages, state, compile, two processes."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ LENGTHS = [19, 12]
 
 
 def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """The layer itself, with rope tables of 8 (MLA: 6) elements; packed where x is."""
+    """Calls a layer on padded [B, S, dim] or packed [T, dim] rows, with rope tables of 8 (MLA: 6) elements."""
     width = LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
     packed = x.dim() == 2
     at = torch.cat([torch.arange(n) for n in LENGTHS]) if packed else torch.arange(x.shape[1])
@@ -39,7 +39,7 @@ Results = dict[str, Tensor]
 
 
 def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> Results:
-    """Of a number that both results take part in; parameters without a gradient are left out."""
+    """Returns the parameters' gradients of a number that depends on out and loss, without absent ones."""
     layer.zero_grad()
     total = (out * torch.linspace(-1, 1, out.shape[-1])).sum() + 3 * loss
     if total.requires_grad:
@@ -48,7 +48,7 @@ def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> Results:
 
 
 def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What plain() gives of a batch in float64: rows one behind the other, and the loss meant over them."""
+    """Returns plain()'s rows of all sequences, concatenated, and the mean of the loss over rows, in float64."""
     results = [plain(layer, x.double()) for x in sequences]
     return torch.cat([out for out, _ in results]), torch.stack([loss for _, loss in results]).sum() / sum(
         map(len, sequences)
@@ -56,7 +56,7 @@ def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def program(layer: Any, sequences: list[Tensor], gradients_alone: bool = False) -> Callable[[], Results]:
-    """What a layer should give of a batch: the layer written plainly, in float64."""
+    """Returns a program that computes the expected results of a batch: the plain layer, in float64."""
     wide = copy.deepcopy(layer).double()
 
     def call() -> Results:
@@ -95,14 +95,14 @@ def drawn() -> list[Tensor]:
 
 @cache
 def expected(form: str, stage: str, names: tuple[str, ...]) -> dict[str, Expected]:
-    """What a layer should give of drawn(), padded or packed, by name."""
+    """Returns a layer's expected results for drawn(), padded or packed, by name."""
     result: dict[str, Expected] = expected_of(program(make(form, stage), drawn()), dict.fromkeys(names, torch.empty(0)))
     return result
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_parameters_of_the_training_stage_receive_gradients(form: str) -> None:
-    """Each stage gives exactly its own parameters a gradient; the indexer's loss reaches nothing else."""
+    """The indexer's loss gives gradients to the indexer alone, not to other parameters or x."""
     x = torch.randn(2, 16, DIM, requires_grad=True)
     for stage in STAGES:
         layer = make(form, stage)
@@ -124,7 +124,7 @@ def test_only_parameters_of_the_training_stage_receive_gradients(form: str) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_checkpointed_layer_has_same_gradients(stage: str, reentrant: bool) -> None:
-    """Checkpointing lets a backward read each saved tensor once."""
+    """A checkpointed layer's backward can read each saved tensor only once."""
     layer = make("heads", stage)
 
     def gradients(forward: Any) -> list[Tensor | None]:
@@ -149,7 +149,6 @@ def test_set_stage_leaves_integer_parameters_without_gradient() -> None:
 
 
 def test_warmup_training_halves_the_indexer_loss() -> None:
-    """Warm-up alone lets the selection find what the attention looks at."""
     layer = make("grouped", "warmup")
     with torch.no_grad():
         layer.q_proj.weight *= 5  # an attention that looks at few keys
@@ -209,7 +208,7 @@ def test_layer_compiles_to_one_graph_with_same_bits(form: str, stage: str) -> No
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
 def test_layer_in_bfloat16_and_under_autocast_matches_float64_layer(stage: str) -> None:
-    """Under autocast, a model in bfloat16, and one whose indexer keeps its weights in float32."""
+    """Autocast, a model in bfloat16, and a model in bfloat16 with an indexer that has float32 weights."""
     layer, batch = make("latent", stage), torch.randn(4, 16, DIM)
     layer.indexer.top_k = 16  # every key, so that rounding changes no choice
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -248,7 +247,7 @@ def batch() -> Tensor:
 
 
 def half_of_a_step(stage: str, rank: int) -> Results:
-    """Gradients of this process's half of a batch, meant over both."""
+    """Returns the gradients of this process's half of a batch, averaged over the two processes."""
     layer = make("latent", stage)
     shared = nn.parallel.DistributedDataParallel(layer)
     for _ in range(2):  # a parameter that got no gradient would be noticed by the second step
@@ -258,7 +257,7 @@ def half_of_a_step(stage: str, rank: int) -> Results:
 
 
 def one_of_two(rank: int, folder: str) -> None:
-    """A process that sees half of the batch, in every stage."""
+    """Runs a process that sees half of the batch, in every stage, and saves its gradients."""
     torch.set_num_threads(1)
     meet, patience = f"file://{folder}/meet", timedelta(seconds=30)
     torch.distributed.init_process_group("gloo", meet, rank=rank, world_size=2, timeout=patience)

@@ -1,4 +1,4 @@
-"""Layers with a cache: prompts, pieces and single tokens beside layers written plainly and one call of everything."""
+"""Layers with a cache: prompts, chunks and single tokens against plain layers and one call without a cache."""
 
 import copy
 from functools import cache as kept
@@ -17,7 +17,7 @@ from fusion_attention.testing.estimated_rounding_errors import expected_of
 
 FORMS, STAGES = ("latent", "heads", "grouped"), dsa.STAGES
 LENGTHS = [19, 12]
-# Tokens that every call appends to the two sequences: prompts, pieces, one token, none.
+# Tokens that each call appends to the two sequences: prompts, chunks, one token, none.
 CALLS = [[11, 5], [3, 4], [1, 0], *[[1, 1]] * 3, [1, 0]]
 
 
@@ -26,7 +26,7 @@ def rope_of(layer: Any, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run(layer: Any, x: Tensor, cache: dsa.Cache, **given: Any) -> Tensor:
-    """One call's output; evaluation has no loss."""
+    """Returns the output of one call; checks that evaluation has loss 0."""
     with torch.no_grad():
         out, loss = layer(x, rope=rope_of(layer, cache.positions(x)), cache=cache, **given)
     assert loss == 0
@@ -35,7 +35,7 @@ def run(layer: Any, x: Tensor, cache: dsa.Cache, **given: Any) -> Tensor:
 
 
 def whole(layer: Any, x: Tensor) -> Tensor:
-    """The output of one call without a cache."""
+    """Returns the output of one call without a cache."""
     with torch.no_grad():
         return layer(x, rope=rope_of(layer, torch.arange(x.shape[1])))[0]
 
@@ -45,7 +45,7 @@ def drawn(count: int = 19) -> Tensor:
 
 
 def in_pieces(layer: Any, x: Tensor, cache: dsa.Cache) -> Tensor:
-    """The outputs of CALLS, every sequence's tokens one behind the other; NaN stands behind the shorter pieces."""
+    """Returns the outputs of CALLS, concatenated by sequence; inputs hold NaN behind the shorter chunks."""
     found: list[list[Tensor]] = [[], []]
     for counts in CALLS:
         piece = torch.full((2, max(counts), DIM), torch.nan, dtype=x.dtype)
@@ -68,7 +68,7 @@ def layer_in(form: str, stage: dsa.Stage, dtype: torch.dtype) -> Any:
 
 @kept
 def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expected]:
-    """What plain() gives of both sequences in float64, one behind the other."""
+    """Returns plain()'s outputs of the two sequences in float64, concatenated, with error bounds."""
     layer = layer_in(form, stage, dtype).double()
     sequences = [row[:n].to(dtype).double() for row, n in zip(drawn(), LENGTHS, strict=True)]
 
@@ -120,7 +120,7 @@ def test_indexer_with_cache_selects_same_keys_as_without_cache() -> None:
 
 
 def test_attend_with_custom_projections_and_cache_matches_one_call() -> None:
-    """attend() with rope parts and values of another size."""
+    """Rope parts and values have other sizes than in the layer."""
     layer: Any = make("heads").eval()
     x, q, v = drawn(), torch.randn(2, 19, 4, 6), torch.randn(2, 19, 2, 10)
     given = {"q": q, "k": torch.randn(2, 19, 2, 6), "v": v, "q_rope": q[..., :4], "k_rope": v[..., :4], "scale": 0.3}
@@ -141,7 +141,7 @@ def test_attend_with_custom_projections_and_cache_matches_one_call() -> None:
 
 
 def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
-    """attend() by a softmax over the keys that the layer sees, in float64."""
+    """Returns attend()'s output in float64, by a softmax over the visible keys."""
     wide = {name: t.double() for name, t in given.items() if name != "scale"}
     q, k = torch.cat([wide["q"], wide["q_rope"]], -1), torch.cat([wide["k"], wide["k_rope"]], -1)
     k, v = (t.repeat_interleave(2, 2) for t in (k, wide["v"]))
@@ -156,7 +156,7 @@ def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_prompt_in_one_call_is_bitwise_equal_with_and_without_cache(form: str) -> None:
-    """In the sparse stage both are the same call."""
+    """In the sparse stage the same code computes with and without a cache."""
     layer, x = make(form).eval(), drawn()
     same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
 
@@ -164,7 +164,6 @@ def test_prompt_in_one_call_is_bitwise_equal_with_and_without_cache(form: str) -
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
 def test_cached_layer_under_autocast_matches_bfloat16_model(stage: dsa.Stage) -> None:
-    """The roundings are those of a model in bfloat16."""
     layer, x = make("latent", stage).eval(), drawn()
     layer.indexer.top_k = 19
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -188,7 +187,7 @@ def test_cached_layer_under_autocast_matches_bfloat16_model(stage: dsa.Stage) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_compiled_cached_layer_is_bitwise_equal_and_does_not_recompile(form: str) -> None:
-    """A graph ends where the cache begins, and no token compiles anew."""
+    """The graph breaks at the cache."""
     torch._dynamo.reset()
     layer, x = make(form).eval(), drawn()
     want, got = dsa.Cache(2, 19), dsa.Cache(2, 19)
@@ -205,7 +204,7 @@ def test_compiled_cached_layer_is_bitwise_equal_and_does_not_recompile(form: str
 
 
 def test_deepcopied_cache_is_independent_of_the_original() -> None:
-    """Memory made in inference mode is written outside it, too."""
+    """Memory that a cache allocates in inference mode can be written outside inference mode."""
     layer, x = make("latent").eval(), drawn()
     cache = dsa.Cache(2, 19)
     with torch.inference_mode():
@@ -253,7 +252,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("of", ["layer", "indexer"])
 def test_invalid_call_raises_and_leaves_cache_unchanged(of: str, name: str) -> None:
-    """They name the layer, and the next right call is the one that it would have been."""
+    """The error names the layer."""
     arguments, message = WRONG[name]
     layer: Any = make("grouped").eval()
     layer = layer.indexer if of == "indexer" else layer
@@ -313,7 +312,7 @@ def test_attend_that_raises_leaves_cache_unchanged() -> None:
 
 def test_layer_with_process_group_refuses_cache() -> None:
     class Group:
-        """Stands for a group of several ranks."""
+        """Simulates a process group of several ranks."""
 
     layer = make("heads").eval()
     layer.indexer.ranks = dsa.LightningIndexer(DIM, 3, 12, 5, group=Group()).ranks

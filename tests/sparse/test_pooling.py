@@ -1,4 +1,4 @@
-"""Compressed keys: fa.compress and CANN's compressor by loops and in several calls."""
+"""Compressed keys: fa.compress and CANN's compressor against loops, in one and in several calls."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_compress_in_several_calls_is_bitwise_equal_to_one_call(overlap: bool) -
 
 @pytest.mark.parametrize(("ratio", "dim", "overlap"), [(24, 488, False), (12, 256, True), (4, 256, True)])
 def test_compress_gradients_of_large_call_are_bitwise_equal_to_small_calls(ratio: int, dim: int, overlap: bool) -> None:
-    """Gradients of more than 8 MB are written past the caches; windows without overlap do not depend on others."""
+    """Gradients of more than 8 MB are written past the caches. Windows without overlap are independent."""
     channels, tokens = dim * (1 + overlap), 4416
     kv, gate = (drawn(1, tokens, 1, channels, seed=n, dtype=torch.bfloat16) for n in range(2))
     dout = drawn(1, tokens // ratio, 1, dim, seed=2, dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def test_compress_gradients_of_large_call_are_bitwise_equal_to_small_calls(ratio
     large = gradients(0, tokens // ratio)
     assert sum(t.nbytes for t in large) > 8 << 20
     for first in (0, 7, tokens // ratio - 12):
-        # With overlap a window's rows also count in the next one, and the first window of a call pools its own alone.
+        # With overlap a window's rows also count in the next window, and a call's first window pools only its rows.
         inside = slice(ratio * overlap * (first > 0), -ratio if overlap else None)
         for one, small in zip(large, gradients(first, 12), strict=True):
             begin = slice(first * ratio, (first + 12) * ratio)
@@ -157,7 +157,7 @@ def weights(coff: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def state_of(coff: int, mode: int, sequences: int) -> dict[str, Tensor]:
-    """Blocks of garbage, given to sequences in a mixed order."""
+    """Returns a state cache of NaN and a block table in mixed order."""
     cache = torch.full((3 * sequences + 1, 16 if mode == 1 else 40, 2 * coff * DIM), float("nan"))
     order = torch.randperm(3 * sequences, generator=torch.Generator().manual_seed(4)).int() + 1
     table = order[: 2 * sequences].view(sequences, 2) if mode == 1 else order[:sequences]
@@ -189,7 +189,7 @@ def test_compressor_matches_pooling_of_projections_by_loops(coff: int, mode: int
     ("coff", "mode"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 1)))]
 )
 def test_compressor_in_several_calls_continues_from_saved_state(coff: int, mode: int) -> None:
-    """Sequences at positions of their own; windows that begin inside the state, both halves of them."""
+    """Sequences have different positions; the first rows of windows come from the saved state."""
     x, w, given = drawn(2, 23, H, dtype=torch.float64).float(), weights(coff), state_of(coff, mode, 2)
     parts: list[list[Tensor]] = [[], []]
     at = [0, 0]

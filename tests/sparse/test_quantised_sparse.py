@@ -1,4 +1,4 @@
-"""torch_npu's indexer and sparse attention over int8 beside loops that restate their pages in float64."""
+"""torch_npu's indexer and sparse attention over int8 keys, against float64 loops by the text of torch_npu's pages."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def powers(*shape: int) -> torch.Tensor:
-    """Powers of two, some negative, so that float32 holds every score and the choice is one."""
+    """Returns signed powers of two: float32 holds every score, so only one selection is right."""
     return (
         2.0 ** torch.randint(-2, 3, shape, generator=GENERATOR)
         * torch.tensor([1.0, 1, 1, -1])[torch.randint(0, 4, shape, generator=GENERATOR)]
@@ -36,7 +36,7 @@ PAGES, PAGE_SCALES = integers(12, SLOTS, 1, D), powers(12, SLOTS, 1)
 
 
 def of(pages: torch.Tensor, b: int) -> torch.Tensor:
-    """The keys of a sequence, end to end."""
+    """Returns the keys of sequence b without pages."""
     return pages[TABLE[b].long()].flatten(0, 1)[: KEYS[b]]
 
 
@@ -85,7 +85,7 @@ LATENT, ROPE, TILE = 32, 8, 8
 
 
 def cache(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed bytes, and what they mean in float64: [pages, slots, 1, latent + rope]."""
+    """Returns packed bytes, and the float64 numbers that they encode: [pages, slots, 1, latent + rope]."""
     numbers, rope = integers(pages, SLOTS, 1, LATENT), torch.randn(pages, SLOTS, 1, ROPE, generator=GENERATOR).to(dtype)
     scales = torch.rand(pages, SLOTS, 1, LATENT // TILE, generator=GENERATOR) / 64
     latent = numbers.double() * scales.double().repeat_interleave(TILE, -1)

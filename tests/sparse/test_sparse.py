@@ -1,4 +1,4 @@
-"""Sparse attention: golden against autograd, every back end against golden, and what must not change a result."""
+"""Sparse attention: golden against autograd, back ends against golden, changes that must not affect results."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ CASES = [
 
 
 def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
-    """All results in float64, head by head and row by row: gathered keys, a softmax, gradients by torch.autograd."""
+    """Returns all results in float64, head by head and row by row: gathered keys, a softmax, torch.autograd."""
     leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves_of(args, *DIFFERENTIABLE).items()}
     given, group = {**args, **leaves}, case.heads_q // case.heads_kv
     out, loss = torch.zeros(args["dy"].shape, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -123,7 +123,7 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_sparse_attention_matches_autograd(case: SparseCase) -> None:
-    """The witness gathers the keys of a list; golden counts how often each key is listed."""
+    """witness() gathers the keys of a list; golden counts how often each key is listed."""
     args = operands(case)
     close(golden(case, args), witness(case, args))
 
@@ -134,7 +134,7 @@ def test_sparse_attention_of_every_back_end_matches_reference(case: SparseCase) 
 
 
 def judge(case: SparseCase, args: Args) -> None:
-    """Every back end by golden."""
+    """Compares every back end with golden."""
     call = lowered(args)
     want = expected(call, None if case.page else args["dy"])
     for backend in backends(case)[1:]:
@@ -152,13 +152,13 @@ def test_golden_rounds_sparse_attention_output_once() -> None:
 
 
 def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """max + log(sum), as functions return it: [T, N] packed, else [B, N, S]."""
+    """Returns lse = max + log(sum) in the shape that functions return: [T, N] packed, else [B, N, S]."""
     lse = found["max"] + found["sum"].log()
     return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
 
 
 def test_sparse_attention_ignores_list_entries_behind_the_end_or_in_the_future() -> None:
-    """Behind a -1, behind as many entries as the row sees blocks, and in the future of the row."""
+    """A list ends at -1, or after as many entries as the row sees blocks."""
     q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 6, 1, 8)
     plain_list = torch.tensor([[[[3, 1, -1, -1, -1, -1]], [[5, 2, 0, -1, -1, -1]]]])
     odd_list = torch.tensor([[[[3, 5, 1, -1, 4, 2]], [[5, 2, 0, -1, 1, 1]]]])  # row 0 sees the keys 0 to 4
@@ -180,7 +180,6 @@ def test_sparse_attention_ignores_nan_and_infinity_in_unselected_keys() -> None:
 
 
 def test_sparse_gradients_of_list_halves_add_up_with_whole_statistics() -> None:
-    """Two halves of the lists, with the whole's statistics and output, add up to the whole's gradients."""
     case = SparseCase(lists="all", count=8, mode=0, kv_len=(8, 8), heads_kv=2, dtype="float32")
     args = operands(case)
     call, dy = in_float64(lowered(args)), args["dy"].double()

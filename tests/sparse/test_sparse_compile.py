@@ -1,4 +1,4 @@
-"""Sparse attention and the indexer under torch.compile: the same bits, one graph, lengths as inputs, clear refusals."""
+"""Sparse attention and the indexer under torch.compile: equal bits, one graph, lengths as inputs, clear errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The records of sparse attention and the indexer: the two-phase interface."""
+"""Sparse attention and the indexer through the two-phase C interface."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACL
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
-    """Poisoned memory for the results of a call, where there can be any."""
+    """Returns poisoned memory for a call's results; no memory if the call is invalid."""
     try:
         call = op.lower(bind(op, args, reads=False))  # type: ignore[misc]
     except ContractError:
@@ -90,7 +90,6 @@ def test_aclnn_sparse_attention_requires_unrequested_statistics_null_or_empty() 
 
 @pytest.mark.usefixtures("runtime")
 def test_aclnn_phase_2_reads_lists_and_lengths_changed_after_phase_1() -> None:
-    """Lists and lengths that phase 2 finds are those that count."""
     op = sparse.V1
     args = sample(op, layout="TND", K=4, D=16, Dv=16)
     lists = torch.full_like(args["sparse_indices"], 1 << 20)
@@ -121,7 +120,7 @@ def test_npu_sparse_gradients_of_empty_query_are_zero() -> None:
 
 
 def test_checks_read_device_tensors_only_on_request() -> None:
-    """Reading it waits for the device."""
+    """Reading memory of a device waits for the device."""
     elsewhere: Any = SimpleNamespace(is_meta=False, is_cpu=False)  # and nothing else of a tensor
     lengths = np.array([3])
     checks = (

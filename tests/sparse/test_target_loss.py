@@ -1,4 +1,4 @@
-"""The indexer's loss against a given target: golden against autograd and loops, every back end against golden."""
+"""The indexer's loss with a given target: golden against autograd and loops, back ends against golden."""
 
 from dataclasses import replace
 from functools import cache
@@ -51,7 +51,7 @@ def operands(case: TargetCase) -> Args:
 
 
 def both(case: TargetCase) -> list[Any]:
-    """The call with a loss, and the one with y."""
+    """Returns two lowered calls: one returns the loss, the other y."""
     return [lowered(case, operands(case), names) for names in (RESULTS, TARGET_RESULTS)]
 
 
@@ -68,7 +68,7 @@ def test_golden_target_loss_matches_formula(case: TargetCase) -> None:
 
 
 def close_with_nan(got: Results, want: Results) -> None:
-    """close(), and NaN in the same places."""
+    """Checks close values, and NaN in the same places."""
     for name, t in want.items():
         assert torch.equal(got[name].isnan(), t.isnan()), name
     close(*({name: t.nan_to_num(0.0) for name, t in each.items()} for each in (got, want)))
@@ -84,7 +84,7 @@ def test_target_loss_with_unit_target_matches_formula() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20 and c.target != "nan"], ids=lambda c: c.id)
 def test_golden_target_loss_gradients_match_autograd(case: TargetCase) -> None:
-    """The gradients of sum p (ln p - ln softmax(I)) with a constant p by torch.autograd, in float64."""
+    """torch.autograd differentiates sum p (ln p - ln softmax(I)) with a constant p, in float64."""
     args = operands(case)
     leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
     total = torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""examples/train_dsa.py killed in the middle, and what it refuses."""
+"""examples/train_dsa.py: the next run after a kill, and errors."""
 
 import os
 import runpy
@@ -17,7 +17,7 @@ STEPS = 4  # dense; then 2 of warm-up and 2 of sparse training
 
 
 def train(folder: Path, steps: int = STEPS) -> dict[str, Any]:
-    """A run to its end in this process, but for the picture; what its last checkpoint holds."""
+    """Runs the example to its end in this process, without the picture; returns its last checkpoint."""
     main = runpy.run_path(str(SCRIPT))["main"]
     main.__globals__["picture"] = lambda *_: None
     with pytest.raises(typer.Exit) as end:
@@ -28,7 +28,7 @@ def train(folder: Path, steps: int = STEPS) -> dict[str, Any]:
 
 
 def kill(folder: Path, step: int) -> int:
-    """A run killed as soon as its checkpoint has reached a step; the step in the checkpoint that it left."""
+    """Kills a run when its checkpoint reaches a step; returns the step of the last checkpoint."""
     checkpoint = folder / "checkpoint.pt"
     command = [sys.executable, str(SCRIPT), "--steps", str(STEPS), "--save-every", "1", "--folder", str(folder)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -47,7 +47,7 @@ def kill(folder: Path, step: int) -> int:
 def test_train_dsa_resumes_after_kill_with_same_losses_and_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kill -9 in the dense and in the sparse stage: the losses and weights of a run that nobody disturbed."""
+    """Runs are killed in the dense and in the sparse stage."""
     full = train(tmp_path / "whole")
     folder = tmp_path / "killed"
     first, second = kill(folder, 1), kill(folder, 7)

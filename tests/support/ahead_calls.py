@@ -70,8 +70,8 @@ class Config:
 
     Args:
         kernel: name of the kernel's function.
-        problem: the call's.
-        which: number of the launch among the kernel's in the call; -1: the last.
+        problem: the Problem of the call.
+        which: index of the launch among the launches of the kernel in the call; -1: the last.
         align: elements to which rows are aligned; 0: 16 bytes.
         rows: query rows of the sequence.
         processors: streaming multiprocessors of the GPU, by which the keys of a row are divided among programs.

@@ -56,7 +56,7 @@ def of_training() -> dict[str, Config]:
     return results
 
 
-# Scores that are only a product have different tiles. `blocked` is read for every pair of row and key.
+# Problems of the forward: plain products have separate tiles; `blocked` is read for every pair of row and key.
 FORWARDS = {
     **{f"{name} blocked": problem(**SIZES[name], has_blocked=True) for name in ("64", "128", "192", "256")},
     "64 plain": problem(64),
@@ -72,7 +72,7 @@ KEYS = {
     "128 ungrouped": problem(128, heads_kv=16),
     "192 mean": problem(**SIZES["192"], **LIGHT, **MEAN),
 }
-# Caches: (problem, query rows).
+# Decode entries: (problem, query rows).
 DECODES = {
     "128": (problem(128, **PAGES), 8),
     "128 16 rows": (problem(128, **PAGES), 4),
@@ -115,5 +115,5 @@ EVERYDAY = (
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("recompute_out 128", "recompute_query 128", "recompute_key 768 read"),
 )
-# Everyday entries that are compiled for sm_80 too.
+# Daily entries that are compiled for sm_80 too.
 OLDER = ("forward 128 plain", "query 64 read", "key 128 drawn", "decode 128 16 rows int8", "recompute_out 128")

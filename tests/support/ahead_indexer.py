@@ -101,7 +101,7 @@ LOSS: dict[str, Config] = {
     "warm_difference given": Config("warm_difference", loss(**GIVEN)),
 }
 EVERYDAY = ("indexer scores 64 heads", "indexer gradient 64 heads", "warm_target", "selected_gradients")
-# Run that spills registers: reason why no tile without spills is used.
+# Reason why no tile without spills is used, by run that spills registers.
 SPILLED = {
     "indexer gradient 128 heads sm_86": "16 bytes with Triton 3.7.1, none with 3.6.0",
     "indexer recompute sm_80": "16 bytes with Triton 3.7.1; runs where something is not finite",

@@ -14,7 +14,7 @@ SPLIT = 1024  # processors of a GPU that is so large that several programs share
 
 
 def forward(align: int = 0, recomputes: bool = False, split: bool = False, **more: Any) -> Config:
-    """Returns an entry of the forward; recomputes: of recompute_lists; split: several programs share a list."""
+    """Returns an entry of the forward; recomputes: use recompute_lists; split: several programs share a list."""
     given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
     kernel = "recompute_lists" if recomputes else "sparse_forward"
     return Config(kernel, problem(**given), align=align, processors=SPLIT if split else 1)
@@ -135,7 +135,7 @@ EVERYDAY = (
     *("sparse weights 128", "sparse slots 128", "sparse rows 16", "sum rows"),
     *("pool", "pool_gradient"),
 )
-# Run that spills registers: reason why no tile without spills is used.
+# Reason why no tile without spills is used, by run that spills registers.
 OUTSIDE = "at most 16 bytes, written before the main loop and read after it"
 FEW = "at most 24 bytes; one instruction of hundreds in a turn touches them"
 PAGES = "112 bytes, touched by 7 of 755 instructions of a turn; 32 heads keep none and take twice as long on an H100"

@@ -1,6 +1,6 @@
 """Calls the operators of the C API through ctypes: libopapi uses the Python interpreter of this process.
 
-Arguments have a record's canonical names, like those of the two-phase interface in Python.
+Arguments have canonical names, like those of the two-phase interface in Python.
 """
 
 import ctypes

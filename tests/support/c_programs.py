@@ -1,4 +1,4 @@
-"""Builds and runs C and C++ programs that use the C API, with a compiler and two folders and without Python."""
+"""Builds and runs C and C++ programs that use the C API: a compiler with the include and library folders, no Python."""
 
 import os
 import shlex

@@ -72,7 +72,6 @@ class Device:
         return "" if self.tensor[name] is not None else acl.get_recent_err_msg()
 
     def create_all(self, *rows: tuple[str, np.ndarray, list[int], int]) -> None:
-        """Creates tensors in order."""
         for row in rows:
             text = self.create(*row)
             assert not text, (row[0], text)
@@ -82,12 +81,10 @@ class Device:
         return tuple(None if name == "-" else self.tensor[name] for name in names.split())
 
     def destroy(self, names: str) -> None:
-        """Calls aclDestroyTensor for each name."""
         for name in names.split():
             check(acl.destroy_tensor(self.tensor[name]))
 
     def free(self, names: str) -> None:
-        """Calls aclrtFree for each name."""
         for name in names.split():
             check(acl.rt.free(self.address[name]))
 
@@ -137,7 +134,7 @@ def shorts(shape: list[int], value: int) -> np.ndarray:
 
 
 def unpadding_score_grad_v3(given: Given) -> Printed:
-    """Returns the floats that it prints of each output; their first half is the whole bfloat16 tensor."""
+    """Returns the floats that the program prints for each output; the first half is the whole bfloat16 tensor."""
     device, outputs = Device(given), "dq dqRope dk dkRope dv"
     head, rope, statistics, bf16 = [256, 1, 128], [256, 1, 64], [256, 1, 8], acl.ACL_BF16
     device.create_all(
@@ -279,8 +276,8 @@ def sparse_flash_attention_grad(given: Given) -> Printed:
     device.destroy("q k v sparseIndices out dOut softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope")
     device.destroy("dq dk dv dqRope dkRope")
     device.free("q k v sparseIndices softmaxMax softmaxSum out dOut")
-    # The program stores the addresses of the rope parts in the variables of dq and dk, so their own are null, and their
-    # memory is never freed, like that of the two lengths. finalize() frees it.
+    # The program stores the addresses of the rope parts in the variables of dq and dk: those of the parts are null, and
+    # the memory is never freed, like that of the two lengths. finalize() frees it.
     assert [acl.rt.free(0) for _ in ("qRope", "kRope")] == [100000, 100000]
     device.free("dq dk dv dqRope dkRope")
     device.end()

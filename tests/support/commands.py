@@ -12,7 +12,7 @@ from fusion_attention.cli import app
 
 
 class Ran(NamedTuple):
-    """The exit code of a command, and what it printed on stdout and stderr."""
+    """The exit code of a command, and its output on stdout and stderr."""
 
     code: int
     out: str
@@ -20,13 +20,13 @@ class Ran(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Both texts as one line, without colours."""
+        """The output on stdout and stderr as one line, without colours."""
         return " ".join(Text.from_ansi(self.out + self.err).plain.split())
 
 
 def run(*words: Any, stdin: str = "") -> Ran:
     """Runs `fusion-attention WORDS`; stdin: its standard input. An error that no command catches fails the test."""
-    # Without forced colour, which would make a terminal of the pipe.
+    # Unset FORCE_COLOR, which would make rich treat the pipe as a terminal.
     runner = CliRunner(env={"FORCE_COLOR": None})
     outcome = runner.invoke(app, [str(word) for word in words], input=stdin, terminal_width=200)
     assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception

@@ -1,4 +1,4 @@
-"""Calls records: returns their errors and warnings, and the functions that they describe."""
+"""Calls operators by their definitions; returns failures, warnings and the described functions."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from fusion_attention.ops.auxiliary_definitions.definitions import AUXILIARY, CO
 INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
 INTERFACES |= {name: function for name, function in cann_ops.FROM_RECORDS.items() if name in RECORDS}
-# These functions have one argument (a cache or a state) in place of several of the record's parameters.
+# Exclude functions that take one object (a cache or a state) in place of several parameters of the definition.
 del INTERFACES["decode_attention"], INTERFACES["compress"]
 AUXILIARY_INTERFACES: dict[str, Callable[..., Any]] = {
     name: cann_ops.FROM_RECORDS.get(name) or getattr(npu, name) for name in AUXILIARY
@@ -30,13 +30,12 @@ PACKED = {"input_layout": "TND"}
 
 
 def layouts(op: Op) -> list[Args]:
-    """Returns sample options for each layout of a record; [{}] if the record has no layouts."""
+    """Returns sample options for each layout of an operator; [{}] if the operator has no layouts."""
     return [{op.layout_attr: layout} for layout in op.layouts] or [{}]
 
 
 def of_versions(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Returns the marks of a record's case: every day the newest version of a function, whose rules are mostly those of
-    the versions before."""
+    """Returns the marks of a case: only the newest version of a function runs daily; older ones share most rules."""
     return () if name in NEWEST else (pytest.mark.slow,)
 
 
@@ -69,7 +68,7 @@ def one(op: Op, args: Args, **flags: bool) -> str:
 
 
 def call(op: Op, args: Args) -> Any:
-    """Calls the function that a record describes, with the function's parameter names."""
+    """Calls the function of an operator definition, with the parameter names of the function."""
     return EVERY_INTERFACE[op.name](
         **{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)}
     )

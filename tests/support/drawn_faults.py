@@ -53,7 +53,7 @@ class Roundings(TorchFunctionMode):
 
 
 def kinds(low: bool) -> dict[str, Program]:
-    """Returns the faults by name; low: only of cases in bfloat16."""
+    """Returns the faults by name; low: only faults of cases in bfloat16."""
     modules = [planted_tiles, planted_gradients, planted_decodes, faulty_list_kernels]
     modules += [] if low else [planted_compressed]  # its model is in float32
     results: dict[str, Program] = {

@@ -121,7 +121,7 @@ def _without_last(lists: Tensor) -> Tensor:
 
 
 def _moved(lists: Tensor, by: int) -> Tensor:
-    """Returns lists shifted by some rows; rows without a neighbour there keep theirs."""
+    """Returns lists shifted by some rows; rows without such a neighbour keep their lists."""
     rows = lists.shape[1]
     return lists[:, (torch.arange(rows) + by).clamp(0, rows - 1)]
 

@@ -66,7 +66,6 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """True if the model has experts."""
         return "num_experts_per_tok" in self.sizes
 
     def make(self) -> Any:

@@ -17,7 +17,7 @@ def surroundings() -> list[Any]:
 
 
 def there() -> bool:
-    """Returns True if torch.npu works; torch keeps the name of a device after its removal."""
+    """Returns True if torch.npu works, because torch keeps the name of a removed device."""
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
 
 

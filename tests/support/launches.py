@@ -30,5 +30,5 @@ def constants(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the plans made before, which cache what they launch."""
+    """Clears cached plans, because a cached plan repeats its launches."""
     monkeypatch.setattr(plan, "_PLANS", OrderedDict())

@@ -138,7 +138,7 @@ class Case:
 
     @cached_property
     def remade(self) -> Call:
-        """The call with a problem whose expected errors are those of integer keys.
+        """Returns the call with a problem that allows the errors of integer keys.
 
         A program may round dequantised rows to the dtype, or products of query rows and scales to 16 bits.
         """

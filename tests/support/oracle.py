@@ -50,7 +50,7 @@ class Call:
 
     @cached_property
     def sizes(self) -> Results:
-        """The expected errors of results() in the problem's dtype, of the tensors at the first use."""
+        """Expected errors of results() in the problem's dtype, computed from the tensors at the first use."""
         operands = load(self, self.problem.torch_dtype, torch.float32)
         size = sizes(self.problem, self.extents, operands)
         views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}

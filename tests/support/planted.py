@@ -1,4 +1,4 @@
-"""Names what all planted faults have: a call with wrong results, and edits of results after they are computed."""
+"""Types of planted faults: a call with wrong results, and edits of results after they are computed."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Capture:
     outputs: dict[str, Tensor]
 
 
-# A call with a fault, names of the mistakes that describe it, texts of its parameters in the diagnosis.
+# A call with a fault, names of the mistakes that describe the fault, texts of the fault's parameters in the diagnosis.
 Planted = tuple[Capture, tuple[str, ...], tuple[str, ...]]
 C = TypeVar("C")
 R = TypeVar("R")
@@ -29,7 +29,7 @@ Edit = Callable[[Tensor, random.Random], str]
 
 
 def fault(program: Callable[Concatenate[C, P], R]) -> Callable[P, Callable[[C], R]]:
-    """Takes a function of a call and of a fault's parameters: f(call, a, b) becomes f(a, b)(call)."""
+    """Splits the parameters of a fault's function: f(call, a, b) becomes f(a, b)(call)."""
 
     def given(*parameters: P.args, **options: P.kwargs) -> Callable[[C], R]:
         return lambda call: program(call, *parameters, **options)

@@ -194,14 +194,14 @@ Meaning = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @fault
 def _quantised(x: Call, kind: str, read: Meaning, word: str, **options: Any) -> Faulty:
-    """Has an integer cache; read: dequantises stored [S, N2, D] with scale and offset incorrectly."""
+    """Makes a call with an integer cache; read: incorrect dequantisation of stored [S, N2, D], scale and offset."""
     return stored(x, kind, read, **options), (word,)
 
 
 def stored(x: Call, kind: str, read: Meaning, swapped: bool = False) -> Capture:
     """Makes a call over a padded integer cache with offsets.
 
-    kind: "channel", "token" or "int4". swapped: keys have the scales and offsets of values, and values those of keys.
+    kind: "channel", "token" or "int4". swapped: exchange the scales and offsets of keys and of values.
     """
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     heads, dim, slots = x.pool[0].shape[2], x.pool[0].shape[3], max(x.lengths) + 5
@@ -285,7 +285,7 @@ def _next(axis: int) -> Meaning:
     return lambda t, scale, offset: (t + offset.roll(-1, axis)) * scale.roll(-1, axis)
 
 
-# Name of a fault: (the fault, names of the mistakes that describe it).
+# Faults by name: (the fault, names of the mistakes that describe it).
 FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "entries a column to the right": (_tables(lambda t: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
     "entries a column to the left": (_tables(lambda t: t.roll(1, 1), "kv", "to the left"), ("page-table",)),

@@ -154,7 +154,7 @@ def _scaled(x: Call, dq: float | None, dk: float | None, word: str) -> Planted:
 
 @fault
 def _of_heads(x: Call, weights: Callable[[Call], tuple[list[float], str]]) -> Planted:
-    """Sums dk and dv over a group's heads with other weights."""
+    """Sums dk and dv over a group's heads with wrong weights."""
     factors, word = weights(x)
     by = torch.tensor(factors).repeat(x.k.shape[1])[:, None, None]
     return kernel(x, times=lambda kind, i, j: 1.0 if kind == "dq" else by), (word,)
@@ -171,7 +171,7 @@ def _mean(x: Call) -> tuple[list[float], str]:
 
 
 def _side(kinds: str) -> str:
-    """The tiles that a gradient is summed over: of keys for dq, of rows for dk and dv."""
+    """Returns the tiles over which a gradient is summed: tiles of keys for dq, of rows for dk and dv."""
     return "keys" if "dq" in kinds else "rows"
 
 
@@ -256,7 +256,7 @@ def _edited(x: Call, name: str, edit: Edit) -> Planted:
 
 _NEXT_HEAD = moved(lambda t: t.roll(-1, 1), "head")
 _LOG2E = 1 / math.log(2)
-# Name of a fault: (the fault, names of the mistakes that describe it, properties of calls that can have it).
+# Faults by name: (the fault, names of the mistakes that describe it, properties of calls that can have it).
 FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, Any]]] = {
     "no delta": (_fixed(delta="missing"), ("delta-missing",), {}),
     "delta is added": (_fixed("added", delta="added"), ("delta-wrong",), {}),

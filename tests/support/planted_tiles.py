@@ -142,13 +142,13 @@ Faulty = tuple[Tensor, Words]  # a wrong output, and the words
 
 @fault
 def _fixed(x: Call, word: str, **options: Any) -> Faulty:
-    """Has no drawn parameters; word: its text, with {tile} for the tile's size."""
+    """Makes a fault without drawn parameters; word: its description, with {tile} for the tile size."""
     return kernel(x, **options), (word.format(tile=x.tile),)
 
 
 @fault
 def _at_tile(x: Call, which: str, word: str, run: Callable[[Call, int], Tensor]) -> Faulty:
-    """Has one tile; which: "first", "inner" or "last"."""
+    """Makes a fault in one tile; which: "first", "inner" or "last"."""
     last = len(x.tiles()) - 1
     number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
     partial = "the last, partial tile of", f" {x.tile}"
@@ -216,7 +216,7 @@ _TILE_TWICE = moved(lambda out: torch.cat((out[:, :, :-16], out[:, :, -32:-16]),
 _HEAD_TWICE = moved(lambda out: torch.cat((out[:, :1], out[:, :1], out[:, 2:]), 1), "head")
 _REVERSED_HEADS, _OTHER_SEQUENCE = moved(lambda out: out.flip(1), "head"), moved(lambda out: out.flip(0), "sequence b")
 _TILES = "key tiles of {tile}"
-# Name of a fault: (the fault, names of the mistakes that describe it).
+# Faults by name: (the fault, names of the mistakes that describe it).
 FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "the accumulator is not rescaled": (_fixed(f"accumulator, {_TILES}", unscaled="out"), ("rescale-missing",)),
     "the sum is not rescaled": (_fixed(f"sum of weights, {_TILES}", unscaled="sum"), ("rescale-missing",)),

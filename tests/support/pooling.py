@@ -21,7 +21,7 @@ class Case:
     """Sequences of rows, packed or padded to `size` rows.
 
     Args:
-        dim: channels of a result. before: as of Windows.
+        dim: channels of a result. before: as in Windows.
     """
 
     ratio: int = 4
@@ -39,7 +39,7 @@ class Case:
         return self.dim * (1 + self.overlap)
 
     def rows(self, seed: int, dtype: torch.dtype) -> Tensor:
-        """Rows [B, size, heads, channels], with NaN around and behind every sequence."""
+        """Returns rows [B, size, heads, channels], with NaN around and after every sequence."""
         generator = torch.Generator().manual_seed(seed)
         memory = torch.full((len(self.lengths), self.size, self.heads + 1, self.channels + 3), torch.nan, dtype=dtype)
         rows = memory[:, :, 1:, 2:-1]
@@ -48,7 +48,7 @@ class Case:
         return rows
 
     def pack(self, rows: Tensor, windows: bool = False) -> Tensor:
-        """Padded rows (or windows) as this case has them in memory."""
+        """Copies padded rows (or windows) to the memory layout of the case."""
         counts = [max(n // self.ratio - self.before, 0) if windows else n for n in self.lengths]
         return torch.cat([rows[b, :n] for b, n in enumerate(counts)]) if self.packed else rows
 
@@ -67,7 +67,7 @@ class Case:
         return call
 
     def upstream(self, dtype: torch.dtype) -> Tensor:
-        """Gradients of padded results, NaN behind the last one."""
+        """Returns gradients of padded results, with NaN after the last result."""
         room = max(self.size // self.ratio - self.before, 0)
         dout = torch.randn(len(self.lengths), room, self.heads, self.dim, generator=torch.Generator().manual_seed(5))
         for b, n in enumerate(self.lengths):
@@ -76,7 +76,7 @@ class Case:
 
 
 def both(call: Pooling, dout: Tensor, run: Run) -> tuple[Tensor, ...]:
-    """Computes the results of NAMES; without a bias, the last is missing."""
+    """Computes the results of NAMES; without a bias, the last result is absent."""
     return *run(call).values(), *run(PoolingBackward(call, dout)).values()
 
 

@@ -1,4 +1,4 @@
-"""Lowered calls of inference attention: the same call in float64, and a run whose results are poisoned before."""
+"""Lowered calls of inference attention: conversion to float64, and a run with poisoned results."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from fusion_attention.plan import compute
 
 
 def in_float64(call: InferenceCall) -> InferenceCall:
-    """Returns the same call in float64; stored integers and their scales stay."""
+    """Returns the same call in float64; stored integers and their scales do not change."""
 
     def promote(t: Any) -> Any:
         if isinstance(t, tuple):

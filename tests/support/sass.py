@@ -1,6 +1,6 @@
-"""Reads a kernel's machine code: finds the innermost loop that multiplies and counts its instructions.
+"""Reads a kernel's machine code: finds the innermost loop with multiplications and counts its instructions.
 
-Where other instructions limit the tensor cores, this number determines a kernel's speed, and it needs no GPU.
+If other instructions limit the tensor cores, their number determines the speed of a kernel; no GPU is needed.
 """
 
 import re

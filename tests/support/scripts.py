@@ -1,4 +1,4 @@
-"""Runs programs in processes forked from one that has imported modules already: torch alone takes 2 seconds."""
+"""Runs programs in processes forked from one with imported modules, because importing torch takes 2 seconds."""
 
 import json
 import os

@@ -207,7 +207,6 @@ def named(name: str | int) -> dict[str, Any]:
 
 @cache
 def one(name: str | int) -> dict[str, torch.Tensor]:
-    """Returns the results of one process."""
     return of_one(named(name))
 
 

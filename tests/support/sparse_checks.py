@@ -50,7 +50,6 @@ def check_half_of_a_loss(result: torch.Tensor, leaves: Results, want: Results) -
 
 
 def cloned(args: Args) -> Args:
-    """Returns the arguments with cloned tensors."""
     return {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
 
 

@@ -78,7 +78,7 @@ def layers_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def in_float64(model: Any) -> Iterator[None]:
-    """Makes transformers' modules and ours compute everything in float64."""
+    """Makes the modules of transformers and of this package compute everything in float64."""
     with pytest.MonkeyPatch.context() as patch, fa.use_backend("golden"):
         patch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -76,8 +76,7 @@ def launched(run: str) -> Launched:
 
 
 def source(one: Launched, of: type[ASTSource] = ASTSource) -> ASTSource:
-    """Returns a kernel's source, of a class of Triton's, with the types of its arguments; pointers are aligned to 16
-    bytes."""
+    """Returns the source of a kernel with the types of its arguments; pointers are aligned to 16 bytes."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

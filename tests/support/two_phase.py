@@ -1,4 +1,4 @@
-"""Calls the two-phase interface with the arguments of a record: handles, poisoned outputs and both phases."""
+"""Calls the two-phase interface with arguments by canonical name: makes handles, poisons outputs, runs the phases."""
 
 import warnings
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ def handle(value: Any, tensors: bool = False) -> Any:
 def handles_of(
     op: Op, args: Mapping[str, Any], outputs: Mapping[str, torch.Tensor | None], tensors: bool = False
 ) -> dict[str, Any]:
-    """Returns the arguments of phase 1 by the record's names."""
+    """Returns the arguments of phase 1 by canonical name."""
     values = {p.name: args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params}
     return {name: handle(value, tensors) for name, value in values.items()}
 

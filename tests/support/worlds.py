@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 def text_of(call: Callable[[], Any], *errors: type[Exception]) -> str:
-    """The type and text of the error that a call raises, "" where it raises none; errors: GroupError by default."""
+    """Returns type and text of the error that a call raises, or "" without one; errors: GroupError by default."""
     from fusion_attention.distributed import GroupError
 
     expected = errors or (GroupError,)
@@ -66,7 +66,7 @@ class Worlds:
         return results
 
     def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """Returns the same as run(), with a Failed as the result of a rank that raises."""
+        """Returns the same as run(), but a Failed as the result of each rank that raises."""
         if not self._processes:
             self._begin()
         request = pickle.dumps((world, next(self._cases) * GROUPS, case, args))

@@ -1,6 +1,4 @@
-"""The interfaces under torch.compile, export, autocast, function transforms and modes: the same bits, one graph for all
-lengths, and clear refusals.
-"""
+"""The interfaces under torch.compile, export, autocast, transforms and modes: equal bits, one graph, clear errors."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""The interfaces of training attention: the same call by other words has the same bits, torch's operators included;
-drawn dropout; and what a call may not ask for is said clearly.
-"""
+"""Interfaces of training attention: equal calls give equal bits, torch's operators included; dropout; clear errors."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarnin
 
 
 def values_of(args: Args) -> Args:
-    """The same call without strange strides, gaps, or NaN where no sequence lies."""
+    """Returns the arguments without unusual strides, gaps, or NaN outside of sequences."""
     return {n: torch.nan_to_num(t).contiguous().clone() if isinstance(t, torch.Tensor) else t for n, t in args.items()}
 
 
@@ -85,7 +83,7 @@ def test_npu_fusion_attention_v1_v2_v3_are_bitwise_equal(case: Case) -> None:
     args = {**operands(case), **({} if case.sink else {"sink": None})}
     results = {}
     for version, (forward, op, backward, grad_op) in VERSIONS.items():
-        # v3 takes no seed: it draws one, so all versions draw the same.
+        # v3 takes no seed and draws one: all versions draw the same after an equal seed of torch.
         torch.manual_seed(7)
         out, top, total, _, seed, offset, *_ = call_interface(forward, op, {**args, "seed": 0, "offset": 0})
         saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "seed": seed, "offset": offset}
@@ -117,7 +115,7 @@ def test_empty_optional_tensor_equals_an_omitted_argument(name: str, nothing: to
 
 
 def packed_bits(case: Case, seed: int, offset: int) -> torch.Tensor:
-    """What philox draws for a case, as an explicit mask."""
+    """Returns the dropout mask that philox draws for a case, as explicit bits."""
     drawn = [
         dropout.keep_from_philox(seed, offset, case.keep_prob, b * case.heads_q, case.heads_q, slice(0, q), slice(0, k))
         for b, (q, k) in enumerate(zip(case.q_len, case.kv_len, strict=True))
@@ -194,7 +192,6 @@ OPCHECKED = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda case: case.id)
 def test_registered_operators_equal_eager_and_pass_opcheck(case: Case) -> None:
-    """They have the bits of the eager call, and pass torch's own checks, with gradients and without."""
     args = values_of(operands(case))
     want = compute(case, args)
     names = [n for n in FLOATS[:-1] if args[n] is not None and (n != "pse" or "dpse" in want)]
@@ -255,7 +252,7 @@ def test_float64_is_computed_only_by_the_golden_back_end(backend: str) -> None:
     assert fa.attention(q, q, q, backend="golden").dtype == torch.float64
 
 
-# --------------------------------------------------------------------------------------- only the Python API says it
+# -------------------------------------------------------------------------------------------- only in the Python API
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Words of other libraries at attention(): an error that gives ours."""
+"""Keywords of other libraries passed to attention(): the error names this library's keyword."""
 
 import inspect
 import re
@@ -45,7 +45,7 @@ def test_unknown_keyword_error_suggests_the_nearest_parameter() -> None:
 
 
 def test_bnsd_tensors_passed_as_bsnd_raise_or_warn() -> None:
-    """[B, N, S, D] as layout BSND: eight heads of 6 and 4 tokens would be eight tokens of 6 and 4 heads."""
+    """Read as [B, S, N, D], 8 heads of 6 and 4 tokens are 8 tokens of 6 query and 4 key heads."""
     q, k = torch.randn(2, 8, 6, 16), torch.randn(2, 8, 4, 16)
     with pytest.raises(fa.ContractError, match='layout="BNSD"'):
         fa.attention(q, k, k)

@@ -1,4 +1,4 @@
-"""Changes of one place by several: ended in any order, from any thread, interrupted, beside changes of others."""
+"""Several patches of one attribute: ended in any order, from any thread, interrupted, with patches of other code."""
 
 import importlib
 import importlib.metadata
@@ -29,17 +29,17 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def place() -> Any:
-    """Something with a function `name` that says who was called."""
+    """Returns an object with a function `name` that returns "base"."""
     return SimpleNamespace(name=lambda: "base")
 
 
 def named(word: str) -> Callable[[Layer], Any]:
-    """What wraps a function, and says its own word before the other's as long as it is on."""
+    """Returns a wrapper that puts a word before the result of the wrapped function while the layer is on."""
     return lambda layer: lambda: f"{word} {layer.below()}" if layer.on else layer.below()
 
 
 def foreign(owner: Any) -> None:
-    """Somebody who wraps what is there, and knows nothing of a registry."""
+    """Wraps owner.name without the registry of changes, as other libraries do."""
     below = owner.name
     owner.name = lambda: f"foreign {below()}"
 
@@ -118,7 +118,7 @@ def test_ended_patch_removes_attributes_that_were_absent_before() -> None:
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Threads that are interrupted everywhere."""
+    """Makes threads switch after a microsecond."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -152,11 +152,11 @@ def test_patches_of_concurrent_threads_restore_the_original(hasty: None) -> None
 
 
 class Fails(Exception):
-    """Raised by a place."""
+    """An error that Guarded raises."""
 
 
 class Guarded:
-    """An object that may refuse to be changed."""
+    """An object that raises `error` when `name` is set."""
 
     def __init__(self) -> None:
         self.name, self.error = 0, None
@@ -217,7 +217,7 @@ def test_interrupted_end_of_a_patch_is_completed_by_the_next_patch() -> None:
 
 @pytest.mark.parametrize("ended", [0, 1])
 def test_patch_ended_during_another_patch_restores_the_original(ended: int) -> None:
-    """As the collector makes it, when it finds a generator that holds a patch."""
+    """The garbage collector ends a patch at any time if it frees a generator that holds the patch."""
     owner = place()
     base, there = owner.name, [Changes(), Changes()]
     for word, changes in zip("ab", there, strict=True):
@@ -231,7 +231,7 @@ def test_patch_ended_during_another_patch_restores_the_original(ended: int) -> N
 
 
 def test_patches_ended_during_another_end_restore_the_original() -> None:
-    """As above; a place that notices its change stands for the collector."""
+    """A setter that ends other patches stands for the garbage collector."""
 
     class Noticing:
         name = 0
@@ -252,7 +252,7 @@ def test_patches_ended_during_another_end_restore_the_original() -> None:
 
 
 class Both(Counted):
-    """Two changes of one object."""
+    """A patch with two changes of one object."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
-"""Calls of one signature that come again: their plan is found before anything is lowered; nothing that may differ is
-taken as known.
+"""Repeated calls of one signature: the plan is found before the call is lowered, and changed arguments are noticed.
 
-Every call here is made three times first: the first is planned, the second prepared, the third
-runs over addresses alone.
+Each test first calls three times: the first call is planned, the second prepared, the third runs on addresses alone.
 """
 
 import threading
@@ -34,7 +32,7 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def same_bits_of(call: Callable[[], Any]) -> Any:
-    """The results of the third call, which are those of the first, in memory of their own."""
+    """Returns the result of the third of three calls, after checking equal bits in separate memory."""
     result = [call() for _ in range(3)]
     flat = [[t] if isinstance(t, torch.Tensor) else list(t) for t in result]
     addresses = [t.data_ptr() for results in flat for t in results if t.numel()]
@@ -45,7 +43,7 @@ def same_bits_of(call: Callable[[], Any]) -> Any:
 
 
 def forgotten(call: Callable[[], Any]) -> Any:
-    """The results of a call that nothing is known of."""
+    """Returns the results of a call after all cached signatures are cleared."""
     for op in RECORDS.values():
         op.signatures.clear()
     return call()
@@ -53,7 +51,7 @@ def forgotten(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What ran over addresses alone."""
+    """Records the prepared calls that run."""
     ran: list[Any] = []
     before = Prepared.run
 
@@ -109,7 +107,7 @@ def test_repeated_attention_calls_reuse_the_plan_and_are_equal(tokens: int, stat
 
 
 def test_repeated_calls_return_means_for_empty_rows(prepared: list[Any]) -> None:
-    """The core leaves them to the back end's Python."""
+    """Means of empty rows are computed in Python, not in the core."""
     q, k = rows(1, 4, 2, 16), rows(1, 4, 2, 16, seed=1)
     for tokens in (4, 1):
         given: dict[str, Any] = {"band": fa.Band(hi=-2), "empty_rows": "mean", "return_lse": True}
@@ -127,7 +125,7 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def fused(seed: int, **more: Any) -> torch.Tensor:
-    """Paged integers with scales of channels."""
+    """Returns fused attention over paged integers with a scale per channel."""
     keys = [integers(seed + n, 4, 16, 64) for n in range(2)]
     scales = {f"{side}_antiquant_scale": half(2, 1, 32, seed=seed).abs() for side in ("key", "value")}
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
@@ -137,7 +135,7 @@ def fused(seed: int, **more: Any) -> torch.Tensor:
 
 
 def stacked(seed: int) -> torch.Tensor:
-    """Scales of keys and values in one tensor, of which values' are the second half."""
+    """Returns fused attention with the scales of keys and values in one tensor, keys first."""
     keys = [integers(seed + n, 2, 2, 9, 32) for n in range(2)]
     return npu.npu_fused_infer_attention_score(
         half(2, 4, 1, 32, seed=seed), *keys, num_heads=4, num_key_value_heads=2, input_layout="BNSD", scale=0.2,
@@ -155,7 +153,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def lists_of(seed: int, *shape: int, keys: int) -> torch.Tensor:
-    """Lists of different keys, of which each has between no entry and all."""
+    """Returns lists of distinct keys with random lengths, filled up with -1."""
     order = drawn(seed, *shape[:-1], keys).argsort()[..., : shape[-1]].int()
     length = (drawn(seed, *shape[:-1], 1).abs() * shape[-1]).int()
     return order.masked_fill(torch.arange(shape[-1]) >= length, -1)
@@ -167,14 +165,14 @@ def selected(seed: int, **more: Any) -> Any:
 
 
 def for_lengths(lists: torch.Tensor, kv_len: Sequence[int] = (), **_: Any) -> torch.Tensor:
-    """The lists, empty for sequences without keys."""
+    """Returns the lists, emptied for sequences without keys."""
     for b, count in enumerate(kv_len):
         lists[b].masked_fill_(torch.tensor(count == 0), -1)
     return lists
 
 
 def two_sources(seed: int, **more: Any) -> Any:
-    """Keys and compressed keys in pages of different sizes."""
+    """Returns compressed_attention with keys and compressed keys in pages of different sizes."""
     tables = {"page_table": torch.tensor([[2, 0], [1, 3]]), "compressed_page_table": torch.tensor([[1], [0]])}
     q, k, compressed = rows(2, 3, 4, 16, seed=seed), rows(4, 8, 1, 16, seed=seed), rows(2, 4, 1, 16, seed=seed)
     lengths = {"kv_len": [13, 9], "compressed_len": [3, 2], "residual": [1, 0]}
@@ -232,7 +230,6 @@ UNPREPARED = {"bias of columns", "expanded values", "wide lists"}  # an operand 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_cached_plan_reads_new_tensors_of_the_same_signature(name: str, prepared: list[Any]) -> None:
-    """A prepared call reads all of its tensors where they are now."""
     call = OTHERS[name]
     for seed in (1, 1, 1):
         call(seed)
@@ -245,7 +242,7 @@ def test_cached_plan_reads_new_tensors_of_the_same_signature(name: str, prepared
             call(seed)
 
 
-# -------------------------------------------------------------------------------------------------- what values change
+# ----------------------------------------------------------------------------------------- values that change in place
 
 
 @pytest.mark.parametrize("make", [list, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32), np.array])
@@ -289,7 +286,7 @@ def test_block_table_changed_in_place_is_read_and_checked_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("entry", [5, -2, 2**31 - 1])
 def test_selected_key_indices_changed_in_place_are_checked_again(entry: int, dtype: torch.dtype) -> None:
-    """An entry of the second sequence, of which the first sequence has a key."""
+    """The entry is a key of the first sequence, but beyond the keys of the second."""
     q, k = rows(2, 3, 4, 16), rows(2, 9, 1, 16, seed=1)
     lists = torch.arange(4).expand(2, 3, 1, 4).to(dtype).contiguous()
     same_bits_of(lambda: fa.sparse_attention(q, k, None, lists, kv_len=[9, 4]))
@@ -307,7 +304,6 @@ def test_refuses_tensor_with_shrunk_storage_after_repeated_calls() -> None:
 
 
 def test_cached_plan_of_aliased_inputs_accepts_distinct_tensors() -> None:
-    """One tensor in three places is no pattern for three tensors."""
     one = rows(1, 5, 2, 16)
     same_bits_of(lambda: fa.attention(one, one, one))
     q, k, v = (rows(1, 5, 2, 16, seed=n) for n in (1, 2, 3))
@@ -322,7 +318,7 @@ def test_cached_plan_of_aliased_inputs_accepts_distinct_tensors() -> None:
     assert same(result, forgotten(lambda: fa.decode_attention(row, (cache, other))))
 
 
-# ------------------------------------------------------------------------------------------- who else has to be asked
+# --------------------------------------------------------------------------------- autograd, modes, tensor subclasses
 
 
 def test_attention_computes_gradients_after_repeated_calls_without_grad() -> None:
@@ -370,7 +366,7 @@ def test_autocast_applies_after_repeated_calls_without_autocast() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operators that pass."""
+    """Records the names of the operators that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +378,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Subclass(torch.Tensor):
-    """A class of tensors that sees every function."""
+    """A tensor subclass that counts calls of __torch_function__."""
 
     call_count = 0
 

@@ -1,4 +1,4 @@
-"""What torch is told around a call: defaults, threads and modes change no result, or are refused aloud."""
+"""Settings of torch around a call: defaults, threads and modes change no result, or raise an error."""
 
 import threading
 from collections import OrderedDict
@@ -57,7 +57,7 @@ def from_integers() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("call", [sink_of_attention, sink_of_selections, loss, means, from_integers])
 def test_results_do_not_depend_on_torch_default_dtype(call: Callable[[], Tensor], dtype: torch.dtype) -> None:
-    """Model loaders change it."""
+    """Model loaders change the default dtype."""
     want = call()
     torch.set_default_dtype(dtype)
     try:
@@ -111,7 +111,7 @@ families = pytest.mark.parametrize("f", [dense, selected], ids=["dense", "select
 
 @families
 def test_double_backward_raises_not_implemented(f: Function) -> None:
-    """The upstream gradient is a constant, so torch's once_differentiable would call the gradients constants too."""
+    """The upstream gradient is a constant, so once_differentiable would treat the gradients as constants."""
     q = rows(2, 6, 4, 16).requires_grad_()
     (gradient,) = torch.autograd.grad(f(q), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="cannot differentiate twice"):
@@ -143,7 +143,7 @@ def test_forward_mode_differentiation_raises_not_implemented(f: Function) -> Non
             f(forward_ad.make_dual(q, q))
 
 
-# ------------------------------------------------------------------------------------------- memory that torch pretends
+# ------------------------------------------------------------------------------------------ lazy negation, zero tensors
 
 PRETENDED = [torch._neg_view, lambda t: torch._efficientzerotensor(t.shape)]
 pretended = pytest.mark.parametrize("view", PRETENDED, ids=["negated", "zeros"])

@@ -1,7 +1,4 @@
-"""What type checkers are told is what runs: overloads, calls of layers, words that a parameter takes.
-
-tests/typed holds what the checkers must make of it.
-"""
+"""Types agree with the code: overloads, calls of layers, values of parameters. Type checkers read tests/typed."""
 
 import ast
 import inspect
@@ -22,7 +19,7 @@ OVERLOADED = {"attention": attention, "sparse_attention": sparse, "decode_attent
 
 
 def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
-    """(name, annotation, default) as written; "*" stands where the parameters that need their name begin."""
+    """Returns (name, annotation, default) as written; "*" stands before the keyword-only parameters."""
     result = function.args
     assert not result.posonlyargs
     assert result.vararg is None
@@ -93,7 +90,7 @@ by_checker = pytest.mark.parametrize(
 @pytest.mark.slow
 @by_checker
 def test_type_checkers_report_every_wrong_call_of_tests_typed(checker: str, tmp_path: Path) -> None:
-    """Without its comments every call of tests/typed that must be an error is one, in its own line."""
+    """Without `type: ignore`, each call that must be an error is reported in the line of the call."""
     text = (ROOT / "tests/typed/interfaces.py").read_text(encoding="utf-8")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if "# type: ignore[" in line]
     wrong = tmp_path / "wrong.py"

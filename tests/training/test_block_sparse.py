@@ -1,4 +1,4 @@
-"""Block masks: torch_npu's functions, those of CANN's package, and both phases."""
+"""Block masks: torch_npu's functions, the functions of CANN's package, and the two-phase interface."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class BlockCase:
-    """One call. rest: rows of the tensors that belong to no sequence."""
+    """A call. rest: rows of the tensors that belong to no sequence."""
 
     block: tuple[int, int] = (128, 128)
     layout: str = "TND"
@@ -66,7 +66,7 @@ CASES = [
 
 
 def given(case: BlockCase) -> dict[str, Any]:
-    """The arguments in poisoned memory, with dy; rows of no sequence are NaN."""
+    """Returns the arguments in poisoned memory, with dy; rows of no sequence are NaN."""
     generator = torch.Generator().manual_seed(len(case.id) + case.block[0])
     dtype = getattr(torch, case.dtype)
 
@@ -103,7 +103,7 @@ def words(case: BlockCase) -> dict[str, Any]:
 
 
 def run(case: BlockCase, args: dict[str, Any]) -> dict[str, Tensor]:
-    """out, lse and the gradients by autograd."""
+    """Returns out, lse and the gradients by autograd."""
     q, k, v = (args[name].detach().requires_grad_() for name in ("query", "key", "value"))
     out, lse = npu.npu_block_sparse_attention(q, k, v, args["block_mask"], list(case.block), **words(case))
     gradients = torch.autograd.grad(out, (q, k, v), args["dy"])
@@ -111,7 +111,7 @@ def run(case: BlockCase, args: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def hidden(case: BlockCase, mask: Tensor, b: int) -> Tensor:
-    """[N, rows, keys] of a sequence, pair by pair."""
+    """Returns the mask of a sequence pair by pair, [N, rows, keys] bool: true hides a pair."""
     rows, keys = case.q_len[b], case.kv_len[b]
     result = torch.empty(case.heads[0], rows, keys, dtype=torch.bool)
     for i, j in itertools.product(range(-(-rows // case.block[0])), range(-(-keys // case.block[1]))):
@@ -122,7 +122,7 @@ def hidden(case: BlockCase, mask: Tensor, b: int) -> Tensor:
 
 
 def sequences(case: BlockCase, tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """[N, tokens, ...] of every sequence."""
+    """Returns [N, tokens, ...] of every sequence."""
     if case.layout == "TND":
         return [t.transpose(0, 1) for t in tensor[: sum(lengths)].split(lengths)]
     heads_first = tensor if case.layout == "BNSD" else tensor.transpose(1, 2)
@@ -132,7 +132,7 @@ def sequences(case: BlockCase, tensor: Tensor, lengths: tuple[int, ...]) -> list
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_block_sparse_forward_and_gradients_match_mask_matrix_reference(case: BlockCase) -> None:
-    """By the error bound of the same attention with a matrix, sequence by sequence; nothing else is written."""
+    """Error bounds are those of attention with a mask matrix; rows of no sequence are zero."""
     args = given(case)
     results = run(case, args)
     sides = {name: case.q_len if name in ("query", "dy", "out", "lse", "dq") else case.kv_len
@@ -203,7 +203,6 @@ def test_equal_mask_tiles_share_stored_bits() -> None:
 
 
 def test_block_mask_lowers_to_tiles_on_cpu_and_to_matrix_on_other_devices() -> None:
-    """Other devices have no tiles: the same call there is lowered to a matrix."""
     args = given(BlockCase())
     lowered = {}
     for device in ("cpu", "meta"):
@@ -220,8 +219,7 @@ def test_block_mask_lowers_to_tiles_on_cpu_and_to_matrix_on_other_devices() -> N
 
 
 def test_block_sparse_results_ignore_nan_and_infinity_in_hidden_keys() -> None:
-    """NaN and infinities in keys and values that a row does not see reach neither it nor a gradient; a NaN of its own
-    stays in its row."""
+    """A NaN in a query stays in the row of the query."""
     case = BlockCase((64, 128), q_len=(256,), kv_len=(256,), rest=0)
     args = given(case)
     args["block_mask"] = torch.ones(1, 4, 4, 2, dtype=torch.int8)
@@ -241,7 +239,6 @@ def test_block_sparse_results_ignore_nan_and_infinity_in_hidden_keys() -> None:
 
 
 def test_block_sparse_lse_gradient_matches_formula() -> None:
-    """That of log(sum(exp)), beside the output's, in a call with rows that see no key."""
     q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]], dtype=torch.int8).expand(1, 2, 3, 2).contiguous()
     layout: dict[str, Any] = {"q_input_layout": "BNSD", "kv_input_layout": "BNSD", "num_key_value_heads": 2}
@@ -260,7 +257,7 @@ def test_block_sparse_lse_gradient_matches_formula() -> None:
 
 
 def test_block_mask_accepts_every_dtype_and_default_lengths_and_block_shape() -> None:
-    """Any number but 0 shows a block; without lengths all rows of a padded call count; blocks are 128 wide."""
+    """Nonzero numbers show a block; without lengths all rows count; default blocks are 128 wide."""
     q, k = torch.randn(2, 4, 200, 64), torch.randn(2, 2, 140, 64)
     mask = torch.tensor([[5, 0], [-1, 1]], dtype=torch.int8).expand(2, 4, 2, 2).contiguous()
     layout: dict[str, Any] = {
@@ -284,7 +281,7 @@ def test_block_mask_accepts_every_dtype_and_default_lengths_and_block_shape() ->
 @pytest.mark.parametrize("layout", definitions.LAYOUTS)
 @pytest.mark.usefixtures("runtime")
 def test_aclnn_block_sparse_functions_are_bitwise_equal_to_torch_npu(name: str, layout: str) -> None:
-    """The bits of torch_npu's functions, also of the gradient; softmax_lse is written where it is asked for."""
+    """softmax_lse is written only if softmax_lse_flag is 1."""
     op, grad = RECORDS[name], RECORDS["aclnnBlockSparseAttentionGrad"]
     if layout not in op.layouts:
         return

@@ -1,4 +1,4 @@
-"""Blocked tiles: every case against golden, golden against formulas that know no tiles, and the call's other words."""
+"""Blocked tiles: every case against golden, golden against formulas without tiles, other ways to pass the mask."""
 
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ from fusion_attention.testing import Case, check, compare, cut_tiles, expected, 
 from fusion_attention.testing.run_case import attention
 
 Tensor = torch.Tensor
-# Warnings of legal calls that are cases on purpose (rows behind the last sequence).
+# Some cases are legal calls that warn (rows behind the last sequence).
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 
 BASE = Case(mask="tiles", q_len=(300,), kv_len=(520,), heads_q=2, heads_kv=1)
@@ -77,7 +77,7 @@ def test_blocked_tiles_results_are_bitwise_equal_for_any_thread_count(case: Case
 
 
 def documents(lengths: tuple[int, ...]) -> Tensor:
-    """[tokens, tokens] bool: true where two tokens belong to different documents."""
+    """Returns [tokens, tokens] bool: true if two tokens belong to different documents."""
     of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return of[:, None] != of
 
@@ -100,7 +100,7 @@ def test_document_mask_of_blocked_tiles_equals_packed_sequences(dtype: str) -> N
 
 
 def leaves(dtype: torch.dtype, rows: int, keys: int) -> tuple[Tensor, ...]:
-    """q, k, v, and a gradient of out: two query heads to a head of keys."""
+    """Returns q, k, v and a gradient of out, [1, S, N, 24], with two query heads per key head."""
     generator = torch.Generator().manual_seed(rows + keys)
     shapes = ((rows, 4), (keys, 2), (keys, 2), (rows, 4))
     return tuple(torch.randn(1, *shape, 24, generator=generator).to(dtype).requires_grad_() for shape in shapes)

@@ -1,4 +1,4 @@
-"""The questions that rules ask of lengths, windows, prefixes and masks, against every small case counted by hand."""
+"""Checks of lengths, windows, prefixes and masks that rules use, against brute force over every small case."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ INFINITE = 2**31 - 1
 
 
 def sees(mode: int, pre: int, next_: int, rows: int, keys: int) -> np.ndarray:
-    """[rows, keys] of the modes whose windows are checked: 0 and 4, and 3 as the window it stands for."""
+    """Returns [rows, keys] bool, true if visible, of the modes 0, 3 and 4; mode 3 is causal, from the last key."""
     i, j = np.mgrid[:rows, :keys]
     origin = 0 if mode == 0 else keys - rows
     left, right = (INFINITE, 0) if mode == 3 else (pre, next_)
@@ -106,7 +106,7 @@ def test_cumulative_lengths_check_reports_first_descending_item(
 
 @pytest.mark.parametrize("form", ["corner", "diagonal", "batch"])
 def test_bias_table_check_refuses_masks_visible_beyond_the_diagonal(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stored rows instead of 1024; each sequence's own part of the mask is asked, and its rebuilt rows only."""
+    """Two stored rows replace the usual 1024. Only the mask's parts of sequences are read."""
     monkeypatch.setattr(checks, "TABLE_ROWS", 2)
     q_len, kv_len = np.array([4, 2, 3]), np.array([5, 4, 3])
     starts = np.cumsum(q_len) - q_len, np.cumsum(kv_len) - kv_len
@@ -152,7 +152,7 @@ def test_window_check_reports_visible_mask_element_outside_window() -> None:
 
 
 def test_window_check_counts_rows_and_keys_within_each_packed_sequence() -> None:
-    """A mask over all tokens: rows and keys count from each sequence's own, and other blocks are not read."""
+    """The mask covers all tokens; pairs of different sequences are not read."""
     q_len, kv_len = np.array([2, 3]), np.array([5, 4])
     mask = torch.zeros(5, 9, dtype=torch.uint8)
     mask[:2, :5] = 1 - torch.eye(2, 5)

@@ -1,4 +1,4 @@
-"""Dropout as torch_npu's programs use it: a mask beside a seed, masks that are drawn, and the seeds of torch."""
+"""Dropout as torch_npu's programs use it: a mask together with a seed, generated masks, and torch's seeds."""
 
 import warnings
 from typing import Any
@@ -36,7 +36,7 @@ GRADIENT = {1: npu.npu_fusion_attention_grad, 2: npu.npu_fusion_attention_grad_v
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_dropout_mask_with_matching_seed_equals_mask_drawn_from_seed(version: int) -> None:
-    """The mask says what is kept; seed and offset come back, and the gradient functions draw the same bits."""
+    """The call returns seed and offset, from which the gradient functions draw the same bits."""
     q, k, v = tensors(train=True)
     call = FORWARD[version]
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
@@ -63,7 +63,7 @@ def test_dropout_mask_with_matching_seed_equals_mask_drawn_from_seed(version: in
 
 
 def test_dropout_mask_that_contradicts_seed_is_used_with_warning() -> None:
-    """It is what drops; that the gradient functions would draw others is said."""
+    """The gradient functions would draw another mask from the seed, which the warning reports."""
     q, k, v = tensors(train=True)
     mask = torch.randint(0, 256, (65,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     alone = npu.npu_fusion_attention(q, k, v, 4, "BSND", keep_prob=KEEP, dropout_mask=mask)[0]
@@ -105,7 +105,6 @@ def test_dropout_mask_with_keep_prob_1_and_drop_bits_with_seed_are_refused() -> 
 
 
 def test_generated_dropout_mask_applied_to_softmax_equals_attention() -> None:
-    """Bits asked for, unpacked, and applied to a softmax by hand."""
     q, k, v = tensors()
     size = (2, 4, 5, 13)
     mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
@@ -222,7 +221,7 @@ def test_invalid_dropout_seeds_and_offsets_are_refused(name: str, value: Any, te
             npu.npu_fusion_attention_grad_v3(q, k, v, q, 4, "BSND", **saved, seed=torch.tensor([3]), offset=offset)
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# -------------------------------------------------------------------------------------------------------- torch.compile
 
 
 @pytest.mark.slow

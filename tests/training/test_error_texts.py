@@ -1,4 +1,4 @@
-"""The texts of errors of training attention, to the letter: masks, biases, lengths, heads, windows, layouts."""
+"""Exact error texts of training attention: masks, biases, lengths, heads, windows, layouts."""
 
 import pytest
 from support.contract_failures import PACKED, Args

@@ -1,5 +1,5 @@
-"""The float64 specification against independent witnesses: autograd through a plain formula, torch's own attention,
-finite differences, and the rule of what may reach what where memory holds NaN.
+"""The float64 reference against independent computations: autograd through a plain formula, torch's attention, finite
+differences, and a rule for the results that a NaN may reach.
 """
 
 import copy
@@ -21,7 +21,7 @@ def agree(got: Results, want: Results) -> None:
     assert got.keys() == want.keys()
     for name in want:
         for b, (g, w) in enumerate(zip(got[name], want[name], strict=True)):
-            # Inputs are of size 1, and so is what cancels in the gradients that are exactly zero.
+            # Inputs are of size 1; so are the terms that cancel in gradients which are exactly zero.
             size = w[w.isfinite()].abs().amax().clamp(min=1.0).item() if w.isfinite().any() else 1.0
             torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12 * size, msg=lambda m, at=(name, b): f"{at}: {m}")
 
@@ -140,11 +140,11 @@ def test_golden_gradients_match_finite_differences(softcap: float) -> None:
         torch.testing.assert_close(gradients[f"d{name}"][0], slope, rtol=1e-8, atol=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------- what reaches what
+# ------------------------------------------------------------------------------------------------------ reach of NaN
 
 
 def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Which rows of each result (sequence 0) must be NaN, when the row at[:2] (bias: the element at) of an input is."""
+    """Returns by result the rows (sequence 0) that are NaN if an input's row at[:2] (bias: element at) is."""
     p, heads = call.problem, torch.arange(call.problem.heads_q)
     visible, keep = seen_by(call, 0), keep_of(call, 0)
     mean = ~visible.any(-1, keepdim=True) & (p.empty_rows == "mean")
@@ -216,7 +216,6 @@ def test_golden_visible_infinite_value_causes_infinite_output_and_finite_dv(valu
 
 
 def test_golden_gradients_of_key_halves_add_up_with_whole_statistics() -> None:
-    """Two halves of the keys, each differentiated with the whole's statistics and out, give the whole's gradients."""
     full = make(replace(PROBLEM, has_sink=True), (5, 3), (8, 6))
     saved, want = forward(full), run(full)
     halves = []
@@ -243,7 +242,7 @@ def test_golden_backward_of_empty_row_divides_by_saved_sum() -> None:
     agree({n: mean[n] for n in ("dq", "dk", "dv")}, {"dq": zero["dq"], "dk": zero["dk"], "dv": [zero["dv"][0] + more]})
 
 
-# -------------------------------------------------------------------------------------------------- the operation kinds
+# ------------------------------------------------------------------------------------------------------ operation kinds
 
 
 def test_golden_rounds_only_stored_results() -> None:

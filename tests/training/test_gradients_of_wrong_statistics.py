@@ -1,7 +1,6 @@
-"""Gradients from statistics that do not belong to the inputs: no crash, nothing read or written beside the operands.
+"""Gradients from statistics that do not belong to the inputs: no crash, and no access outside the operands.
 
-Through the back ends, where every instruction-set variant is forced, and through the npu, aclnn and Python API.
-What the poisoned rows reach may be anything; everything else keeps its bits.
+Back ends run every variant, forced; interfaces are npu, aclnn and Python. Only results of poisoned rows may change.
 """
 
 import inspect
@@ -95,7 +94,7 @@ GRADIENTS = [RECORDS[f"aclnn{name}"] for name in ("FlashAttentionScoreGrad", "Fl
 
 
 def of_npu(args: Args) -> tuple[torch.Tensor, ...]:
-    """The same gradient call by npu_fusion_attention_grad_v2."""
+    """Returns the gradients of the same call by npu_fusion_attention_grad_v2."""
     names = inspect.signature(npu.npu_fusion_attention_grad_v2).parameters
     given = {name: value for name, value in args.items() if name in names and value is not None}
     return npu.npu_fusion_attention_grad_v2(**given)

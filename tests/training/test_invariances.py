@@ -1,5 +1,5 @@
-"""What must not change a bit of a result: strides, unseen memory, neighbours, packing, threads, repetition; and what a
-value that is not finite may reach.
+"""Strides, unseen memory, neighbours, packing, threads and repetition change no bit of a result; values that are not
+finite reach no other rows.
 """
 
 import math
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarnin
 
 
 def changed(args: Args, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Args:
-    """The call with some tensors replaced, those that it has."""
+    """Returns the arguments with the named tensors, unless None, replaced by change(tensor)."""
     return {**args, **{n: change(args[n]) for n in names if args[n] is not None}}
 
 
@@ -38,7 +38,7 @@ samples = pytest.mark.parametrize("case", SAMPLES, ids=lambda case: case.id)
 
 
 def transposed(t: torch.Tensor) -> torch.Tensor:
-    """The same values with elements of a row far from each other."""
+    """Returns the same values with the elements of a row far apart in memory."""
     return t.mT.contiguous().mT if t.dim() > 1 else t
 
 
@@ -53,7 +53,6 @@ def test_input_strides_do_not_change_attention_results(
 
 
 def test_expanded_inputs_give_same_bits_as_contiguous_copies() -> None:
-    """Stride 0: one K and V for the whole batch; every sequence's gradient is its own."""
     case = Case(layout="BNSD", pse="full")
     args = operands(case)
     args = {**args, **{n: args[n][:1].expand_as(args[n]) for n in ("key", "value", "pse")}}
@@ -68,7 +67,6 @@ def test_expanded_inputs_give_same_bits_as_contiguous_copies() -> None:
 def test_attention_with_mask_or_bias_without_rows_returns_empty_result(
     shape: tuple[int, ...], name: str, backend: str
 ) -> None:
-    """Nothing lies there, with whatever strides: an empty result, and no gradient."""
     q, k = torch.randn(2, 0, 4, 8, requires_grad=True), torch.randn(2, 16, 2, 8, requires_grad=True)
     matrix = torch.zeros(*shape[:-1], 32, dtype=torch.bool if name == "blocked" else torch.float32)[..., ::2]
     out = fa.attention(q, k, k, backend=backend, **{name: matrix})
@@ -100,7 +98,7 @@ def test_inputs_are_not_written(case: Case) -> None:
 
 
 def fill_unseen(case: Case, args: Args, value: float) -> Args:
-    """The call with a value wherever a float tensor holds what no row may see: keys, rows and biases."""
+    """Returns the arguments with `value` in all float elements that no row sees: keys, rows and biases."""
     filled = {n: hostile(t) if isinstance(t, torch.Tensor) and n in FLOATS else t for n, t in args.items()}
     for b in range(len(case.q_len)):
         visible = seen(case, args, b)
@@ -175,7 +173,7 @@ LARGE = [
 
 
 def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
-    """One sequence's part of every result that belongs to sequences."""
+    """Returns one sequence's part of every result that has a batch or token axis."""
     sides = {"out": "q", "dq": "q", "dq_rope": "q", "dk": "kv", "dv": "kv", "dk_rope": "kv"}
     heads = {"q": case.heads_q, "kv": case.heads_kv}
     parts = {n: part(case, results[n], s, heads[s], b) for n, s in sides.items() if n in results}
@@ -209,7 +207,7 @@ def test_packed_layout_is_bitwise_equal_to_padded_layouts(case: Case) -> None:
             for b in range(len(case.q_len)):
                 if args[name] is not None:
                     part(padded, moved[name], side, heads, b).copy_(part(case, args[name], side, heads, b))
-        # The Python API measures slopes from the same corner only when told so.
+        # ALiBi slopes start at the same corner as in the packed call; the Python API needs an option for that.
         apart = compute(padded, moved)
         for b in range(len(case.q_len)):
             same_bits(split(padded, apart, b), split(case, together, b))

@@ -1,8 +1,4 @@
-"""The leaves of the intermediate representation (band, tiles, drop bits, bias) against literal restatements of their
-rules.
-
-Every rule is written a second time here, by loops over single rows and keys, or with Python's own integers.
-"""
+"""The intermediate representation (band, tiles, drop bits, bias) against the same rules in plain Python loops."""
 
 import math
 from dataclasses import replace
@@ -21,7 +17,7 @@ from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Problem
 
 
 def sees(row: int, key: int, kv_len: int, lo: int, hi: int, prefix: int, ratio: int = 1) -> bool:
-    """The interval rule, for one row and one key, which stands for `ratio` tokens."""
+    """Returns whether a row sees a key of `ratio` tokens, by the rule of the band."""
     first, end = row + lo, math.floor((row + hi) / ratio)
     if first < 0:
         first = 0
@@ -41,7 +37,7 @@ def extents_of(q_len: list[int], kv_len: list[int], lo: list[int], hi: list[int]
 
 
 def random_extents(rng: np.random.Generator, count: int) -> Extents:
-    """Short sequences with any band: crossed, negative, infinite edges, prefixes beyond the keys, no rows, no keys."""
+    """Returns short sequences with any band: crossed, negative, infinite, prefixes beyond the keys, no rows."""
 
     def edge(away: int) -> int:
         return away if rng.random() < 0.3 else int(rng.integers(-12, 13))
@@ -53,7 +49,7 @@ def random_extents(rng: np.random.Generator, count: int) -> Extents:
 
 
 def matrices(extents: Extents, ratio: int = 1) -> list[np.ndarray]:
-    """The literal rule as one boolean matrix per sequence."""
+    """Returns the result of the rule, [q_len, kv_len] bool, for each sequence."""
     result = []
     for b in range(len(extents)):
         q_len, kv_len, lo, hi, prefix = (
@@ -64,7 +60,7 @@ def matrices(extents: Extents, ratio: int = 1) -> list[np.ndarray]:
 
 
 def of_ratio(extents: Extents) -> Extents:
-    """The extents with the bands that keys of several tokens have: no first key and no prefix."""
+    """Returns the extents with bands that compressed keys allow: no first key and no prefix."""
     return replace(extents, lo=np.full_like(extents.lo, -INFINITE), prefix=np.zeros_like(extents.prefix))
 
 
@@ -114,7 +110,7 @@ def test_band_visible_matches_rules_written_by_hand(q_len: int, kv_len: int) -> 
 def test_tiles_cover_exactly_the_visible_pairs(tiles_by, size: int, ratio: int) -> None:
     extents = random_extents(np.random.default_rng(size), 500)
     extents = extents if ratio == 1 else of_ratio(extents)
-    # by_key is the same statement about the transposed matrix.
+    # by_key lists the tiles of the transposed matrix.
     visible = matrices(extents, ratio)
     visible = visible if tiles_by is tiles.by_query else [m.T for m in visible]
     listed = [np.zeros(len(m), int) for m in visible]
@@ -157,7 +153,7 @@ def test_problem_str_group_and_flops_match_definition() -> None:
 
 
 def scalar_philox(counter: list[int], key: list[int], rounds: int = 7) -> list[int]:
-    """Philox4x32 with Python's integers, as its paper states it."""
+    """Philox4x32 in Python's integers, as in the published algorithm."""
     c, k = list(counter), list(key)
     for _ in range(rounds):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -166,7 +162,7 @@ def scalar_philox(counter: list[int], key: list[int], rounds: int = 7) -> list[i
     return c
 
 
-# The published known answers of the Random123 library.
+# Known answers, published with the Random123 library.
 ANSWERS = [
     (7, "00000000 00000000 00000000 00000000 00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
     (7, "ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
@@ -214,7 +210,7 @@ def test_slice_of_drawn_dropout_bits_equals_bits_drawn_for_the_slice() -> None:
 def test_packed_dropout_bits_match_numpy_unpackbits() -> None:
     packed = np.random.default_rng(0).integers(0, 256, 40, np.uint8)
     bits = np.unpackbits(packed, bitorder="little")
-    # Two sequences that do not start on a byte, the second with heads sharing their bits; the tensor itself offset.
+    # Two sequences that start within a byte; heads of the second share bits; the tensor has an offset.
     view = MatrixView(torch.from_numpy(packed)[2:], np.array([3, 131]), np.array([60, 0]), np.array([11, 13]), 1)
     for b, heads in ((0, 2), (1, 3)):
         got = dropout.keep_from_bits(view, b, heads, slice(1, 5), slice(2, 11))
@@ -228,7 +224,7 @@ def test_packed_dropout_bits_match_numpy_unpackbits() -> None:
 
 
 def table_view(table: torch.Tensor) -> MatrixView:
-    """One sequence's table [heads, 1024, keys]; an expanded head axis stays stride 0."""
+    """Returns a view of one sequence's table [heads, 1024, keys]; an expanded head axis keeps stride 0."""
     strides = (np.array([s]) for s in table.stride()[:2])
     return MatrixView(table, np.array([0]), *strides, 1)
 
@@ -298,7 +294,7 @@ def test_bias_matrix_and_gradient_by_tiles_match_whole_matrix(shape: tuple[int, 
 
 
 def test_bias_gradient_of_zero_rows_leaves_memory_unchanged() -> None:
-    # The last sequence has no rows, so its address lies behind the memory's end.
+    # The last sequence has no rows, so its address is the end of the memory.
     memory = torch.linspace(0, 1, 6)
     before, view = memory.clone(), MatrixView(memory, np.array([6]), np.array([3]), np.array([0]), 1)
     bias.add_matrix_gradient(view, 0, torch.zeros(1, 0, 3), slice(0, 0), slice(0, 3))

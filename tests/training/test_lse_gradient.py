@@ -1,4 +1,4 @@
-"""A loss may go through the lse of an attention, as through its output: against the formula in float64."""
+"""A loss may depend on the lse of attention, as on its output: gradients against the formula in float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,6 @@ def test_gradients_through_lse_of_sparse_attention_match_formula(parts: str) -> 
 def test_captured_backward_is_judged_right_only_with_lse_gradient(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The gradient of lse is in the file: what ignores it is wrong."""
     given, ours, _ = lists(dtype) if name == "lists" else dense(name, dtype)
     leaves = {n: t.requires_grad_() for n, t in given.items()}
     with fa.capture(tmp_path):
@@ -76,7 +75,6 @@ def test_gradients_through_lse_of_packed_rows_match_formula_also_compiled() -> N
 
 
 def test_attention_parts_merged_by_lse_have_gradients_of_whole_attention() -> None:
-    """Two parts of the keys are the whole, with its gradients."""
     given = drawn(8, torch.float32, q=(1, HEADS, ROWS, DIM), k=(1, HEADS_KV, KEYS, DIM), v=(1, HEADS_KV, KEYS, DIM))
 
     def gradients(attend: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""A score of -inf is a key not seen: what a float mask hides reaches no result and no gradient, whatever lies there.
+"""A key with a score of -inf is hidden: it reaches no result and no gradient, even if it holds NaN or infinity.
 
-Golden is judged by autograd of finite numbers, whose mask hides such keys; the CPU core by golden, and by its own bits
-where zeros lie in place of what is not finite; the interfaces by the same bits.
+Golden is compared with autograd of finite numbers; the CPU core with golden, and bit by bit with zeros in place of
+hidden values; interfaces give equal bits.
 """
 
 import copy
@@ -23,7 +23,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Problem
 from fusion_attention.testing import Case, arguments, check, expected, golden, part, pythonic
 
-# The specification adds up a bias that lies broadcast.
+# The reference accumulates into a broadcast bias, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
 INF, NAN = math.inf, math.nan
 FILLS = (NAN, INF, -INF)
@@ -31,7 +31,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 Tensor = torch.Tensor
 
 
-# --------------------------------------------------------------------------------------------------- the specification
+# -------------------------------------------------------------------------------------------------------------- golden
 
 
 def agree(got: Results, want: Results) -> None:
@@ -52,7 +52,7 @@ SPECIFIED: dict[str, tuple[dict[str, Any], str, Band | None]] = {
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", SPECIFIED)
 def test_golden_ignores_keys_with_scores_of_minus_infinity(name: str, fill: float) -> None:
-    """The witness gets finite numbers, and a mask of the pairs whose scores are -inf."""
+    """The autograd reference gets finite numbers, and a mask of the pairs with scores of -inf."""
     fields, axes, band = SPECIFIED[name]
     problem = Problem(4, 2, 3, 2, dtype="float64", scale=0.7, bias="matrix", **fields)
     wild = make(problem, (5, 3), (7, 4), band, axes)
@@ -72,7 +72,7 @@ def test_golden_ignores_keys_with_scores_of_minus_infinity(name: str, fill: floa
 
 # --------------------------------------------------------------------------------------------------------- the CPU core
 
-# Of more rows than decoding takes, whose bits depend on what it finds.
+# More rows than the decode path takes: bits of decode depend on values that are not finite.
 SIZES = {"small": ((9, 20), (5, 33)), "odd": ((61, 0, 17), (77, 4, 9)), "tiles": ((250, 40), (530, 300))}
 BANDS = {"small": Band.full(), "odd": Band.window(30, 9), "tiles": Band.causal("end")}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -83,9 +83,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def change_hidden(tame: Call) -> Call:
-    """The call with elements that are not finite at the keys that its float mask hides from all rows.
+    """Returns the call with NaN and infinity in the keys that its float mask hides from all rows.
 
-    Of every fourth such key an infinite element of K alone makes the scores -inf.
+    For every fourth such key the mask is finite: an infinite element of K alone makes the scores -inf.
     """
     wild = copy.deepcopy(tame)
     for b, bias in enumerate(tame.bias):
@@ -100,7 +100,7 @@ def change_hidden(tame: Call) -> Call:
 
 
 def masked(size: str, fields: dict[str, Any], dtype: str, axes: str) -> Call:
-    """A float mask hides some keys from all rows, some from a few, all from one; q begins with positive elements."""
+    """Returns a call with a float mask that hides keys from all, some or one row; q begins with positives."""
     problem = Problem(4, 2, 40, 24, dtype=dtype, scale=0.2, bias="matrix", **fields)
     call = converted(make(problem, *SIZES[size], BANDS[size], axes), problem.torch_dtype)
     for q, k, v, bias in zip(call.q, call.k, call.v, call.bias, strict=True):
@@ -127,13 +127,13 @@ def test_nan_and_infinity_hidden_by_float_mask_give_same_bits_as_zeros(size: str
         for owned in (False, True)[: 1 if size == "odd" else 2]:
             results = [gradients(*saved, variant, owned=owned) for saved in ((wild, got), (tame, want))]
             for each in results:
-                # 0 times what is hidden: the sign of that zero is what was multiplied, its value is what counts.
+                # 0 times a hidden value gives a zero of either sign; adding 0.0 makes it positive.
                 each["dbias"] = [tensor + 0.0 for tensor in each["dbias"]]
             same_bits(*results)
 
 
 def biased(seed: int) -> Call:
-    """A random call with a float mask anywhere, whose V, K, q and dout are not finite somewhere."""
+    """Returns a random call with a float mask and some elements of V, K and q, dout or bias not finite."""
     rng = random.Random(seed)
     call = draw_call(next(n for n in range(seed, seed + 999, 37) if draw_call(n).bias))
     for bias in call.bias:
@@ -209,7 +209,7 @@ INTERFACES = [
 
 
 def hidden_values(case: Case, fill: float) -> dict[str, Any]:
-    """The case's arguments; the last two keys of each sequence, hidden by pse, have values of `fill`."""
+    """Returns a case's arguments; the last two keys of each sequence, hidden by pse, have values of `fill`."""
     args, first = arguments(case), 0
     for b, keys in enumerate(case.kv_len):
         part(case, args["value"], "kv", case.heads_kv, b)[:, -2:] = fill

@@ -1,7 +1,4 @@
-"""The nine sparse modes, restated by literal loops over items, rows and keys, against the band of the lowering.
-
-test_training.py has calls of every mode.
-"""
+"""The bands of the nine sparse modes, against loops over sequences, rows and keys that restate CANN's page."""
 
 from itertools import product
 
@@ -15,14 +12,14 @@ Lengths = list[tuple[int, int]]
 
 
 def window(j: int, diagonal: int, pre: int, nxt: int) -> bool:
-    """A window around a diagonal; a token count of 2**31 - 1 has no end."""
+    """Returns whether key j is in a window around a diagonal; 2**31 - 1 tokens mean no limit."""
     if pre < UNLIMITED and j < diagonal - pre:
         return False
     return nxt >= UNLIMITED or j <= diagonal + nxt
 
 
 def literal(mode: int, pre: int, nxt: int, prefix: list[int] | None, items: Lengths) -> list[np.ndarray]:
-    """Per item the matrix of what the mode leaves, before a full mask is asked; CANN's page in loops."""
+    """Returns by sequence the pairs that a mode shows without its mask: CANN's page in loops."""
     with_rows = [b for b in range(len(items)) if items[b][0] > 0]
     result = []
     for b, (rows, keys) in enumerate(items):
@@ -68,7 +65,7 @@ def prefixes(items: Lengths) -> list[list[int] | None]:
 def visible_pairs(
     mode: int, items: Lengths, pre: int = UNLIMITED, nxt: int = UNLIMITED, prefix: list[int] | None = None
 ) -> list[np.ndarray]:
-    """[rows, keys] per item: the keys in the band of the lowering."""
+    """Returns by sequence the pairs in the band of the lowering, [rows, keys] bool."""
     q_len, kv_len = np.array(items, np.int64).T
     band = mode_band(mode, True, pre, nxt, None if prefix is None else np.array(prefix), q_len, kv_len)
     grids = (np.indices(item) for item in items)
@@ -96,12 +93,12 @@ def test_sparse_mode_is_ignored_without_a_mask(mode: int) -> None:
 
 
 def test_cut_batches_of_modes_7_and_8_see_same_keys_as_whole_batch() -> None:
-    """One packed batch on two cards sees, row by row, what the whole batch sees: CANN's examples of modes 7 and 8."""
-    # Mode 3 cut in the query direction: the front card in mode 7, the rear card in mode 3.
+    """CANN's examples: a packed batch that is divided between two devices."""
+    # Mode 3 divided by queries: the first device runs mode 7, the second device mode 3.
     whole_3 = literal(3, UNLIMITED, UNLIMITED, None, [(3, 3), (4, 6), (5, 5), (4, 4)])
     front_7 = visible_pairs(7, [(3, 3), (2, 6)], 6, -2)
     rear_3 = visible_pairs(3, [(2, 6), (5, 5), (4, 4)])
-    # Mode 2 cut: the front card in mode 2, the rear card in mode 8.
+    # Mode 2 divided by queries: the first device runs mode 2, the second device mode 8.
     whole_2 = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
     front_2 = visible_pairs(2, [(3, 3), (2, 4)])
     rear_8 = visible_pairs(8, [(3, 4), (5, 5), (4, 4)], 4, 1)

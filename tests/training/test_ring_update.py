@@ -1,4 +1,4 @@
-"""torch_npu's merging of partial results, and a ring of other people's making on npu_fusion_attention."""
+"""torch_npu's merge of partial results, and a ring as user programs build it on npu_fusion_attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def rows(seed: int, tokens: int, layout: str, dtype: torch.dtype = torch.float32
 
 
 class Ring:
-    """Two steps over the first and the last keys of every sequence, as programs for the chip make them."""
+    """Two ring steps, over the first and the last keys of every sequence, as programs for the chip make them."""
 
     def __init__(self, layout: str, order: str, dtype: torch.dtype, causal: bool) -> None:
         packed = layout == "TND"
@@ -53,7 +53,7 @@ class Ring:
         return {"actual_seq_qlen": ends(Q_LEN), "actual_seq_kvlen": ends(keys), "softmax_layout": self.order}
 
     def mask(self, step: int | None) -> dict[str, Any]:
-        """Row i sees the keys up to i, of both steps counted together: a mask matrix, of the padded layout."""
+        """Returns arguments with a padded mask matrix: row i sees keys up to i, counted over the two steps."""
         if not self.causal:
             return {}
         keys = torch.arange(10)
@@ -61,7 +61,7 @@ class Ring:
         return {"atten_mask": visible_keys[None] > torch.arange(7)[:, None], "sparse_mode": 1}
 
     def ordered(self, stats: Tensor) -> Tensor:
-        """Statistics [tokens, heads] as this ring's lie: packed, those of a sequence head by head, or so."""
+        """Returns statistics [tokens, heads] in the ring's order: by token, or packed by sequence and head."""
         if self.layout != "TND" or self.order == "TND":
             return stats
         return torch.cat([of_one.mT.reshape(-1, HEADS) for of_one in stats.split(Q_LEN)])
@@ -93,7 +93,7 @@ RINGS = [("SBH", "", True), ("SBH", "", False), ("TND", "", False), ("TND", "TND
 def test_ring_of_two_steps_matches_attention_over_all_keys(
     layout: str, order: str, causal: bool, dtype: torch.dtype
 ) -> None:
-    """Results, statistics, and gradients of each step's keys from merged statistics, or from their logarithm alone."""
+    """Gradients are computed from the merged statistics, and from their lse alone."""
     ring = Ring(layout, order, dtype, causal)
     merged, wanted = ring.merged(), of_two_steps(ring)
     for name, ours in zip(LANES, merged, strict=True):
@@ -113,7 +113,7 @@ def test_ring_of_two_steps_matches_attention_over_all_keys(
 
 
 def of_two_steps(ring: Ring) -> dict[str, Expected]:
-    """What the whole call should give, where each step's results are stored in the dtype before they are merged."""
+    """Returns expected results; error bounds include the rounding of each step's results to the dtype."""
     args: dict[str, Any] = {"q": ring.q, "k": ring.k, "v": ring.v, "layout": ring.layout, "scale": DIM**-0.5}
     if ring.layout == "TND":
         args |= {"q_len": Q_LEN, "kv_len": KV_LEN}
@@ -139,7 +139,7 @@ def of_two_steps(ring: Ring) -> dict[str, Expected]:
 
 
 def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics as other rings hand them over: the log-sum for the maximum, and a sum of 1."""
+    """Returns statistics as other ring programs pass them: lse as the maximum, and a sum of 1."""
     return out, max_ + sum_.log(), torch.ones_like(sum_)
 
 
@@ -151,7 +151,6 @@ def test_ring_update_ignores_leading_zero_of_cumulative_lengths(order: str) -> N
 
 @pytest.mark.parametrize("order", ["", "TND"])
 def test_ring_update_with_empty_partial_returns_packed_partial_unchanged(order: str) -> None:
-    """Merging twice with the keys of no one gives back what came, wherever it lay."""
     ring = Ring("TND", order, torch.float32, False)
     out, max_, sum_ = ring.forward(0)
     nothing = torch.zeros_like(out), torch.full_like(max_, -torch.inf), torch.zeros_like(sum_)
@@ -161,7 +160,7 @@ def test_ring_update_with_empty_partial_returns_packed_partial_unchanged(order: 
 
 
 def test_ring_update_of_rows_without_keys_keeps_the_other_partial() -> None:
-    """In one step they weigh nothing; in both they keep what the first said."""
+    """If the row has no keys in the two partials, the first output stays."""
     ring = Ring("SBH", "", torch.float32, True)
     first = ring.forward(0)
     blind = npu.npu_fusion_attention(
@@ -179,7 +178,7 @@ def test_ring_update_of_rows_without_keys_keeps_the_other_partial() -> None:
     assert all(t.isnan().all() for t in npu.npu_ring_attention_update(*zeros, *poisoned))
 
 
-# ------------------------------------------------------------------------------------------------- the merge of all
+# ----------------------------------------------------------------------------------------- merge of partial results
 
 
 def partial(out: float, max_: float, sum_: float) -> Partial:
@@ -218,7 +217,7 @@ def test_sink_joined_to_partial_acts_as_key_without_value() -> None:
     assert not into.max.any()
 
 
-# -------------------------------------------------------------------------------------------------- a list of ranks
+# ------------------------------------------------------------------------------------------------- merge over ranks
 
 
 def test_attention_update_weights_ranks_by_softmax_of_lse() -> None:
@@ -239,7 +238,7 @@ def test_attention_update_weights_ranks_by_softmax_of_lse() -> None:
     assert alone.dtype == torch.bfloat16
 
 
-# ------------------------------------------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------------------------------------------ invalid input
 
 GOOD: dict[str, Any] = {
     "prev_attn_out": torch.zeros(5, 4, 8), "cur_attn_out": torch.zeros(5, 4, 8), "input_layout": "TND",
@@ -249,7 +248,7 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-# The faults of lengths, storages, devices and layouts of memory that all definitions refuse are in tests/contract.
+# Errors of lengths, storages, devices and strides that all operators share are tested in tests/contract.
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""What the Python API takes in any form: sinks and slopes of every floating dtype, page tables of both integers; and
-what its cache says of itself and of what is no sequence."""
+"""The Python API: sinks and slopes of every floating dtype, int32 and int64 page tables, errors of its cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +51,6 @@ def test_sink_of_any_float_dtype_acts_as_float32_and_gradient_keeps_dtype(
 
 @pytest.mark.parametrize("interface", [dense, selected])
 def test_narrow_sink_gradient_dtype_agrees_with_fake_tensor_mode(interface: Callable[..., torch.Tensor]) -> None:
-    """The gradient of a narrow sink too has the dtype that its operator promised."""
     sink = torch.randn(HEADS).bfloat16().requires_grad_()
     with CrossRefFakeMode():
         interface(sink).sum().backward()

@@ -1,6 +1,4 @@
-"""Training attention, forward and backward: every case on every back end against golden, and golden against formulas
-that know neither it nor the lowering.
-"""
+"""Training attention, forward and backward: every case on every back end against golden, golden against formulas."""
 
 from functools import cache, partial
 from typing import Any
@@ -29,7 +27,7 @@ from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 BACKENDS = ("cpu",)
 FLT_MAX = torch.finfo(torch.float32).max
-# Warnings of legal calls that are cases on purpose (mode 5 without a legal prefix).
+# Some cases are legal calls that warn (mode 5 without a legal prefix).
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 
 
@@ -40,7 +38,7 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
 
 # ------------------------------------------------------------------------------------------------------- every case
 
-# Rows without keys: hidden by a mask or by a band, and in sequences without keys.
+# Rows without keys: hidden by a mask or a band, and in sequences without keys.
 EMPTY_ROWS = [
     *(Case(mask="matrix", blank=True, inner_precise=precise) for precise in (0, 2)),
     Case(q_len=(7, 7), kv_len=(4, 4), mask="batch", blank=True, pre=0, next=3),
@@ -73,7 +71,7 @@ def test_training_attention_of_each_back_end_matches_reference(case: Case, backe
 
 LEAVES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope"}
 LEAVES |= {"pse": "dpse", "sink": "dsink"}
-# torch_npu's gradient functions take no drop mask.
+# torch_npu's gradient functions have no parameter for a drop mask.
 EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
 
 
@@ -116,7 +114,7 @@ def test_cases_include_every_sparse_mode_layout_and_dtype() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
 
 
-# ---------------------------------------------------------------------------------------------- what the cases contain
+# -------------------------------------------------------------------------------------------------- details of results
 
 
 def interface(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -139,7 +137,7 @@ def test_packed_rows_beyond_last_sequence_end_are_zero(case: Case) -> None:
 
 
 def test_softmax_layout_orders_packed_statistics_by_sequence_or_by_token() -> None:
-    """Per sequence head-major under a token-major shape, or truly token-major; eight equal lanes."""
+    """Packed statistics are head-major per sequence, or token-major; the eight lanes are equal."""
     case = Case(layout="TND", q_len=(3, 6), kv_len=(5, 4))
     args = operands(case)
     by_item = call_interface(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
@@ -159,7 +157,7 @@ def test_softmax_layout_orders_packed_statistics_by_sequence_or_by_token() -> No
 
 
 def statistic(args: dict[str, Any], rows: slice, keys: slice, name: str) -> torch.Tensor:
-    """[rows, heads], in float64."""
+    """Returns the maximum or the sum of a softmax, [rows, heads], in float64."""
     q, k = (args[of].double().transpose(0, 1)[:, tokens] for of, tokens in (("query", rows), ("key", keys)))
     scores = 0.3 * q @ k.repeat_interleave(2, 0).mT
     top = scores.amax(-1, keepdim=True)
@@ -167,7 +165,7 @@ def statistic(args: dict[str, Any], rows: slice, keys: slice, name: str) -> torc
 
 
 MODE_1, OF_PREFIX = Case(sparse_mode=1, mask="batch"), "prefix: expected per sequence a prefix between"
-# (case, the mode that it is given, what that warns of): the results are those of the case.
+# (case, changed arguments, text of the warning): results are those of the case.
 IGNORED = [
     *((MODE_1, {"sparse_mode": 5, "prefix": prefix}, OF_PREFIX) for prefix in (None, [1, 7], [3], [2, 8])),
     (PACKED, {"sparse_mode": 3}, "without atten_mask ignores sparse_mode"),
