@@ -83,7 +83,14 @@ def run_page(name: str, programs: list[str]) -> None:
         npu.uninstall()
 
 
-@pytest.mark.parametrize("page", [name for name, text in written().items() if name[:4] == "docs" and blocks(text)])
+# Pages whose blocks run; one compiles graphs of half a minute.
+PAGES = [name for name, text in written().items() if name[:4] == "docs" and blocks(text)]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow) if p == "docs/ascend_code.md" else p for p in PAGES]
+)
 def test_python_blocks_of_docs_pages_run(page: str) -> None:
     run_page(page, blocks(written()[page]))
 

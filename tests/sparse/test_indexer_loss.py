@@ -225,7 +225,10 @@ def test_indexer_loss_of_empty_query_is_zero() -> None:
 
 CALL = LossCase(layout="TND", q_len=(3, 5), kv_len=(5, 7), count=4)
 BAD: list[tuple[Args, str]] = [
-    ({"sparse_indices": torch.full((8, 1, 4), 5)}, "sparse_indices: expected -1 or the number of a block of the row's"),
+    (
+        {"sparse_indices": torch.full((8, 1, 4), 5)},
+        "sparse_indices: expected -1, or the number of a block of the row's",
+    ),
     ({"actual_seq_qlen": [3, 9]}, "actual_seq_qlen: expected the lengths .* got 9 tokens in all, 8 in the tensor"),
     ({"actual_seq_qlen": [4, 3]}, "actual_seq_qlen: expected the lengths of the sequences in the query tensor, got"),
     ({"actual_seq_kvlen": [5, 13]}, "actual_seq_klen: expected the lengths .* got 13 tokens in all, 12 in the tensor"),

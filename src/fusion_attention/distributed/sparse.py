@@ -283,7 +283,7 @@ def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor 
     of a block."""
     indices = flat["sparse_indices"]
     if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
-        text = "-1 or the number of a block of the row's sequence"
+        text = "-1, or the number of a block of the row's sequence"
         advice = "positions count in unsharded sequences"
         raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
 
