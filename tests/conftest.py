@@ -130,7 +130,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """Seed per test, so that a test draws the same numbers alone, after others and in every run."""
-    np.random.seed(_seed(request.node.nodeid))  # noqa: NPY002 - whoever draws from numpy's global state
+    np.random.seed(_seed(request.node.nodeid))  # noqa: NPY002 - for code that draws from numpy's global state
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -169,7 +169,7 @@ def test_repeated_run_reuses_layout_table_and_launches_on_new_tensors(
     dead = weakref.ref(operands.q.keep[0])
     launched.clear()
     del operands, grads
-    assert dead() is None  # what is kept holds nobody's memory
+    assert dead() is None  # the cached tables do not own the tensors' memory
 
 
 def other_layouts() -> dict[str, Operands]:

@@ -10,7 +10,7 @@ import fusion_attention as fa
 from .attention import draw_scale
 from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill, own_cache
 from .core import Drawn, Results, Value
-from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
+from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, invisible_keys, poison_matrix
 from .formulas import Rows, U, rounding
 from .storage import (
     DTYPES,
@@ -97,7 +97,7 @@ def hide(s: Step, may_mean: bool) -> None:
                 counted = torch.ones_like(counted)
             elif s.biases is not None and not keys and maybe(rng, 0.3):
                 counted = counted & (s.biases[b] != -torch.inf)
-            unseen[span_of(s, b)] = nobody(counted, cache.heads)
+            unseen[span_of(s, b)] = invisible_keys(counted, cache.heads)
             if not side.kind:
                 side.stored[b][unseen] = float(garbage(rng, s.dtype))
 

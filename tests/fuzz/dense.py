@@ -126,7 +126,7 @@ def fill_batch(batch: Batch, values: bool = True) -> None:
         b.draw("k_rope", "kv", b.heads_kv, b.dim_rope)
 
 
-def nobody(counted: Tensor, heads_kv: int) -> Tensor:
+def invisible_keys(counted: Tensor, heads_kv: int) -> Tensor:
     """Returns bool [K, heads_kv]: keys that no row of counts [N, R, K] sees."""
     return ~counted.any(1).unflatten(0, (heads_kv, -1)).any(1).T
 
@@ -137,7 +137,7 @@ def hide_unseen(batch: Batch, counts: Sequence[Tensor], mean: bool) -> None:
         return
     names = ("k", "k_rope") if mean else ("k", "v", "k_rope")
     for b, count in enumerate(counts):
-        unseen = nobody(count > 0, batch.heads_kv)
+        unseen = invisible_keys(count > 0, batch.heads_kv)
         for name in names:
             if name in batch.parts:
                 batch.parts[name][b][unseen] = float(garbage(batch.rng, batch.dtype))
@@ -242,7 +242,9 @@ def hide_by_inf(batch: Batch, counts: Sequence[Tensor], biases: Sequence[Tensor]
     if mean or not maybe(batch.rng, 0.5):
         return
     for values, count, bias in zip(batch.parts["v"], counts, biases, strict=True):
-        values[nobody((count > 0) & (bias != -torch.inf), batch.heads_kv)] = float(garbage(batch.rng, batch.dtype))
+        values[invisible_keys((count > 0) & (bias != -torch.inf), batch.heads_kv)] = float(
+            garbage(batch.rng, batch.dtype)
+        )
 
 
 @dataclass

@@ -418,7 +418,7 @@ def test_overlapping_sdpa_patches_are_removed_in_any_order(calls: list[Any]) -> 
     npu.uninstall()
     other.__exit__()
     assert F.scaled_dot_product_attention is theirs
-    F.scaled_dot_product_attention(q, q, q)  # a layer that is off, below somebody else's
+    F.scaled_dot_product_attention(q, q, q)  # a layer that is off, below another library's
     assert (len(calls), called) == (2, ["theirs", "theirs"])
     F.scaled_dot_product_attention = TORCHS
 

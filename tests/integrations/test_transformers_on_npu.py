@@ -25,7 +25,7 @@ def pair(name: str) -> tuple[Any, Any]:
     family = next(family for family in FAMILIES if family.name == name)
     model = family.make()
     if family.has_experts:
-        model.set_experts_implementation("grouped_mm")  # what a model takes if nobody says
+        model.set_experts_implementation("grouped_mm")  # a model's default
     return model, copy.deepcopy(model).to("npu")
 
 

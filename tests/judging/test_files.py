@@ -183,7 +183,7 @@ def test_verify_refuses_missing_invalid_and_incomplete_files(tmp_path: Path, cap
 def test_verify_refuses_named_pipes_without_blocking(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     end = os.open(tmp_path / name, os.O_RDWR)
-    closing = threading.Timer(5, os.close, [end])  # whoever reads it nevertheless waits no longer than this
+    closing = threading.Timer(5, os.close, [end])  # a reader of the pipe waits no longer than this
     closing.start()
     refused(tmp_path if name == "dump.json" else tmp_path / name, *OPTIONS, what="not one that can be read to its end")
     closing.cancel()

@@ -15,7 +15,7 @@ NONE, KEYS = -1, 5
 LISTS = {
     "mixed": [3, 0, NONE, 3, 4, 0, NONE, 0, 0, 3],
     "one key": [2] * 19,
-    "nobody's": [NONE] * 6,
+    "no key": [NONE] * 6,
     "sorted": [0, 0, 1, 1, 2, 2, 3, 3],
 }
 

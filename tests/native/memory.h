@@ -82,7 +82,7 @@ public:
         const std::uint32_t bits = encode(dtype_, rounded(dtype_, x));
         std::memcpy(&bytes_.at(at * size()), &bits, size());
     }
-    // How many elements nobody has written.
+    // Returns the number of elements that were not written.
     Long poisoned() const {
         Long count = 0;
         for (std::size_t at = 0; at < bytes_.size(); at += size()) {

@@ -165,14 +165,14 @@ void lease(Report &report) {
     } catch (const std::bad_alloc &) {
         refused = true;
     }
-    expect(report, refused && threads == 1, "memory for nobody", threads);
+    expect(report, refused && threads == 1, "memory for not even one thread", threads);
     const auto address = [](std::size_t bytes) {
         return reinterpret_cast<std::uintptr_t>(fusion::Lease(bytes).data());
     };
     const std::uintptr_t kept = address(large);
     expect(report, address(1) == kept && address(large) == kept, "a buffer is not kept", 1);
     for (int i = 0; i < 70; ++i) address(1);
-    expect(report, address(1) != kept, "a buffer that nobody needs is kept", 1);
+    expect(report, address(1) != kept, "an unneeded buffer is kept", 1);
 }
 
 void same_bits(Report &report, const fusion::Built &built) {

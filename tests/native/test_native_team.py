@@ -166,7 +166,7 @@ def told():
 torch.set_num_threads(2)
 print(told(), flush=True)
 if os.fork() == 0:
-    torch.set_num_threads(1)  # what nobody asked threads for is not slower
+    torch.set_num_threads(1)  # with one thread a child is not slower
     print(told())
     torch.set_num_threads(2)
     print(told(), told()[0], flush=True)

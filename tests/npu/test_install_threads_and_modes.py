@@ -96,7 +96,7 @@ def test_eight_threads_install_and_uninstall_concurrently() -> None:
             if i % 2:
                 npu.uninstall()
         host()
-        start.wait()  # nobody uninstalls any more
+        start.wait()  # no thread uninstalls any more
         host()
         return npu_works()
 
@@ -227,7 +227,7 @@ def test_install_error_names_another_loaded_torch_npu(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match=r"expected no other torch_npu, got <module 'torch_npu'"):
             npu.install()
         assert surroundings() == before
-        patch.setitem(sys.modules, "torch_npu", None)  # an import that somebody forbids
+        patch.setitem(sys.modules, "torch_npu", None)  # a forbidden import
         npu.install()
         assert npu_works("cpu")
         npu.uninstall()

@@ -23,12 +23,12 @@ SAMPLES = 4  # of one row
 
 # Operator -> the reason why it differs from the CPU by definition.
 APART = {
-    "empty": "nobody writes it",
-    "empty_like": "nobody writes it",
-    "empty_permuted": "nobody writes it",
-    "empty_strided": "nobody writes it",
-    "new_empty": "nobody writes it",
-    "new_empty_strided": "nobody writes it",
+    "empty": "not written",
+    "empty_like": "not written",
+    "empty_permuted": "not written",
+    "empty_strided": "not written",
+    "new_empty": "not written",
+    "new_empty_strided": "not written",
     "as_strided.partial_views": "reads what lies around a view, which a copy to another device does not have",
     "to": "its sample says on which device the result lies",
     "tensor_split": "takes its places from the CPU, whatever the device",

@@ -206,5 +206,5 @@ def at_least(wave: Iterable[str], answered: float, calls: int, functions_here: s
     """Lower bound of the fraction of calls that the implemented functions of a wave cover."""
     lacking = set(wave) - functions_here
     lost = {names: count for names, count in EVERYWHERE if lacking & set(names.split())}
-    assert lacking <= set(" ".join(lost).split()), "nobody counted the calls of one"
+    assert lacking <= set(" ".join(lost).split()), "calls of a function were not counted"
     return answered - sum(lost.values()) / calls

@@ -144,7 +144,7 @@ def test_window_check_reports_visible_mask_element_outside_window() -> None:
     assert window_holds_mask(mask, 0, 0, *one) == text.format(0, "[2, 3]")
     assert window_holds_mask(mask[None, None], -1, INFINITE, *one) == text.format(0, "[0, 0, 0, 0]")
     assert window_holds_mask(mask, 0, 0, np.array([2, 3, 3]), np.array([4, 3, 4])) == text.format(2, "[2, 3]")
-    assert window_holds_mask(mask, 0, 0, np.array([2, 3]), np.array([4, 3])) is True, "nobody reads the corner"
+    assert window_holds_mask(mask, 0, 0, np.array([2, 3]), np.array([4, 3])) is True, "the corner is not read"
     each = torch.stack((torch.ones_like(mask), mask))[:, None]
     assert window_holds_mask(each, 0, 0, np.array([3, 3]), np.array([4, 4])) == text.format(1, "[0, 2, 3]")
     none = np.zeros(0, np.int64)

@@ -180,7 +180,7 @@ def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.
 def test_golden_nan_reaches_exactly_the_dependent_results(name: str, form: str) -> None:
     fields = {"dim_rope": 2, "bias": "matrix", "has_blocked": True, "empty_rows": form, "has_sink": form == "zero"}
     call = make(replace(PROBLEM, **fields, **BITS), (5, 2), (6, 3), Band.window(3, 1))
-    call.blocked[0][:, :, 3] = True  # a key that nobody sees
+    call.blocked[0][:, :, 3] = True  # a key that no row sees
     call.blocked[0][:, 1] = True  # a row that sees nothing
     call.keep[0][:, :, 2] = False  # a key that every row drops
     clean = run(call)

@@ -1,4 +1,4 @@
-"""What type checkers know of the interfaces: read by mypy and basedpyright (`make lint`), never run.
+"""Types of the interfaces as type checkers infer them: read by mypy and basedpyright (`make lint`), never run.
 
 assert_type() says what a call gives; `type: ignore` stands where a call must be an error, and both checkers complain
 about one that is not needed.

@@ -84,7 +84,7 @@ struct Late {
 const Late late;
 
 int main() {
-    std::printf("before\n");  // waits in the program's buffer: nobody but the program may write it out
+    std::printf("before\n");  // waits in the program's buffer: only the program may write it out
     const std::string signals = handlers(), locale = std::setlocale(LC_ALL, nullptr);
     if (aclInit(nullptr) != 0) return 100;
     std::atomic<int> right = 0;

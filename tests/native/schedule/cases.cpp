@@ -98,7 +98,7 @@ std::vector<Tile> tiles_of(const std::vector<Sequence> &sequences) {
     return found;
 }
 
-// Where rows lie matters to nobody, but plans add up addresses.
+// Addresses of rows: arbitrary, but plans add them up.
 struct Places {
     std::vector<std::int64_t> zeros;
 

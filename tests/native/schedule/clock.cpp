@@ -30,7 +30,7 @@ public:
     Fibers(int size, const std::function<void(int)> &body, double start) : body_(body), fibers_(size) {
         for (Fiber &fiber : fibers_) {
             fiber.clock = start;
-            fiber.stack.reset(new char[stack_bytes]);  // not set to 0: pages that nobody touches cost nothing
+            fiber.stack.reset(new char[stack_bytes]);  // not set to 0: untouched pages cost nothing
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.get();
             fiber.context.uc_stack.ss_size = stack_bytes;
