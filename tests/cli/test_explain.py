@@ -87,7 +87,7 @@ def test_legal_call_of_every_operator_has_no_findings(name: str) -> None:
 
 def broken_calls(op: Op, every: int) -> list[InvalidSample]:
     """About one in `every` of the calls that break one rule visible in their text, always the same calls."""
-    read = {op.spell(rule.expected) for rule in op.asked if rule.reads or rule.level == "content"}
+    read = {op.spell(rule.expected) for rule in op.applicable_rules if rule.reads or rule.level == "content"}
     outputs = {p.shown for p in op.tensors(output=True)}
     chosen = [one for one in invalid_samples(op) if zlib.crc32(one.id.encode()) % every == 0]
     shown = [one for one in chosen if one.expected not in read and one.param not in outputs]

@@ -76,7 +76,7 @@ def test_operator_page_lists_all_parameters_and_rules(name: str) -> None:
     for p in op.params:
         assert f"| `{p.shown}` |" in page
         assert p.text.replace("|", "\\|") in page
-    for rule in op.asked:
+    for rule in op.applicable_rules:
         assert op.spell(rule.expected).replace("|", "\\|") in page
         assert op.spell(rule.advice).replace("|", "\\|") in page
     for word in re.findall(r"`(\w+)`", page):

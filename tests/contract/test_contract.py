@@ -74,7 +74,7 @@ def test_each_broken_rule_is_the_only_reported_failure(name: str) -> None:
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_operator_rules_have_unique_ids_levels_stages_and_advice(name: str) -> None:
     op = CONTRACTS[name]
-    assert len({rule.id for rule in op.asked}) == len(op.asked), "two rules of one name"
+    assert len({rule.id for rule in op.applicable_rules}) == len(op.applicable_rules), "two rules of one name"
     for rule in op.rules:
         assert rule.level in LEVELS
         assert rule.stage in STAGES
@@ -305,12 +305,12 @@ def test_warning_is_shown_once_per_calling_line() -> None:
 
 
 def test_operator_drops_rules_of_parameters_that_are_missing() -> None:
-    assert not any(r.param == "pse_type" for r in training.SCORE_V1.asked)
-    assert not any(r.only == ("TND",) for r in training.SCORE_V3.asked)
+    assert not any(r.param == "pse_type" for r in training.SCORE_V1.applicable_rules)
+    assert not any(r.only == ("TND",) for r in training.SCORE_V3.applicable_rules)
     op = training.SCORE_V1.version("v", "s", after={"value": (training.SINK,)})
     assert [p.name for p in op.params[:5]] == ["query", "key", "value", "sink", "pse"]
     op = replace(op, params=tuple(p for p in op.params if p.name != "pse"))
-    assert not any(r.param == "pse" for r in op.asked)
+    assert not any(r.param == "pse" for r in op.applicable_rules)
 
 
 def test_shape_rule_generates_its_error_text() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.reference_layers import LATENT, plain
+from support.reference_layers import LATENT, output_and_loss
 from support.worlds import Worlds
 from torch.nn.functional import pad
 
@@ -53,7 +53,7 @@ def plainly(form: str, stage: str, packed: bool) -> Tensors:
     layer, (x, dout) = layer_of(form, stage).double(), (t.double() for t in inputs(packed))
     leaf = x.clone().requires_grad_()
     rows = leaf.split(LENGTHS) if packed else [row[:n] for row, n in zip(leaf, LENGTHS, strict=True)]
-    result = [plain(layer, of_one, ROPE) for of_one in rows]
+    result = [output_and_loss(layer, of_one, ROPE) for of_one in rows]
     outs = [out for out, _ in result]
     out = torch.cat(outs) if packed else torch.stack([pad(t, (0, 0, 0, S - len(t))) for t in outs])
     loss = torch.stack([loss for _, loss in result]).sum() / sum(LENGTHS)

@@ -1,5 +1,5 @@
-"""Chunks of sequences in one process: split at multiples of CUT they have the bits of the full call, and merged partial
-results are within the error bound.
+"""Chunks of sequences in one process: split at multiples of CHUNK_UNIT they have the bits of the full call, and merged
+partial results are within the error bound.
 
 Communication between processes is tested with groups and schedules.
 """
@@ -22,15 +22,15 @@ from fusion_attention.distributed import chunk_attention
 from fusion_attention.distributed.chunk_attention import Gradients
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.merge import Partial, empty_partial, join_sink, merge
-from fusion_attention.ir.problem import CUT
+from fusion_attention.ir.problem import CHUNK_UNIT
 from fusion_attention.testing import compare
 
 ROW_GRADIENTS, KEY_GRADIENTS = ("dq", "dq_rope"), ("dk", "dv", "dk_rope")
 
 
 def cuts_of(rng: random.Random) -> Any:
-    """Function from a length to random multiples of CUT below it."""
-    return lambda length: [n for n in range(CUT, length, CUT) if rng.random() < 0.6]
+    """Function from a length to random multiples of CHUNK_UNIT below it."""
+    return lambda length: [n for n in range(CHUNK_UNIT, length, CHUNK_UNIT) if rng.random() < 0.6]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_long_windowed_chunks_equal_the_full_call_bitwise(dtype: torch.dtype) ->
     q, k, v = (torch.randn(1413, 2, 16, generator=generator).to(dtype) for _ in "qkv")
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
-    rows = call.rows(call.chunks("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
+    rows = call.rows(call.chunks("q", lambda length: [CHUNK_UNIT, 1024 + CHUNK_UNIT, 1413 // CHUNK_UNIT * CHUNK_UNIT]))
     result = chunk_attention.forward(call.full(), rows, call.keys(call.chunks("kv")))
     same_bits(result.out[0], run(call)["out"])
 

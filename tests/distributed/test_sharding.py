@@ -11,10 +11,10 @@ from support.worlds import Worlds, text_of
 from fusion_attention.distributed import GroupError, positions, shard, unshard
 from fusion_attention.distributed.groups import group_of
 from fusion_attention.distributed.layout import SCHEDULES, layout_of
-from fusion_attention.ir.problem import CUT
+from fusion_attention.ir.problem import CHUNK_UNIT
 
 ONE = SCHEDULES[:4]  # on one dimension
-LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
+LENGTHS = st.lists(st.integers(0, 20 * CHUNK_UNIT), min_size=0, max_size=6)
 
 
 def pairs(placement: Any) -> list[int]:
@@ -49,21 +49,21 @@ def check(placement: Any, lengths: list[int], world: int) -> None:
         assert placement.sizes[rank] == sum(end - first for _, first, end in chunks)
         for b, first, end in chunks:
             assert first < end
-            assert first % CUT == 0
-            assert end % CUT == 0 or end == lengths[b]
+            assert first % CHUNK_UNIT == 0
+            assert end % CHUNK_UNIT == 0 or end == lengths[b]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
 @pytest.mark.parametrize("schedule", ["zigzag", "allgather"])
 def test_zigzag_and_allgather_balance_causal_work(schedule: str, world: int) -> None:
-    placement = layout_of(schedule, (256 * CUT,), (world,))
+    placement = layout_of(schedule, (256 * CHUNK_UNIT,), (world,))
     counted = pairs(placement)
     assert max(counted) * world <= 1.05 * sum(counted)
     assert max(placement.sizes) == min(placement.sizes)
 
 
 def test_contiguous_ring_shards_have_unequal_causal_work() -> None:
-    counted = pairs(layout_of("ring", (256 * CUT,), (8,)))
+    counted = pairs(layout_of("ring", (256 * CHUNK_UNIT,), (8,)))
     assert max(counted) * 8 > 1.8 * sum(counted)
 
 
@@ -83,11 +83,12 @@ def test_a_sequence_shorter_than_the_world_leaves_ranks_without_rows() -> None:
 @pytest.mark.parametrize("schedule", ONE)
 def test_layout_of_a_huge_length_is_computed_without_memory(schedule: str) -> None:
     placement = layout_of(schedule, (10**12,), (4,))
-    assert max(placement.sizes) - min(placement.sizes) <= 2 * CUT
+    assert max(placement.sizes) - min(placement.sizes) <= 2 * CHUNK_UNIT
 
 
 def test_short_sequence_is_spread_over_all_ranks() -> None:
-    assert sorted(layout_of("zigzag", (5 * CUT,), (4,)).sizes) == [CUT, CUT, CUT, 2 * CUT]
+    placement = layout_of("zigzag", (5 * CHUNK_UNIT,), (4,))
+    assert sorted(placement.sizes) == [*[CHUNK_UNIT] * 3, 2 * CHUNK_UNIT]
 
 
 # ---------------------------------------------------------------------------------------------------------- on ranks
@@ -125,9 +126,9 @@ def on_a_mesh(group: Any, lengths: Any, ring: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schedule", "lengths", "dim"),
     [
-        ("zigzag", 9 * CUT + 5, 1),
-        ("ring", [5, 0, 4 * CUT + 1, 70], 0),
-        ("allgather", [17 * CUT], -1),
+        ("zigzag", 9 * CHUNK_UNIT + 5, 1),
+        ("ring", [5, 0, 4 * CHUNK_UNIT + 1, 70], 0),
+        ("allgather", [17 * CHUNK_UNIT], -1),
         ("ulysses", 0, 1),
     ],
 )
@@ -139,7 +140,8 @@ def test_unshard_restores_sharded_tensors_and_gradients(
 
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_unshard_on_a_mesh_restores_tensors_and_gradients(worlds: Worlds, ring: int) -> None:
-    judge(worlds.run(4, on_a_mesh, [6 * CUT + 1, 17, 70 * CUT], ring), [6 * CUT + 1, 17, 70 * CUT])
+    lengths = [6 * CHUNK_UNIT + 1, 17, 70 * CHUNK_UNIT]
+    judge(worlds.run(4, on_a_mesh, lengths, ring), lengths)
 
 
 def judge(results: list[dict[str, Any]], lengths: Any) -> None:

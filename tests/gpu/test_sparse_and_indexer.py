@@ -9,7 +9,7 @@ import torch
 from support.bits import same_bits
 from support.launches import fresh_plans
 from support.lse_calls import dense, judge, lists
-from support.reference_layers import plain
+from support.reference_layers import output_and_loss
 from support.run_case_on_gpu import copied
 
 import fusion_attention as fa
@@ -132,7 +132,7 @@ def test_sparse_self_attention_gradients_match_reference_layer(stage: str) -> No
         got = home(trained(layer, *layer(x.cuda(), rope=tuple(t.cuda() for t in rope))))
 
     def program() -> Results:
-        out, loss = plain(layer64, x[0].double(), 16)
+        out, loss = output_and_loss(layer64, x[0].double(), 16)
         return trained(layer64, out[None], loss / 200)
 
     compare_with(stage, got, program)

@@ -295,7 +295,7 @@ def test_aclnn_fused_attention_runs_every_layout_in_two_phases(op: Op) -> None:
 def together(op: Op, chance: random.Random) -> Args | None:
     """Returns a random call that obeys or violates two or three rules; None if its axes contradict them."""
     settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
-    for rule in chance.sample(op.asked, chance.choice((2, 3))):
+    for rule in chance.sample(op.applicable_rules, chance.choice((2, 3))):
         settings |= violation(op, rule) if chance.random() < 0.5 else rule.given
     settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
     if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_layers import HEADS, LATENT, plain
+from support.reference_layers import HEADS, LATENT, output_and_loss
 
 import fusion_attention as fa
 from fusion_attention import nn
@@ -45,7 +45,7 @@ def test_sparse_attention_layers_on_triton_match_float64_layers(form: str, stage
         got = trained(layer, *layer(x, rope=nn.rope_table(torch.arange(LENGTH), 6 if form == "latent" else 8)))
 
     def program() -> Results:
-        out, loss = plain(layer64, x[0].double())
+        out, loss = output_and_loss(layer64, x[0].double())
         return trained(layer64, out[None], loss / LENGTH)
 
     compare_with(f"{form} {stage}", got, program)

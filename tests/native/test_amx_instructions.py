@@ -21,8 +21,8 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        found = re.match(r"([0-9a-f]+)\b", self.operands)
-        return int(found.group(1), 16) if self.name.startswith("j") and found else None
+        match = re.match(r"([0-9a-f]+)\b", self.operands)
+        return int(match.group(1), 16) if self.name.startswith("j") and match else None
 
 
 Function = list[Instruction]
@@ -64,7 +64,7 @@ def loops(function: Function) -> list[tuple[int, int]]:
 def recurs(function: Function, start: int) -> bool:
     """Returns whether an instruction can be reached from itself."""
     place = {instruction.address: i for i, instruction in enumerate(function)}
-    seen, left = set[int](), [start]
+    visited, left = set[int](), [start]
     while left:
         i = left.pop()
         instruction = function[i]
@@ -73,21 +73,21 @@ def recurs(function: Function, start: int) -> bool:
             following.append(i + 1)
         if start in following:
             return True
-        left += [j for j in following if j not in seen]
-        seen.update(following)
+        left += [j for j in following if j not in visited]
+        visited.update(following)
     return False
 
 
 def faults(function: Function) -> list[str]:
     """Returns the instructions of a function that make tiles slow: spills, needless loads, configuration in loops."""
-    found = []
+    messages = []
     for i, (_, name, operands) in enumerate(function):
         if name == CONFIG and recurs(function, i):
-            found.append("tiles are configured in a loop")
+            messages.append("tiles are configured in a loop")
         if "%tmm" in operands and re.search(r"\(%rsp", operands):
-            found.append(f"tiles go to the stack: {name} {operands}")
+            messages.append(f"tiles go to the stack: {name} {operands}")
         if name == "tilestored" and re.match(r"%tmm[4-7]", operands):
-            found.append(f"operands are stored: {operands}")
+            messages.append(f"operands are stored: {operands}")
     around = loops(function)
     for first, last in around:
         inside = [instruction.name for instruction in function[first : last + 1]]
@@ -95,8 +95,8 @@ def faults(function: Function) -> list[str]:
             continue  # no innermost loop of products
         # Two by two tiles: each loaded operand enters two products.
         if "tilestored" in inside or inside.count("tileloadd") > inside.count(PRODUCT) + 1:
-            found.append(f"a loop of {inside.count(PRODUCT)} products has more traffic: {sorted(set(inside))}")
-    return found
+            messages.append(f"a loop of {inside.count(PRODUCT)} products has more traffic: {sorted(set(inside))}")
+    return messages
 
 
 def loop_products(functions: list[Function]) -> list[int]:

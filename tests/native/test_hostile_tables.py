@@ -156,9 +156,9 @@ def test_kv_lengths_that_do_not_fit_the_page_table_raise(call: Call, lengths: Le
 def test_page_table_strides_do_not_change_results(call: Call) -> None:
     want = call(table(), KEYS)
     same_bits(call(table().t().contiguous().t(), KEYS), want)
-    wide = torch.full((4, 11), LARGEST, dtype=torch.int32)
-    wide[::2, 1::2] = table()
-    same_bits(call(wide[::2, 1::2], KEYS), want)
+    padded = torch.full((4, 11), LARGEST, dtype=torch.int32)
+    padded[::2, 1::2] = table()
+    same_bits(call(padded[::2, 1::2], KEYS), want)
 
 
 @paths

@@ -70,7 +70,7 @@ def test_softcap_far_above_the_scale_leaves_scores_unchanged() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- same bits
 
-PLAIN = Problem(4, 2, 40, 24, scale=0.2)
+BASE_PROBLEM = Problem(4, 2, 40, 24, scale=0.2)
 LONG = ((200, 0, 3, 97), (311, 4, 0, 97))
 
 
@@ -153,7 +153,7 @@ def test_keys_shared_by_window_tiles_give_same_bits_on_1_and_64_threads(dtype: s
 
 
 def test_calls_from_two_threads_do_not_disturb_each_other() -> None:
-    calls = [converted(make(PLAIN, *LONG, seed=seed), torch.float32) for seed in range(2)]
+    calls = [converted(make(BASE_PROBLEM, *LONG, seed=seed), torch.float32) for seed in range(2)]
     want = [native(call)["out"] for call in calls]
     with ThreadPoolExecutor(2) as pool:
         for i, got in enumerate(pool.map(lambda i: native(calls[i % 2])["out"], range(40))):
@@ -182,7 +182,7 @@ def test_forward_returns_value_of_best_key_if_scores_are_huge(variant: str, powe
     for q, k in zip(call.q, call.k, strict=True):
         number = 100 + torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(power))
         q.fill_(2.0**power), k.zero_()
-        k[..., 0], k[..., 1] = (part * sign * 2.0**power for part in (number // 256 * 256, number % 256))
+        k[..., 0], k[..., 1] = (summand * sign * 2.0**power for summand in (number // 256 * 256, number % 256))
     result = native(call, variant)["out"]
     for out, q, k, v in zip(result, call.q, call.k, call.v, strict=True):
         best = (q[:1, :1].double() @ k.double().mT)[0, 0].argmax()

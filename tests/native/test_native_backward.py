@@ -49,8 +49,8 @@ def judge(call: Call, saved: Results, want: Results, got: dict[Any, Results]) ->
                     assert not ours.any(), (at, name, b)
                     continue
                 # The gradient of a bias has the dtype of the bias, as for every input.
-                own = ours.to(call.problem.torch_dtype) if name == "dbias" else ours
-                compare(f"{call.problem}, {at}, {name}", own, Expected(want[name][b], size[name][b]))
+                rounded = ours.to(call.problem.torch_dtype) if name == "dbias" else ours
+                compare(f"{call.problem}, {at}, {name}", rounded, Expected(want[name][b], size[name][b]))
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
@@ -123,15 +123,15 @@ def test_dbias_shared_by_unequal_sequences_is_equal_for_any_thread_count() -> No
     k, v = (torch.randn(sum(kv_len), 1, 16) for _ in range(2))
     bias = torch.randn(1, 1, 700, 600, requires_grad=True)
 
-    def found(threads: int) -> torch.Tensor:
+    def bias_gradient(threads: int) -> torch.Tensor:
         torch.set_num_threads(threads)
         band = fa.Band.window(250, 10)
         out = fa.attention(q, k, v, bias=bias, layout="TND", q_len=q_len, kv_len=kv_len, band=band)
         return torch.autograd.grad(out, bias, dout)[0]
 
-    want = found(1)
+    want = bias_gradient(1)
     for threads in (2, 3, 5, 16):
-        same_bits(found(threads), want)
+        same_bits(bias_gradient(threads), want)
 
 
 BANDS = {
@@ -192,14 +192,14 @@ def test_gradients_of_large_batch_are_bitwise_equal_to_single_sequences(dtype: t
     sizes = (heads, 72), (heads // 2, 72), (heads // 2, 64), (heads, 64)
     q, k, v, dout = (torch.randn(sum(lengths), *size, dtype=dtype) for size in sizes)
 
-    def found(q_len: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gradients_of(q_len: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = [t.clone().requires_grad_() for t in tensors[:3]]
         return torch.autograd.grad(fa.attention(*inputs, layout="TND", q_len=q_len), inputs, tensors[3])
 
-    full = [t.split(lengths) for t in found(lengths, q, k, v, dout)]
+    full = [t.split(lengths) for t in gradients_of(lengths, q, k, v, dout)]
     pieces = (t.split(lengths) for t in (q, k, v, dout))
     for b, alone in enumerate(zip(*pieces, strict=True)):
-        for got, want in zip(found(lengths[b : b + 1], *alone), (t[b] for t in full), strict=True):
+        for got, want in zip(gradients_of(lengths[b : b + 1], *alone), (t[b] for t in full), strict=True):
             same_bits(got, want)
 
 

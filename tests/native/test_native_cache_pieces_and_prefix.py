@@ -178,8 +178,9 @@ def test_shared_prefix_decode_is_bitwise_equal_for_any_batch_and_thread_count(pr
         same_bits(ran(case, *given, variant, threads), want, f"{threads} threads")
     for b in (0, 12, 19):
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
-        own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(ran(own, *with_common(own, common), variant), {name: [result[b]] for name, result in want.items()})
+        single = Case(alone(case.call, b), problem, *stored, "rows", 1)
+        got = ran(single, *with_common(single, common), variant)
+        same_bits(got, {name: [result[b]] for name, result in want.items()})
 
 
 def test_window_that_cuts_shared_prefix_matches_reference_and_sequence_alone() -> None:
@@ -191,8 +192,8 @@ def test_window_that_cuts_shared_prefix_matches_reference_and_sequence_alone() -
     judge(case.remade, want, forward(case.call), "windows")
     for b in range(3):
         stored = (Stored([s.numbers[b]]) for s in (case.k, case.v))
-        own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(ran(own, *with_common(own, common)), {name: [result[b]] for name, result in want.items()})
+        single = Case(alone(case.call, b), problem, *stored, "rows", 1)
+        same_bits(ran(single, *with_common(single, common)), {name: [result[b]] for name, result in want.items()})
 
 
 # -------------------------------------------------------------------------------------------------------- scales, masks
@@ -231,8 +232,8 @@ def test_decode_reads_per_token_scales_from_rows_tensor_lists_and_pages() -> Non
                 return replace(one, stride_head=0)
             return replace(one, stride_head=np.zeros_like(one.stride_head))
 
-        kept = (("dequant_k", case.k), ("dequant_v", case.v))
-        return {name: Dequant(view(s.scale), view(s.offset)) for name, s in kept}
+        stored_sides = (("dequant_k", case.k), ("dequant_v", case.v))
+        return {name: Dequant(view(s.scale), view(s.offset)) for name, s in stored_sides}
 
     for form, size in (("rows", 0), ("list", 0), ("pages", 16), ("pages", 128)):
         same_bits(ran(case, problem, replace(case.operands(), **shared(form, size))), want, f"{form} {size}")
@@ -251,11 +252,11 @@ def test_decode_mask_stored_for_last_keys_only_equals_full_mask(variant: str) ->
     judge(case.remade, want, forward(case.call), variant)
     memory, address, stride_head, stride_row = [torch.ones(3, dtype=torch.bool)], [], [], []
     for t, n in zip(case.call.blocked, first, strict=True):
-        own = t[..., n:]
+        stored_mask = t[..., n:]
         address.append(sum(m.numel() for m in memory) - n)
-        stride_head.append(own.shape[1] * own.shape[2])
-        stride_row.append(own.shape[2])
-        memory += [own.flatten(), torch.ones(3, dtype=torch.bool)]
+        stride_head.append(stored_mask.shape[1] * stored_mask.shape[2])
+        stride_row.append(stored_mask.shape[2])
+        memory += [stored_mask.flatten(), torch.ones(3, dtype=torch.bool)]
     strides = np.array(stride_head), np.array(stride_row)
     mask = MatrixView(torch.cat(memory), np.array(address), *strides, 1, np.array(first))
     same_bits(ran(case, problem, replace(case.operands(), blocked=mask), variant), want)

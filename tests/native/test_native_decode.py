@@ -23,7 +23,7 @@ from fusion_attention.backends.cpu import decode
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.memory_views import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Problem
-from fusion_attention.ir.replace_tensors import places
+from fusion_attention.ir.replace_tensors import operand_tensors
 
 
 def beneath(case: Case, softcap: float) -> Case:
@@ -130,8 +130,8 @@ def test_decode_is_bitwise_equal_for_any_threads_batch_and_page_size(variant: st
         same_bits(native(paged, variant, threads=3), want, f"pages of {size}")
     for b in (0, 3):
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
-        own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(native(own, variant), {name: [result[b]] for name, result in want.items()})
+        single = Case(alone(case.call, b), problem, *stored, "rows", 1)
+        same_bits(native(single, variant), {name: [result[b]] for name, result in want.items()})
 
 
 @pytest.mark.parametrize("problem", BASES, ids=str)
@@ -215,8 +215,8 @@ def test_quantised_decode_of_grouped_heads_equals_each_head_alone(group: int, di
             continue
         for row in range(group):
             one = replace(case.call.problem, heads_q=2)
-            own = replace(case.call, problem=one, q=[q[row::group] for q in case.call.q])
-            alone = native(replace(case, call=own, problem=replace(problem, heads_q=2)), variant)
+            row_call = replace(case.call, problem=one, q=[q[row::group] for q in case.call.q])
+            alone = native(replace(case, call=row_call, problem=replace(problem, heads_q=2)), variant)
             for name, result in together.items():
                 for t, wanted in zip(result, alone[name], strict=True):
                     assert torch.equal(t[row::group], wanted), (name, row)
@@ -348,7 +348,7 @@ def test_prepared_decode_refuses_missing_extra_or_non_tensor_arguments() -> None
         assert isinstance(schedule, decode.Schedule)
         if isinstance(operands.k, PagedView) and isinstance(operands.v, PagedView):
             operands.v.table = operands.k.table
-        given: dict[str, Any] = dict(places(operands))
+        given: dict[str, Any] = dict(operand_tensors(operands))
         prepared = decode.prepare(schedule, problem, operands, tuple(given))
         out, wanted = given["out"], given["out"].clone()
         given |= {"max": None, "sum": None}
@@ -374,6 +374,6 @@ def test_decode_prepare_refuses_operand_missing_in_tensor_names() -> None:
     operands = case.operands()
     schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    names = tuple(name for name in places(operands) if name != "sink")
+    names = tuple(name for name in operand_tensors(operands) if name != "sink")
     with pytest.raises(ValueError, match="sink is read, and no tensor of the call is named so"):
         decode.prepare(schedule, problem, operands, names)

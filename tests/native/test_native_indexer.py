@@ -17,14 +17,14 @@ from support.sparse_checks import ordered
 
 from fusion_attention.ops.indexer.lowered_call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer, part
+from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer, sequence_of
 
 
 def drawn(case: IndexerCase) -> Args:
     """Returns the arguments of a case; keys that no row sees are NaN."""
     args = indexer_arguments(case)
     for b, rows in enumerate(case.q_len):
-        part(case, args["key"], "kv", b)[max((case.seen(b, row) for row in range(rows)), default=0) :] = math.nan
+        sequence_of(case, args["key"], "kv", b)[max((case.seen(b, row) for row in range(rows)), default=0) :] = math.nan
     return args
 
 
@@ -96,7 +96,7 @@ def test_indexer_gradient_continues_after_list_entry_outside_the_band(seed: int)
     case = IndexerCase("TND", q_len=(9, 4), kv_len=(30, 12), heads=3, top_k=17)
     args, rng = drawn(case), torch.Generator().manual_seed(seed)
     lists = [torch.randint(-1 + seed % 2, n, (m, 1, 17), generator=rng).int() for m, n in ((9, 30), (4, 12))]
-    assert any((own[0, 0] >= case.seen(b, 0)).any() for b, own in enumerate(lists))
+    assert any((entries[0, 0] >= case.seen(b, 0)).any() for b, entries in enumerate(lists))
     judge(args, torch.cat(lists))
 
 

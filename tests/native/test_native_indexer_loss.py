@@ -189,8 +189,8 @@ def test_indexer_loss_refuses_view_of_wrong_size(at: int, name: str) -> None:
     plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, None)
 
     class Changed:
-        def run(self, threads: int, own: tuple[Any, ...], *others: Any) -> None:
-            plan.run(threads, (*own[:at], (1,), *own[at + 1 :]), *others)
+        def run(self, threads: int, index_arguments: tuple[Any, ...], *others: Any) -> None:
+            plan.run(threads, (*index_arguments[:at], (1,), *index_arguments[at + 1 :]), *others)
 
     changed: Any = Changed()
     with pytest.raises(ValueError, match=f"{name} is no view"):

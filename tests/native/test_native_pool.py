@@ -87,12 +87,12 @@ def test_pooling_is_bitwise_equal_for_any_thread_count_and_packing(dtype: torch.
     for case, count in ((padded, 5), (packed, 1), (packed, 3)):
         with threads(count):
             got = computed(case, dtype, core())
-        kept = (padded.pack(want[0]), *want[1:3]) if case is padded else want[:3]
+        packed_results = (padded.pack(want[0]), *want[1:3]) if case is padded else want[:3]
         if case is packed:
             of = (packed.pack(want[0], windows=True), packed.pack(want[1]), packed.pack(want[2]))
             same_bits(got, (*of, want[3]), "packed")
         else:
-            same_bits(got, (*kept, want[3]), "padded")
+            same_bits(got, (*packed_results, want[3]), "padded")
 
 
 FILLS: dict[str, tuple[str, float]] = {
@@ -126,13 +126,13 @@ def test_pooling_of_large_values_and_gates_does_not_overflow(variant: str, overl
     rows, gates = case.rows(1, torch.float32).sign() * 3.4e38, case.rows(2, torch.float32) * 1e30
     gates[:, ::2] = case.rows(2, torch.float32)[:, ::2]
     for z in (gates, case.rows(2, torch.float32)):
-        wide = pooled(rows.double(), z.double(), None, Windows(4, overlap))
+        float64_results = pooled(rows.double(), z.double(), None, Windows(4, overlap))
 
         def program(z: Tensor = z) -> tuple[Tensor, ...]:
             return (pooled(rows.double(), z.double(), None, Windows(4, overlap)),)
 
         got = core(variant)(case.lowered(rows, z, None))[OUT]
-        assert wide.isfinite().all()
+        assert float64_results.isfinite().all()
         compare_with("large", (got,), program)
 
 

@@ -19,7 +19,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem, Problem
 from fusion_attention.ops.sparse.lowered_call import SparseBackward
 from fusion_attention.testing import check
-from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, part, selected
+from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, selected, sequence_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 RESULTS = ("out", "max", "sum")
@@ -29,7 +29,7 @@ def drawn(case: SparseCase) -> Args:
     args = arguments(case)
 
     def weighed(b: int, row: int, head: int) -> list[int]:
-        return selected(case, part(case, args["sparse_indices"], "q", b)[row, head].tolist(), b, row)
+        return selected(case, sequence_of(case, args["sparse_indices"], "q", b)[row, head].tolist(), b, row)
 
     return hostile(case, args, weighed, case.heads_kv)
 
@@ -236,7 +236,7 @@ def test_sparse_forward_returns_value_of_best_key_if_scores_are_huge(variant: st
     args = drawn(SparseCase("TND", 0, "bfloat16", (5,), (700,), mode=0, **sizes))
     k, number = args["key"][:, 0], 100 + torch.randperm(700, generator=torch.Generator().manual_seed(power))
     args["query"].fill_(2.0**power), k.zero_()
-    k[:, 0], k[:, 1] = (part * sign * 2.0**power for part in (number // 256 * 256, number % 256))
+    k[:, 0], k[:, 1] = (summand * sign * 2.0**power for summand in (number // 256 * 256, number % 256))
     args["sparse_indices"][:] = torch.arange(700, dtype=torch.int32)
     args["value"][7, 0, 3] = math.inf  # a weight of nothing is still more than 0
     out, best = forward(args, variant)["out"], (sign * number).argmax()

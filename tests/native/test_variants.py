@@ -31,11 +31,11 @@ def test_chosen_instruction_set_is_strongest_fast_runnable_variant() -> None:
 
 
 def test_variant_is_runnable_if_cpu_has_all_required_features() -> None:
-    known = set(re.findall(r'\{"(\w+)", ', (ROOT / "csrc/cpu_features.cpp").read_text(encoding="utf-8")))
+    defined_features = set(re.findall(r'\{"(\w+)", ', (ROOT / "csrc/cpu_features.cpp").read_text(encoding="utf-8")))
     refused = {"v4+amx"} if FEATURES["tiles_refused"] else set()
     runs = [name for name in BUILT if set(NEEDS[name]) <= set(FEATURES["features"]) and name not in refused]
     assert runs == RUNNABLE
-    assert set().union(*NEEDS.values()) <= known | {"amx_model"}, "a feature that is never found"
+    assert set().union(*NEEDS.values()) <= defined_features | {"amx_model"}, "a feature that is never found"
 
 
 uncapped = pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION_CPU caps this process")
@@ -51,12 +51,12 @@ def capped(name: str, program: str) -> subprocess.CompletedProcess[str]:
 def test_environment_variable_caps_runnable_variants(name: str) -> None:
     run = capped(name, "import json\nfrom fusion_attention import _native\nprint(json.dumps(_native.cpu_features()))")
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert (found["forced"], found["built"]) == (name, BUILT)
+    features = json.loads(run.stdout)
+    assert (features["forced"], features["built"]) == (name, BUILT)
     if name:
-        assert found["runnable"] == RUNNABLE[: RUNNABLE.index(name) + 1]
-        assert found["chosen"] == name
-        assert set(found["features"]) == set(NEEDS[name])
+        assert features["runnable"] == RUNNABLE[: RUNNABLE.index(name) + 1]
+        assert features["chosen"] == name
+        assert set(features["features"]) == set(NEEDS[name])
 
 
 @pytest.mark.sampled(12)

@@ -318,7 +318,7 @@ LONG = f"{CUTS}::test_long_windowed_chunks_equal_the_full_call_bitwise"
 MERGED = "training/test_ring_update.py"
 PIECES = [
     package("tiles: tile edges of a chunk start at the chunk, not at the sequence", "ir/tiles.py",
-            "ahead = [-extents.part.first_row % size-]{+0 * extents.part.first_row+}", LONG),
+            "ahead = [-extents.chunk_origin.first_row % size-]{+0 * extents.chunk_origin.first_row+}", LONG),
     package("CPU: kernel chosen by the length of a chunk, not of the sequence", "backends/cpu/decode.py",
             "q_len, kv_len = extents.[-chosen_by-]{+q_len, extents.kv_len+}", LONG),
     package("golden: dropout of a chunk counts keys from the chunk's first key", "ir/problem.py",

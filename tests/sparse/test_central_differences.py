@@ -26,8 +26,8 @@ def differs(function: Callable[..., Any], *leaves: Tensor) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_golden_compress_gradients_match_central_differences(overlap: bool) -> None:
-    wide = 4 if overlap else 2
-    leaves = drawn(1, 7, 1, wide, seed=1), drawn(1, 7, 1, wide, seed=2), drawn(3, wide, seed=3)
+    channels = 4 if overlap else 2
+    leaves = drawn(1, 7, 1, channels, seed=1), drawn(1, 7, 1, channels, seed=2), drawn(3, channels, seed=3)
     differs(lambda kv, gate, bias: fa.compress(kv, gate, ratio=3, position_bias=bias, overlap=overlap), *leaves)
 
 

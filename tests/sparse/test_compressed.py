@@ -102,11 +102,11 @@ def test_compressed_attention_with_only_window_keys_cached_equals_all_keys() -> 
     case = CompressedCase(layout="TND", q_len=(2, 3), kv_len=(9, 12), ratio=4, window=3, sink=True)
     args = shown(case, arguments(case))
     want = fa.compressed_attention(**args)
-    kept = torch.cat((args["k"][9 - 4 : 9], args["k"][9 + 12 - 5 : 9 + 12]))
-    given = {**args, "k": kept, "kv_len": [4, 5], "residual": [1, 0]}
+    window_keys = torch.cat((args["k"][9 - 4 : 9], args["k"][9 + 12 - 5 : 9 + 12]))
+    given = {**args, "k": window_keys, "kv_len": [4, 5], "residual": [1, 0]}
     same_bits(fa.compressed_attention(**given), want, "packed")
     lengths = {"layout": "BSND", "q_len": None, "kv_len": None, "compressed_len": None}
-    q, k, c = args["q"][None, 2:5], kept[None, 4:], args["k_compressed"][None, 2:5]
+    q, k, c = args["q"][None, 2:5], window_keys[None, 4:], args["k_compressed"][None, 2:5]
     one = {**given, **lengths, "q": q, "k": k, "k_compressed": c, "residual": [0]}
     same_bits(fa.compressed_attention(**one)[0], want[2:5], "padded")
     both = {**one, "q": q.expand(2, -1, -1, -1), "k": k.expand(2, -1, -1, -1), "k_compressed": c.expand(2, -1, -1, -1)}

@@ -93,13 +93,13 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Returns a function that makes programs; a program calls a copy of a module in float64."""
 
     def program(theirs: Any, run: Callable[..., Any] = lambda module, **given: module(**given)[0], **given: Any) -> Any:
-        own = copy.deepcopy(theirs).double()
-        wide = {name: torch.utils._pytree.tree_map(doubled, value) for name, value in given.items()}
+        float64_module = copy.deepcopy(theirs).double()
+        float64_inputs = {name: torch.utils._pytree.tree_map(doubled, value) for name, value in given.items()}
 
         def call() -> Any:
             with monkeypatch.context() as patched:
                 patched.setattr(code_of("deepseek_v32"), "torch", Float64Torch())
-                return run(own, **wide)
+                return run(float64_module, **float64_inputs)
 
         return call
 
@@ -130,19 +130,19 @@ def test_layer_matches_keys_and_output_of_transformers_deepseek_v3_2(model: Any,
     for hook in hooks:
         hook.remove()
     for layer, given in zip(model.layers, calls, strict=True):
-        own = Ours(layer.self_attn).attention
+        ours = Ours(layer.self_attn).attention
         hidden, rope = given["hidden_states"], halves(given["position_embeddings"])
-        latent = own.q_a_layernorm(own.q_a_proj(hidden))
-        indices = own.indexer(hidden, latent, rope=rope).indices[:, :, 0]
+        latent = ours.q_a_layernorm(ours.q_a_proj(hidden))
+        indices = ours.indexer(hidden, latent, rope=rope).indices[:, :, 0]
         theirs = chosen_by(layer.self_attn, given)
         for row in range(hidden.shape[1]):
-            seen = min(row + 1, TOP_K)  # behind these their list names keys that their mask removes
+            visible = min(row + 1, TOP_K)  # behind these their list names keys that their mask removes
             for mine, other in zip(indices[:, row], theirs[:, row], strict=True):
-                assert mine[:seen].tolist() == other[:seen].tolist()
-                assert (mine[seen:] == -1).all()
+                assert mine[:visible].tolist() == other[:visible].tolist()
+                assert (mine[visible:] == -1).all()
         with torch.no_grad():
             program = golden(layer.self_attn, **given | {"past_key_values": None})
-            compare_with("attention", own(hidden, rope=rope)[0], program)
+            compare_with("attention", ours(hidden, rope=rope)[0], program)
 
 
 def test_deepseek_v3_2_with_replaced_attention_keeps_output_and_gradients(

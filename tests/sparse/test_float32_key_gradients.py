@@ -23,13 +23,15 @@ KEYS = ("dkey", "dvalue", "dkey_rope", "dkey_index")
 
 def rounded(call: Any) -> None:
     """Checks that key gradients in float32, once rounded, have the bits of those in the call's dtype."""
-    usual, wide = run(call, "cpu"), call.results()
+    usual, float32_results = run(call, "cpu"), call.results()
     dtype = usual[next(name for name in KEYS if name in usual)].dtype
-    wide = {name: t.to(torch.float32) if name in KEYS else t for name, t in wide.items()}
-    compute(call, wide, "cpu")
+    float32_results = {name: t.to(torch.float32) if name in KEYS else t for name, t in float32_results.items()}
+    compute(call, float32_results, "cpu")
     for name, tensor in usual.items():
-        same_bits(wide[name].to(dtype) if name in KEYS else wide[name], tensor, name)
-    assert any((wide[name] != wide[name].to(dtype)).any() for name in KEYS if name in wide)
+        same_bits(float32_results[name].to(dtype) if name in KEYS else float32_results[name], tensor, name)
+    assert any(
+        (float32_results[name] != float32_results[name].to(dtype)).any() for name in KEYS if name in float32_results
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

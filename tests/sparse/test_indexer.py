@@ -22,7 +22,7 @@ from fusion_attention.testing.sparse import (
     indexer_gradients,
     keys_of,
     lowered_indexer,
-    part,
+    sequence_of,
 )
 from fusion_attention.torch_ops.eager import run
 
@@ -87,8 +87,8 @@ def test_indexer_selects_best_visible_keys_with_their_scores(case: IndexerCase) 
     results = {backend: run(call, backend) for backend in backends(case)}
     check_index(call, results)
     for result in results.values():
-        for own, nothing in zip(result.values(), (-1, -math.inf), strict=True):
-            ends = [own[sum(case.q_len) :]] if case.packed else [own[b, n:] for b, n in enumerate(case.q_len)]
+        for output, nothing in zip(result.values(), (-1, -math.inf), strict=True):
+            ends = [output[sum(case.q_len) :]] if case.packed else [output[b, n:] for b, n in enumerate(case.q_len)]
             assert all((end == nothing).all() for end in ends)
 
 
@@ -114,13 +114,13 @@ def test_golden_indexer_gradients_match_autograd(case: IndexerCase) -> None:
     leaves = {n: args[n].double().detach().requires_grad_() for n in ("query", "key", "weights")}
     total = torch.zeros((), dtype=torch.float64)
     for b in range(len(case.q_len)):
-        q, w = (part(case, leaves[n], "q", b) for n in ("query", "weights"))
+        q, w = (sequence_of(case, leaves[n], "q", b) for n in ("query", "weights"))
         k = keys_of(case, {**args, **leaves}, "key", b)[:, 0]
         if len(q) and len(k):
             scores = (torch.einsum("rhd,kd->rhk", q, k).relu() * w[..., None]).sum(1)
-            own = part(case, indices, "q", b)[:, 0].long()
-            dy = part(case, args["dy"].double(), "q", b)[:, 0]
-            total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
+            entries = sequence_of(case, indices, "q", b)[:, 0].long()
+            dy = sequence_of(case, args["dy"].double(), "q", b)[:, 0]
+            total = total + (scores.gather(1, entries.clamp(min=0)) * dy).masked_fill(entries < 0, 0).sum()
     got = indexer_gradients(in_float64(lowered_indexer(args)), args["dy"].double(), indices, "golden")
     nothing = [torch.zeros_like(t) for t in got.values()]
     want = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else nothing
@@ -135,8 +135,8 @@ def test_indexer_gradient_ignores_list_entries_behind_the_end() -> None:
     args = {"query": q, "key": k, "weights": w, "dy": dy, "sparse_indices": indices, "layout": "BSND", "sparse_mode": 3}
     call = lowered_indexer({**args, "sparse_count": 4, "return_values": True})
     backward = IndexerBackward(call, dy, indices)
-    wide = [t.double().requires_grad_() for t in (q, k, w)]
-    close(golden_of(backward), dict(zip(("dquery", "dkey", "dweights"), read_by_hand(wide), strict=True)))
+    float64_leaves = [t.double().requires_grad_() for t in (q, k, w)]
+    close(golden_of(backward), dict(zip(("dquery", "dkey", "dweights"), read_by_hand(float64_leaves), strict=True)))
     check_index(backward, {backend: run(backward, backend) for backend in backends(IndexerCase())})
 
 

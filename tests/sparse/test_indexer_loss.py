@@ -22,12 +22,12 @@ from fusion_attention.testing.indexer_loss import (
     LossCase,
     distributions,
     each_row,
+    formula_results,
     golden,
     in_float64,
     lowered,
-    own,
-    part,
-    plain,
+    python_arguments,
+    sequence_of,
     statistics,
 )
 from fusion_attention.testing.sparse import bounded, keys_of
@@ -71,9 +71,9 @@ CASES = [
 
 def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
     """Returns golden's results from statistics in float64, not rounded to float32, and `more` times the sum."""
-    saved = statistics(case, args, kept=torch.float64)
+    saved = statistics(case, args, stats_dtype=torch.float64)
     saved["softmax_sum"] = saved["softmax_sum"] * more
-    saved["lse"] = own(case, {**args, **saved})["lse"]
+    saved["lse"] = python_arguments(case, {**args, **saved})["lse"]
     call = in_float64(lowered(case, args))
     return run(
         replace(call, tensors={n: t if t is None else saved.get(n, t) for n, t in call.tensors.items()}), "golden"
@@ -86,9 +86,9 @@ def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_indexer_loss_matches_slot_by_slot_formula(case: LossCase) -> None:
-    """plain() adds slot by slot in float64; golden counts how often a key is listed."""
+    """formula_results() adds slot by slot in float64; golden counts how often a key is listed."""
     args = operands(case)
-    close(golden(case, args), plain(case, args))
+    close(golden(case, args), formula_results(case, args))
 
 
 def witness(case: LossCase, args: Args) -> Results:
@@ -97,7 +97,7 @@ def witness(case: LossCase, args: Args) -> Results:
     total = torch.zeros((), dtype=torch.float64)
     for b, row, tokens in each_row(case, args):
         p, _ = distributions(case, args, b, row, tokens, torch.float64)
-        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        q, w = (sequence_of(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
         k = keys_of(case, {**args, **leaves}, "key_index", b)[tokens, 0]
         scores = (w[:, None] * (q @ k.mT).relu()).sum(0)
         total = total + scores.logsumexp(-1) - (p * scores).sum()
@@ -110,7 +110,7 @@ def test_golden_indexer_loss_gradients_match_autograd(case: LossCase) -> None:
     args = operands(case)
     got = exactly(case, args)
     del got["loss"]
-    close(got, witness(case, args | statistics(case, args, kept=torch.float64)))
+    close(got, witness(case, args | statistics(case, args, stats_dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -134,7 +134,7 @@ def test_indexer_softmax_max_and_sum_match_reference(case: LossCase) -> None:
     given = {name: value for name, value in args.items() if not name.startswith("softmax")}
     call = bounded(op.lower(bind(op, given)), args)  # type: ignore[misc]
     assert call.problem == IndexerProblem(case.heads, case.dim, case.dtype, case.weights, top_k=0, ratio=case.ratio)
-    exact = statistics(case, args, kept=torch.float64)
+    exact = statistics(case, args, stats_dtype=torch.float64)
     wanted = {name: exact[f"{name}_index"].nan_to_num(0.0) for name in ("softmax_max", "softmax_sum")}
     close(run(in_float64(call), "golden"), wanted)
     results = ["golden", *([] if cpu.reasons_against(call.problem, torch.device("cpu")) else ["cpu"])]
@@ -199,7 +199,7 @@ def test_npu_indexer_loss_is_bitwise_equal_to_lowered_call(case: LossCase) -> No
 @pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
 def test_indexer_loss_backward_scales_gradients_computed_in_forward(case: LossCase) -> None:
     backend = backends(case)[-1]
-    args = own(case, operands(case))
+    args = python_arguments(case, operands(case))
     leaves = leaves_of(args, "query", "key", *DIFFERENTIABLE)
     want = run_own(args, backend)
     loss = fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend)
@@ -261,7 +261,7 @@ def test_indexer_loss_error_names_first_invalid_list_entry() -> None:
     with pytest.raises(fa.ContractError, match=r"got 7 at batch 1, row 2, slot 1, outside \[-1, 7\)"):
         npu.npu_sparse_lightning_indexer_grad_kl_loss(**by_name(indexer_loss.TORCH, args))
     with pytest.raises(fa.ContractError, match=r"indexer_loss: indices: .* got 7 at batch 1, row 2, slot 1, outside"):
-        fa.indexer_loss(**by_name(own_loss.RECORD, own(CALL, args)), backend="golden")
+        fa.indexer_loss(**by_name(own_loss.RECORD, python_arguments(CALL, args)), backend="golden")
 
 
 def test_indexer_loss_list_content_is_checked_only_on_request() -> None:

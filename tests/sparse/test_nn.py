@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.reference_layers import DIM, LATENT, make, plain
+from support.reference_layers import DIM, LATENT, make, output_and_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,8 +48,8 @@ def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> Results:
 
 
 def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns plain()'s rows of all sequences, concatenated, and the mean of the loss over rows, in float64."""
-    results = [plain(layer, x.double()) for x in sequences]
+    """Returns output_and_loss()'s rows of all sequences, concatenated, and the loss averaged over rows, in float64."""
+    results = [output_and_loss(layer, x.double()) for x in sequences]
     return torch.cat([out for out, _ in results]), torch.stack([loss for _, loss in results]).sum() / sum(
         map(len, sequences)
     )
@@ -57,11 +57,11 @@ def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def program(layer: Any, sequences: list[Tensor], gradients_alone: bool = False) -> Callable[[], Results]:
     """Returns a program that computes the expected results of a batch: the plain layer, in float64."""
-    wide = copy.deepcopy(layer).double()
+    float64_layer = copy.deepcopy(layer).double()
 
     def call() -> Results:
-        out, loss = plainly(wide, sequences)
-        return ({} if gradients_alone else {"out": out, "loss": loss}) | gradients(wide, out, loss)
+        out, loss = plainly(float64_layer, sequences)
+        return ({} if gradients_alone else {"out": out, "loss": loss}) | gradients(float64_layer, out, loss)
 
     return call
 
@@ -198,9 +198,9 @@ def test_layer_compiles_to_one_graph_with_same_bits(form: str, stage: str) -> No
     for packed in (False, True):
         x = torch.randn(sum(LENGTHS), DIM) if packed else torch.randn(2, 16, DIM)
         given = {"lengths": torch.tensor(LENGTHS)} if packed else {}
-        fast, made = compiled(lambda x, given=given: run(layer, x, **given))
+        fast, graphs = compiled(lambda x, given=given: run(layer, x, **given))
         expected, got = run(layer, x, **given), fast(x)
-        assert len(made) == 1
+        assert len(graphs) == 1
         same_bits(got, expected)
         same_bits(gradients(layer, *got), gradients(layer, *expected))
 
@@ -214,7 +214,7 @@ def test_layer_in_bfloat16_and_under_autocast_matches_float64_layer(stage: str) 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         results = [[run(layer, x[None]) for x in batch]]
     layer.bfloat16()  # autocast rounds weights to the same numbers
-    wide = copy.deepcopy(layer).double()
+    float64_layer = copy.deepcopy(layer).double()
     results.append([run(layer, x[None].bfloat16()) for x in batch])
     layer.indexer.weights_proj.float()
     results.append([run(layer, x[None].bfloat16()) for x in batch])
@@ -222,7 +222,7 @@ def test_layer_in_bfloat16_and_under_autocast_matches_float64_layer(stage: str) 
     assert {t.dtype for t in ours[::2]} == {torch.bfloat16}
 
     def written_plainly() -> list[Tensor]:
-        result = [plain(wide, x.bfloat16().double()) for x in batch]
+        result = [output_and_loss(float64_layer, x.bfloat16().double()) for x in batch]
         return 3 * [torch.stack([out for out, _ in result]), torch.stack([loss for _, loss in result]) / 16]
 
     compare_with(stage, ours, written_plainly, dtype=torch.bfloat16)

@@ -1,13 +1,13 @@
 """Layers with a cache: prompts, chunks and single tokens against plain layers and one call without a cache."""
 
 import copy
-from functools import cache as kept
+import functools
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.reference_layers import DIM, LATENT, make, plain
+from support.reference_layers import DIM, LATENT, make, output_and_loss
 from torch import Tensor
 
 from fusion_attention import nn as dsa
@@ -34,7 +34,7 @@ def run(layer: Any, x: Tensor, cache: dsa.Cache, **given: Any) -> Tensor:
     return out
 
 
-def whole(layer: Any, x: Tensor) -> Tensor:
+def uncached(layer: Any, x: Tensor) -> Tensor:
     """Returns the output of one call without a cache."""
     with torch.no_grad():
         return layer(x, rope=rope_of(layer, torch.arange(x.shape[1])))[0]
@@ -46,17 +46,17 @@ def drawn(count: int = 19) -> Tensor:
 
 def in_pieces(layer: Any, x: Tensor, cache: dsa.Cache) -> Tensor:
     """Returns the outputs of CALLS, concatenated by sequence; inputs hold NaN behind the shorter chunks."""
-    found: list[list[Tensor]] = [[], []]
+    outputs: list[list[Tensor]] = [[], []]
     for counts in CALLS:
-        piece = torch.full((2, max(counts), DIM), torch.nan, dtype=x.dtype)
+        chunk = torch.full((2, max(counts), DIM), torch.nan, dtype=x.dtype)
         for b, n in enumerate(counts):
-            piece[b, :n] = x[b, cache.lengths[b] : cache.lengths[b] + n]
-        out = run(layer, piece, cache, lengths=torch.tensor(counts))
+            chunk[b, :n] = x[b, cache.lengths[b] : cache.lengths[b] + n]
+        out = run(layer, chunk, cache, lengths=torch.tensor(counts))
         for b, n in enumerate(counts):
             assert not out[b, n:].any()
-            found[b].append(out[b, :n])
+            outputs[b].append(out[b, :n])
     assert cache.lengths == LENGTHS
-    return torch.cat([torch.cat(parts) for parts in found])
+    return torch.cat([torch.cat(parts) for parts in outputs])
 
 
 def layer_in(form: str, stage: dsa.Stage, dtype: torch.dtype) -> Any:
@@ -66,18 +66,18 @@ def layer_in(form: str, stage: dsa.Stage, dtype: torch.dtype) -> Any:
     return layer
 
 
-@kept
+@functools.cache
 def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expected]:
-    """Returns plain()'s outputs of the two sequences in float64, concatenated, with error bounds."""
+    """Returns output_and_loss()'s outputs of the two sequences in float64, concatenated, with error bounds."""
     layer = layer_in(form, stage, dtype).double()
     sequences = [row[:n].to(dtype).double() for row, n in zip(drawn(), LENGTHS, strict=True)]
 
     def program() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"out": torch.cat([plain(layer, x)[0] for x in sequences])}
+            return {"out": torch.cat([output_and_loss(layer, x)[0] for x in sequences])}
 
-    found: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)})
-    return found
+    result: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)})
+    return result
 
 
 @pytest.mark.sampled(18)
@@ -100,9 +100,9 @@ def test_cached_layer_selects_same_keys_as_one_call(form: str, monkeypatch: pyte
 
     monkeypatch.setattr(layer.indexer, "_choose", noted)
     x, cache = drawn(), dsa.Cache(2, 40)  # larger than what it will hold
-    whole(layer, x)
-    for piece in (x[:, :7], *x[:, 7:].split(1, dim=1)):
-        run(layer, piece, cache)
+    uncached(layer, x)
+    for chunk in (x[:, :7], *x[:, 7:].split(1, dim=1)):
+        run(layer, chunk, cache)
     first, *rest = (index.indices for index in chosen)
     assert torch.equal(torch.cat(rest, 1), first)
 
@@ -111,12 +111,12 @@ def test_indexer_with_cache_selects_same_keys_as_without_cache() -> None:
     indexer, cache, x = make("heads").indexer.eval(), dsa.Cache(2, 19), drawn()
     with torch.no_grad():
         everything = indexer(x, rope=dsa.rope_table(torch.arange(19), 8))
-        found = [
-            indexer(piece, rope=dsa.rope_table(cache.positions(piece), 8), cache=cache) for piece in x.split([15, 4], 1)
+        indexes = [
+            indexer(chunk, rope=dsa.rope_table(cache.positions(chunk), 8), cache=cache) for chunk in x.split([15, 4], 1)
         ]
         assert indexer(x[:, :0], cache=cache, choose=False).indices is None
-    assert torch.equal(torch.cat([index.indices for index in found], 1), everything.indices)
-    assert [list(index.k.shape) for index in found] == [[2, 15, 1, 12], [2, 19, 1, 12]]
+    assert torch.equal(torch.cat([index.indices for index in indexes], 1), everything.indices)
+    assert [list(index.k.shape) for index in indexes] == [[2, 15, 1, 12], [2, 19, 1, 12]]
 
 
 def test_attend_with_custom_projections_and_cache_matches_one_call() -> None:
@@ -142,23 +142,26 @@ def test_attend_with_custom_projections_and_cache_matches_one_call() -> None:
 
 def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
     """Returns attend()'s output in float64, by a softmax over the visible keys."""
-    wide = {name: t.double() for name, t in given.items() if name != "scale"}
-    q, k = torch.cat([wide["q"], wide["q_rope"]], -1), torch.cat([wide["k"], wide["k_rope"]], -1)
-    k, v = (t.repeat_interleave(2, 2) for t in (k, wide["v"]))
-    seen = torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, 19, 19)
+    float64_tensors = {name: t.double() for name, t in given.items() if name != "scale"}
+    q, k = (
+        torch.cat([float64_tensors["q"], float64_tensors["q_rope"]], -1),
+        torch.cat([float64_tensors["k"], float64_tensors["k_rope"]], -1),
+    )
+    k, v = (t.repeat_interleave(2, 2) for t in (k, float64_tensors["v"]))
+    visible = torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, 19, 19)
     if layer.stage == "sparse":
         lists = layer.indexer(x).indices.transpose(1, 2).long()  # -1: the place behind the last key
         listed = torch.zeros(2, 1, 19, 20, dtype=torch.bool).scatter(3, lists.where(lists >= 0, 19), True)
-        seen = listed[..., :19]
+        visible = listed[..., :19]
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * given["scale"]
-    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_prompt_in_one_call_is_bitwise_equal_with_and_without_cache(form: str) -> None:
     """In the sparse stage the same code computes with and without a cache."""
     layer, x = make(form).eval(), drawn()
-    same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
+    same_bits(run(layer, x, dsa.Cache(2, 25)), uncached(layer, x))
 
 
 @pytest.mark.sampled(18)
@@ -168,12 +171,12 @@ def test_cached_layer_under_autocast_matches_bfloat16_model(stage: dsa.Stage) ->
     layer.indexer.top_k = 19
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = in_pieces(layer, x, dsa.Cache(2, 19))
-    wide = copy.deepcopy(layer).bfloat16().double()
+    float64_layer = copy.deepcopy(layer).bfloat16().double()
     sequences = [row[:n].bfloat16().double() for row, n in zip(x, LENGTHS, strict=True)]
 
     def program() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"out": torch.cat([plain(wide, one)[0] for one in sequences])}
+            return {"out": torch.cat([output_and_loss(float64_layer, one)[0] for one in sequences])}
 
     check(stage, {"out": got}, expected_of(program, {"out": got}))
     rows = torch.randn(2, 19, 4, 8)
@@ -197,10 +200,10 @@ def test_compiled_cached_layer_is_bitwise_equal_and_does_not_recompile(form: str
 
     fast = torch.compile(call, backend="eager", dynamic=True)
     pieces = (x[:, :9], *x[:, 9:].split(1, dim=1))
-    for i, piece in enumerate(pieces):
+    for i, chunk in enumerate(pieces):
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=i > 2):
-            out = fast(piece)
-        same_bits(out, run(layer, piece, want))
+            out = fast(chunk)
+        same_bits(out, run(layer, chunk, want))
 
 
 def test_deepcopied_cache_is_independent_of_the_original() -> None:
@@ -211,7 +214,7 @@ def test_deepcopied_cache_is_independent_of_the_original() -> None:
         run(layer, x[:, :9], cache)
     other = copy.deepcopy(cache)
     run(layer, -x[:, 9:12], other)
-    same_bits(run(layer, x[:, 9:], cache), whole(layer, x)[:, 9:])
+    same_bits(run(layer, x[:, 9:], cache), uncached(layer, x)[:, 9:])
     assert (cache.lengths, other.lengths) == ([19, 19], [12, 12])
 
 

@@ -31,9 +31,14 @@ def test_compress_rows_and_gradients_match_loops(dtype: torch.dtype, overlap: bo
     got = out.detach(), *torch.autograd.grad(out, leaves, dout)
 
     def program() -> tuple[Tensor, ...]:
-        wide = [t.detach().double().requires_grad_() for t in leaves]
-        rows = torch.stack([pooled_by_loops(wide[0][b], wide[1][b], wide[2], RATIO, overlap) for b in range(2)])
-        return rows.detach(), *torch.autograd.grad(rows, wide, dout.double())
+        float64_leaves = [t.detach().double().requires_grad_() for t in leaves]
+        rows = torch.stack(
+            [
+                pooled_by_loops(float64_leaves[0][b], float64_leaves[1][b], float64_leaves[2], RATIO, overlap)
+                for b in range(2)
+            ]
+        )
+        return rows.detach(), *torch.autograd.grad(rows, float64_leaves, dout.double())
 
     compare_with(f"overlap {overlap}", got, program)
 
@@ -58,8 +63,8 @@ def test_compress_gradients_of_large_call_are_bitwise_equal_to_small_calls(ratio
     dout = drawn(1, tokens // ratio, 1, dim, seed=2, dtype=torch.bfloat16)
 
     def gradients(first: int, count: int) -> tuple[Tensor, ...]:
-        part = slice(first * ratio, (first + count) * ratio)
-        leaves = [t[:, part].clone().requires_grad_() for t in (kv, gate)]
+        window_tokens = slice(first * ratio, (first + count) * ratio)
+        leaves = [t[:, window_tokens].clone().requires_grad_() for t in (kv, gate)]
         out = fa.compress(leaves[0], leaves[1], ratio=ratio, overlap=overlap)
         return torch.autograd.grad(out, leaves, dout[:, first : first + count])
 
@@ -149,10 +154,10 @@ H = 10
 
 
 def weights(coff: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    wide = coff * DIM
+    channels = coff * DIM
     return {
-        "wkv": drawn(wide, H, seed=1, dtype=dtype), "wgate": drawn(wide, H, seed=2, dtype=dtype),
-        "ape": drawn(RATIO, wide, seed=3),
+        "wkv": drawn(channels, H, seed=1, dtype=dtype), "wgate": drawn(channels, H, seed=2, dtype=dtype),
+        "ape": drawn(RATIO, channels, seed=3),
     }  # fmt: skip
 
 
@@ -177,10 +182,13 @@ def test_compressor_matches_pooling_of_projections_by_loops(coff: int, mode: int
     got = out.detach(), *torch.autograd.grad(out, leaves, dout)
 
     def program() -> tuple[Tensor, ...]:
-        wide = [t.detach().double().requires_grad_() for t in leaves]
-        rows = [pooled_by_loops(one @ wide[1].T, one @ wide[2].T, wide[3], RATIO, coff == 2) for one in wide[0]]
+        float64_leaves = [t.detach().double().requires_grad_() for t in leaves]
+        rows = [
+            pooled_by_loops(one @ float64_leaves[1].T, one @ float64_leaves[2].T, float64_leaves[3], RATIO, coff == 2)
+            for one in float64_leaves[0]
+        ]
         full = torch.nn.functional.pad(torch.stack(rows), (0, 0, 0, 1))
-        return full.detach(), *torch.autograd.grad(full, wide, dout.double())
+        return full.detach(), *torch.autograd.grad(full, float64_leaves, dout.double())
 
     compare_with(f"coff {coff}", got, program)
 
@@ -210,8 +218,13 @@ def test_compressor_in_several_calls_continues_from_saved_state(coff: int, mode:
     got = tuple(torch.cat(rows) for rows in parts)
 
     def program() -> tuple[Tensor, ...]:
-        wide = [t.double() for t in w.values()]
-        return tuple(pooled_by_loops(one @ wide[0].T, one @ wide[1].T, wide[2], RATIO, coff == 2) for one in x.double())
+        float64_weights = [t.double() for t in w.values()]
+        return tuple(
+            pooled_by_loops(
+                one @ float64_weights[0].T, one @ float64_weights[1].T, float64_weights[2], RATIO, coff == 2
+            )
+            for one in x.double()
+        )
 
     compare_with(f"coff {coff}", got, program)
 

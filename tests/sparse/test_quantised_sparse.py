@@ -44,8 +44,8 @@ def best(b: int, row: int, count: int, mode: int) -> list[int]:
     key, scale = of(PAGES, b)[:, 0].double(), of(PAGE_SCALES, b)[:, 0].double()
     products = QUERY[b, row].double() @ key.T * QUERY_SCALE[b, row].double()[:, None] * scale
     scores = (WEIGHTS[b, row].double()[:, None] * products.clamp(min=0)).sum(0)
-    seen = KEYS[b] - ROWS[b] + row + 1 if mode == 3 else KEYS[b]
-    result = scores[:seen].sort(descending=True, stable=True)[1][:count].tolist()
+    visible = KEYS[b] - ROWS[b] + row + 1 if mode == 3 else KEYS[b]
+    result = scores[:visible].sort(descending=True, stable=True)[1][:count].tolist()
     return [*result, *[-1] * (count - len(result))]
 
 

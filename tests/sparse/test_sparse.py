@@ -24,8 +24,8 @@ from fusion_attention.testing.sparse import (
     in_float64,
     keys_of,
     lowered,
-    part,
     selected,
+    sequence_of,
 )
 from fusion_attention.torch_ops.eager import run
 
@@ -90,16 +90,16 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
     out, loss = torch.zeros(args["dy"].shape, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     top, total = torch.zeros_like(out[..., 0]), torch.zeros_like(out[..., 0])
     for b, rows in enumerate(case.q_len):
-        lists, dy = part(case, args["sparse_indices"], "q", b), part(case, args["dy"].double(), "q", b)
+        lists, dy = sequence_of(case, args["sparse_indices"], "q", b), sequence_of(case, args["dy"].double(), "q", b)
         for row, head in np.ndindex(rows, case.heads_q):
             kv = head // group
             at = selected(case, lists[row, kv].tolist(), b, row)
-            q, k = part(case, given["query"], "q", b)[row, head], keys_of(case, given, "key", b)[at, kv]
+            q, k = sequence_of(case, given["query"], "q", b)[row, head], keys_of(case, given, "key", b)[at, kv]
             v = k[:, : case.dim_v] if case.shares_kv else keys_of(case, given, "value", b)[at, kv]
             s = k @ q
             if case.dim_rope:
                 k_rope = keys_of(case, given, "key_rope", b)[at, kv]
-                s = s + k_rope @ part(case, given["query_rope"], "q", b)[row, head]
+                s = s + k_rope @ sequence_of(case, given["query_rope"], "q", b)[row, head]
             s = s * case.scale
             s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
             if not len(s) or not case.kv_len[b]:
@@ -108,7 +108,7 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
             loss = loss + (result * dy[row, head]).sum()
             values = (result, s.amax(), (s - s.amax()).exp().sum())
             for tensor, value in zip((out, top, total), values, strict=True):
-                part(case, tensor, "q", b)[row, head] = value.detach()
+                sequence_of(case, tensor, "q", b)[row, head] = value.detach()
     stats = {"max": top, "sum": total}
     results = {n: t.unflatten(-1, (-1, group)).movedim(-2, 0 if case.packed else 1) for n, t in stats.items()}
     results["out"] = out
@@ -151,9 +151,9 @@ def test_golden_rounds_sparse_attention_output_once() -> None:
 # ----------------------------------------------------------------------------------------------------------- identities
 
 
-def lse_of(case: SparseCase, found: dict[str, torch.Tensor]) -> torch.Tensor:
+def lse_of(case: SparseCase, statistics: dict[str, torch.Tensor]) -> torch.Tensor:
     """Returns lse = max + log(sum) in the shape that functions return: [T, N] packed, else [B, N, S]."""
-    lse = found["max"] + found["sum"].log()
+    lse = statistics["max"] + statistics["sum"].log()
     return lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
 
 
@@ -304,8 +304,8 @@ def test_pack_lists_moves_valid_entries_to_the_front(dtype: torch.dtype, shape: 
     assert (packed.dtype, packed.shape) == (dtype, lists.shape)
     width = max(shape[-1], 1)
     for result, given in zip(packed.reshape(-1, width).tolist(), lists.reshape(-1, width).tolist(), strict=True):
-        kept = [n for n in given if n >= 0]
-        assert result == kept + [-1] * (len(given) - len(kept))
+        valid = [n for n in given if n >= 0]
+        assert result == valid + [-1] * (len(given) - len(valid))
     assert torch.equal(lists, before)
 
 

@@ -53,9 +53,9 @@ def leaves_of(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)
 def test_sparse_functions_compile_to_one_graph_with_same_bits(function: Callable[..., Any]) -> None:
-    fast, made = compiled(function)
+    fast, graphs = compiled(function)
     same(function, fast, leaves_of(function))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 def test_npu_sparse_flash_attention_compiles_once_for_all_lengths() -> None:
@@ -63,12 +63,12 @@ def test_npu_sparse_flash_attention_compiles_once_for_all_lengths() -> None:
         lengths = {"actual_seq_lengths_query": ends, "actual_seq_lengths_kv": ends}
         return npu.npu_sparse_flash_attention(q, k, k, lists, 0.3, **lengths, **TND, return_softmax_lse=True)[0]
 
-    fast, made = compiled(packed)
+    fast, graphs = compiled(packed)
     lists = torch.arange(3, dtype=torch.int32).expand(32, 1, 3)
     (q,), (k,) = draw(32, 4, 16, count=1), draw(32, 1, 16, count=1)
     for ends in ([9, 32], [3, 20], [32, 32]):
         same(packed, fast, (q, k), lists, torch.tensor(ends))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 def gradients(q: Any, k: Any, w: Any) -> Any:
@@ -80,9 +80,9 @@ def gradients(q: Any, k: Any, w: Any) -> Any:
 
 def losses(q: Any, k: Any, w: Any) -> Any:
     lists, stats = torch.arange(3).expand(2, 6, 1, 3), [torch.full((2, 1, 6, 4), n) for n in (3.0, 2.0)]
-    own = npu.npu_dense_lightning_indexer_softmax_lse(q, k, w)
-    dense = npu.npu_dense_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, *stats, *own, 0.3)
-    return *own, *dense, *npu.npu_sparse_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, lists, *stats, 0.3)
+    index_stats = npu.npu_dense_lightning_indexer_softmax_lse(q, k, w)
+    dense = npu.npu_dense_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, *stats, *index_stats, 0.3)
+    return *index_stats, *dense, *npu.npu_sparse_lightning_indexer_grad_kl_loss(ROWS, KEYS, q, k, w, lists, *stats, 0.3)
 
 
 @pytest.mark.parametrize("function", [gradients, losses], ids=lambda f: f.__name__)
@@ -96,11 +96,11 @@ def test_compiled_sparse_grad_and_loss_functions_equal_eager(function: Callable[
 def test_torch_func_grad_of_sparse_functions_equals_autograd(function: Callable[..., Any]) -> None:
     leaves = leaves_of(function)
     want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
-    places = tuple(range(len(leaves)))
-    functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=places)
+    positions = tuple(range(len(leaves)))
+    functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=positions)
     fast, _ = compiled(functional)
-    plain = [t.detach() for t in leaves]
-    for result in (functional(*plain), fast(*plain)):
+    detached = [t.detach() for t in leaves]
+    for result in (functional(*detached), fast(*detached)):
         same_bits(result, want)
 
 

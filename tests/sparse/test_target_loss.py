@@ -16,7 +16,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer_loss import api_target_definition as record
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
 from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.sparse import part
+from fusion_attention.testing.sparse import sequence_of
 from fusion_attention.testing.target_loss import TargetCase, arguments, each_row, golden, lowered, reference
 from fusion_attention.torch_ops.eager import run
 
@@ -89,9 +89,9 @@ def test_golden_target_loss_gradients_match_autograd(case: TargetCase) -> None:
     leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
     total = torch.zeros((), dtype=torch.float64)
     for b, row, slots, keys in each_row(case, args):
-        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
-        scores = (w[:, None] * (q @ part(case, leaves["key_index"], "kv", b)[keys, 0].mT).relu()).sum(0)
-        p = part(case, args["target"], "q", b)[row, 0, slots].double()
+        q, w = (sequence_of(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        scores = (w[:, None] * (q @ sequence_of(case, leaves["key_index"], "kv", b)[keys, 0].mT).relu()).sum(0)
+        p = sequence_of(case, args["target"], "q", b)[row, 0, slots].double()
         total = total + (torch.special.xlogy(p, p) - p * scores.log_softmax(-1)).sum()
     grads = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else None
     want = {f"d{name}": grads[i] if grads else torch.zeros_like(t) for i, (name, t) in enumerate(leaves.items())}

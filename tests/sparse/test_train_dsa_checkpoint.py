@@ -23,8 +23,8 @@ def train(folder: Path, steps: int = STEPS) -> dict[str, Any]:
     with pytest.raises(typer.Exit) as end:
         main(steps=steps, folder=folder, save_every=1, seed=0)
     assert end.value.exit_code == 0
-    held: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return held
+    checkpoint: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return checkpoint
 
 
 def kill(folder: Path, step: int) -> int:

@@ -10,7 +10,7 @@ from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.api_definition import RECORD
 from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
-from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, part
+from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, sequence_of
 from fusion_attention.torch_ops.eager import run
 
 Args = dict[str, Any]
@@ -56,7 +56,7 @@ class CompressedCase(SparseCase):
 def _lists(case: CompressedCase, make: Maker) -> torch.Tensor:
     tensor = make.empty("q", case.heads_kv, case.count, dtype=torch.int64 if case.wide else torch.int32)
     for b, rows in enumerate(case.q_len):
-        lists = part(case, tensor, "q", b)
+        lists = sequence_of(case, tensor, "q", b)
         lists.fill_(-1)
         every = case.lengths("c")[b]
         for row in range(rows):
@@ -142,21 +142,21 @@ def witness(case: CompressedCase, args: Args) -> Results:
                 kv = head // group
                 listed = list(range(case.closed(b, row)))
                 if case.lists:
-                    entries = part(case, args["sparse_indices"], "q", b)[row, kv].tolist()
+                    entries = sequence_of(case, args["sparse_indices"], "q", b)[row, kv].tolist()
                     listed = read(case, entries, b, row)
                 near, far = (
                     [keys_of(case, given, name, b)[first : max(end, 0), kv],
-                     part(case, given[f"{name}_compressed"], "c", b)[listed, kv]]
+                     sequence_of(case, given[f"{name}_compressed"], "c", b)[listed, kv]]
                     for name in ("key", "key" if case.shares_kv else "value")
                 )  # fmt: skip
                 k, v = torch.cat(near), torch.cat(far)
                 if not len(k):
                     continue
-                s = case.scale * (k @ part(case, given["query"], "q", b)[row, head])
+                s = case.scale * (k @ sequence_of(case, given["query"], "q", b)[row, head])
                 s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
                 result = s.softmax(-1)[: len(k)] @ v
-                part(case, out, "q", b)[row, head] = result.detach()
-                total = total + (result * part(case, args["dy"].double(), "q", b)[row, head]).sum()
+                sequence_of(case, out, "q", b)[row, head] = result.detach()
+                total = total + (result * sequence_of(case, args["dy"].double(), "q", b)[row, head]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
     gradients_by_name = {
         f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)

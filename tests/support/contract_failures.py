@@ -42,7 +42,7 @@ def of_versions(name: str) -> tuple[pytest.MarkDecorator, ...]:
 def starts(op: Op) -> list[Args]:
     """Returns sample options of small legal calls in which every optional tensor occurs: {}, and those of the rules."""
     results: list[Args] = [{}]
-    for rule in op.asked:
+    for rule in op.applicable_rules:
         if rule.given and rule.given not in results and rule.given.get("S1", 0) < 100:
             results.append(dict(rule.given))
     return results

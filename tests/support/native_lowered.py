@@ -13,7 +13,7 @@ from fusion_attention.ir.call import Lowered
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.memory_views import RowView
 from fusion_attention.ir.problem import Extents
-from fusion_attention.testing.sparse import Maker, Rows, lengths_of, part
+from fusion_attention.testing.sparse import Maker, Rows, lengths_of, sequence_of
 
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def hostile(case: Rows, args: Args, weighed: Callable[[int, int, int], list[int]
         unnamed = [token for token in range(case.kv_len[b]) if token not in named]
         for name in ("key", "value", "key_rope", "key_index"):
             if args.get(name) is not None:
-                part(case, args[name], "kv", b)[unnamed, slice(None) if heads == 1 else h] = torch.nan
+                sequence_of(case, args[name], "kv", b)[unnamed, slice(None) if heads == 1 else h] = torch.nan
     return args | {"sparse_indices": far(args["sparse_indices"])}
 
 

@@ -11,7 +11,7 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.distributed.chunk_attention import Chunks, FullCall, Keys, Rows, Saved
 from fusion_attention.ir.mask import Band
-from fusion_attention.ir.problem import CUT
+from fusion_attention.ir.problem import CHUNK_UNIT
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.lowered_call import EXTRAS, DenseCall, owns_bias
@@ -22,7 +22,7 @@ from fusion_attention.testing.run_case import attention, attention_backward
 Tensor = torch.Tensor
 SEED = 0x123456789ABCDEF
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "dsink")
-LENGTHS = (1, 7, CUT - 1, CUT, CUT + 1, 3 * CUT, 200, 333, 517)
+LENGTHS = (1, 7, CHUNK_UNIT - 1, CHUNK_UNIT, CHUNK_UNIT + 1, 3 * CHUNK_UNIT, 200, 333, 517)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

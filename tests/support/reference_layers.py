@@ -67,7 +67,7 @@ def plain_rows(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor, T
     return q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:], q_latent
 
 
-def plain(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
+def output_and_loss(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
     """Returns the output of a layer in its stage for one sequence [S, DIM], and the loss summed over rows.
 
     width: number of elements that rope rotates; latent layers use LATENT's.

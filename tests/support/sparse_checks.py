@@ -13,7 +13,7 @@ from fusion_attention.contract import Op
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.testing import sparse
-from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of
+from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, scores_of, sequence_of
 
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.
     for b, rows in enumerate(case.q_len):
         scores, (scores_here, theirs) = (
             scores_of(case, args, b, torch.float64),
-            (part(case, t, "q", b) for t in (indices, values)),
+            (sequence_of(case, t, "q", b) for t in (indices, values)),
         )
         for row in range(rows):
             order = torch.sort(scores[row, : case.seen(b, row)], descending=True, stable=True)

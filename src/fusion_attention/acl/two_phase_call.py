@@ -123,7 +123,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
     bytes_, copies = workspace(filled, tensors, result)
     idle = all(t.numel() == 0 for t in outputs.values())
     within = scope(bound.names, op.functions)
-    reading = [r for r in op.asked if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
+    reading = [r for r in op.applicable_rules if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
     return Layout(
         given=given,
         written=written,

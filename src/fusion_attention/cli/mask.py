@@ -43,7 +43,7 @@ def mask(
     next_: int = typer.Option(NO_EDGE, "--next", **EDGE, help="next_tokens of modes 0, 4, 7, 8."),
     prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of modes 5 and 6, one per sequence."),
     packed: bool = typer.Option(False, "--packed", help="Use layout TND for a single sequence too."),
-    own: str = typer.Option(
+    mask_source: str = typer.Option(
         "zeros", "--mask", metavar="WORD|FILE",
         help="Mask of modes 0, 1, 5 and 9: zeros, triangle, a file (.npy, or lines of 0 and 1); none: no mask.",
     ),
@@ -63,7 +63,10 @@ def mask(
     """Draw the keys that each row sees in a sparse mode or Band, with its rule, its calls and CANN's restrictions."""
     from rich.console import Console
 
-    given = {"mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed, "own": own}
+    given = {
+        "mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed,
+        "mask": mask_source,
+    }  # fmt: skip
     if explorer:
         from fusion_attention.explorer.page import page
 
@@ -73,10 +76,7 @@ def mask(
         return
     if explorer and not mode:
         return
-    if interface and interface not in INTERFACE_NAMES:
-        raise typer.BadParameter(
-            f"expected one of {', '.join(INTERFACE_NAMES)}, got {interface!r}", param_hint="--interface"
-        )
+    _check_interface(interface)
     if not mode:
         if as_json or svg or png:
             raise typer.BadParameter("a picture needs a mode: 0 to 9, or a Band", param_hint="MODE")
@@ -97,6 +97,13 @@ def mask(
 
 
 # ------------------------------------------------------------------------------------------------------------- options
+
+
+def _check_interface(name: str) -> None:
+    if name and name not in INTERFACE_NAMES:
+        raise typer.BadParameter(
+            f"expected one of {', '.join(INTERFACE_NAMES)}, got {name!r}", param_hint="--interface"
+        )
 
 
 def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
@@ -135,12 +142,12 @@ def _setting(given: dict[str, Any]) -> Setting:
         raise typer.BadParameter(f"expected {len(q_len)} numbers as in --q, got {len(s.prefix)}", param_hint="--prefix")
     if s.mode == 6 and not s.prefix:
         raise typer.BadParameter("mode 6 needs a prefix for every sequence", param_hint="--prefix")
-    if given["own"] in ("zeros", "triangle", "none"):
-        return replace(s, mask=given["own"])
+    if given["mask"] in ("zeros", "triangle", "none"):
+        return replace(s, mask=given["mask"])
     if s.mode not in FULL_MODES:
         expected = "expected none, zeros or triangle: only modes 0, 1, 5 and 9 read a mask from a file"
         raise typer.BadParameter(expected, param_hint="--mask")
-    return replace(s, mask="own", own=_read_mask(Path(given["own"])))
+    return replace(s, mask="own", own=_read_mask(Path(given["mask"])))
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:

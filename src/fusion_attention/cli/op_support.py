@@ -92,7 +92,7 @@ def _settings(op: Op) -> Iterator[dict[str, Any]]:
     """Yields settings (arguments by name) of an operator's default sample call, then of one affected by each rule."""
     yield {op.layout_attr: op.layouts[0]}
     settings_listed = set()
-    for rule in op.asked:
+    for rule in op.applicable_rules:
         layout = next(name for name in op.layouts if name in (rule.only or op.layouts))
         settings = {op.layout_attr: layout, **rule.given}
         if rule.given and (text := str(sorted(settings.items(), key=str))) not in settings_listed:

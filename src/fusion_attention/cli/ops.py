@@ -90,7 +90,7 @@ def _described(record: Op) -> dict[str, Any]:
             "level": rule.level,
             "code": rule.code,
         }
-        for rule in record.asked
+        for rule in record.applicable_rules
     ]
     return {**_entry(record), "formula": record.formula, "parameters": parameters, "rules": rules}
 

@@ -182,7 +182,7 @@ def bind(
         if reads and signature.reads:
             _ask_again(op, signature, bound)
     if check_content and reads and not any(t.is_meta for p in op.tensors() for t in members(bound[p.name]) or ()):
-        ask(op, [r for r in op.asked if r.level == "content"], bound.names)
+        ask(op, [r for r in op.applicable_rules if r.level == "content"], bound.names)
     if settled.notes:
         _tell(settled.notes)
     return bound
@@ -278,7 +278,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     """Checks the rules that do not depend on lengths, and returns a signature's cached validation; _settle() checks the
     others. given: the arguments in the order of op.params. strict: as in bind()."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
-    rules_asked = [r for r in op.asked if r.level in levels]
+    rules_asked = [r for r in op.applicable_rules if r.level in levels]
     if strict:
         rules_asked = [replace(r, level="limit") if r.level == "doubt" else r for r in rules_asked]
     names = first_stages(op, given, rules_asked)

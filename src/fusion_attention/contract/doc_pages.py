@@ -149,7 +149,7 @@ def _rules(op: Op) -> list[str]:
     """Returns Markdown lines of the tables of an operator's rules, one table per level ("meaning", "limit", ...)."""
     lines = []
     for level in LEVELS:
-        rules = [r for r in op.asked if r.level == level]
+        rules = [r for r in op.applicable_rules if r.level == level]
         if rules:
             lines += ["", f"## {TITLES[level]}", ""]
             lines += _table("parameter", "expected", "when", "code", "why, or what to do")
@@ -179,10 +179,12 @@ def _row(op: Op, p: Param) -> str:
         dtype = f"as `{op.by_name[p.dtypes[1:]].shown}`" if p.dtypes.startswith("=") else p.dtypes.replace(" ", ", ")
         shapes = _by_layout(op, p)
         shape = shape_text(shapes[0]) if len(set(shapes)) == 1 else "by layout"
-        judged = "by the rules" if any(r.param == p.name and r.level == "meaning" for r in op.asked) else "any"
+        judged = (
+            "by the rules" if any(r.param == p.name and r.level == "meaning" for r in op.applicable_rules) else "any"
+        )
         shape, dtype = shape if any(shapes) else judged, dtype or judged
         # Dtypes of strict calls are listed after those of other calls.
-        limits = (r for r in op.asked if r.level == "limit" and r.code == INVALID and r.param == p.name)
+        limits = (r for r in op.applicable_rules if r.level == "limit" and r.code == INVALID and r.param == p.name)
         narrower = [r.expected for r in limits if _DTYPE.search(r.expected)]
         dtype = "; strict: ".join([dtype, *map(op.spell, narrower)])
     elif isinstance(p, Attr):

@@ -18,7 +18,9 @@ def docstring(op: Op) -> str:
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
     trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
     results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
-    refused = f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "invalid arguments."
+    refused = (
+        f"a call that `fusion-attention ops {op.name}` does not allow." if op.applicable_rules else "invalid arguments."
+    )
     written = " Nothing is written." if any(get_origin(t) is Annotated for t in op.declared.values()) else ""
     raised = [f"ContractError: {refused}{written}"]
     raised += ["BackendError: no back end computes the call."] if op.lower else []

@@ -364,7 +364,7 @@ class Op:
     watched: tuple[int, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
     trained: frozenset[str] = field(init=False)  # inputs with a gradient
-    asked: tuple[Rule, ...] = field(init=False)
+    applicable_rules: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
     reader: Callable[..., Any] | None = field(init=False, default=None)  # of signatures; bind() makes it
     positions: dict[type, tuple[int, ...]] = field(init=False)
@@ -380,9 +380,11 @@ class Op:
         object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype.names else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
-        object.__setattr__(self, "asked", tuple(self._of_given(rule) for rule in self.rules if self._has(rule)))
+        object.__setattr__(
+            self, "applicable_rules", tuple(self._of_given(rule) for rule in self.rules if self._has(rule))
+        )
         object.__setattr__(self, "signatures", {})
-        asking = (rule.check for rule in self.asked if "trained(" in rule.check)
+        asking = (rule.check for rule in self.applicable_rules if "trained(" in rule.check)
         watched = {name for check in asking for name in re.findall(r"trained\((\w+)\)", check)}
         object.__setattr__(self, "watched", tuple(i for i, p in enumerate(self.params) if p.name in watched))
         object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Tensors, Array, Attr)})

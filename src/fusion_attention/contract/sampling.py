@@ -107,7 +107,7 @@ def _tensor(
 def invalid_samples(op: record.Op) -> Iterator[InvalidSample]:
     """Yields generated calls that each violate an operator's definition in one way: each rule, and type, rank, axis
     sizes and domain of each parameter."""
-    for rule in op.asked:
+    for rule in op.applicable_rules:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
         chosen = {op.layout_attr: layouts[0]} if layouts else {}

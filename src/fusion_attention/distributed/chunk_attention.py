@@ -1,8 +1,8 @@
 """Attention between chunks of sequences on one process: forward, backward, and the gradient of a sink.
 
 A chunk is a range of adjacent tokens of one sequence. A chunk of rows and a chunk of keys are a *pair*. A back end
-computes a pair as a sequence whose Part has its position in the unsharded sequence (ir/problem.py). If chunks begin at
-multiples of CUT, the bits are those of the unsharded call for
+computes a pair as a sequence whose ChunkOrigin has its position in the unsharded sequence (ir/problem.py). If chunks
+begin at multiples of CHUNK_UNIT, the bits are those of the unsharded call for
 
 * out, statistics and dq, if each chunk of rows has all keys of its sequence in one pair;
 * dk and dv, if each chunk of keys has all rows of its sequence in one pair.
@@ -23,7 +23,7 @@ import torch
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.memory_views import MatrixView, RowView
 from fusion_attention.ir.merge import Partial, merge
-from fusion_attention.ir.problem import Extents, Grads, Operands, Part, Problem, Stats
+from fusion_attention.ir.problem import ChunkOrigin, Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.plan import plan
 
@@ -329,7 +329,7 @@ def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: n
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
-    origin = Part(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
+    origin = ChunkOrigin(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
     prefix = np.maximum(e.prefix[seq] - first_key, 0)
     # Without slopes the shift has no effect; with 0, more calls use the same plan.
     shift = e.shift[seq] - apart if full.slopes is not None else np.zeros_like(seq)
@@ -373,8 +373,8 @@ def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     batch, head, row, key = (s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    assert met.extents.part is not None
-    address = chunks.batch[met.row] * batch + chunks.start[met.row] * row + met.extents.part.first_key * key
+    assert met.extents.chunk_origin is not None
+    address = chunks.batch[met.row] * batch + chunks.start[met.row] * row + met.extents.chunk_origin.first_key * key
     return MatrixView(tensor, address, np.full_like(address, head), np.full_like(address, row), key)
 
 

@@ -1,6 +1,6 @@
 """Distribution of tokens over ranks: a pure function of schedule, lengths and the shape of the group.
 
-Sequences are divided at multiples of CUT tokens from their start.
+Sequences are divided at multiples of CHUNK_UNIT tokens from their start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion_attention.ir.problem import CUT
+from fusion_attention.ir.problem import CHUNK_UNIT
 
 SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
 # Schedules that give a rank an early and a late chunk of each sequence, which balances causal bands.
@@ -66,7 +66,7 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
     count = (2 if schedule in _BALANCED else 1) * shape[0]
     # Long sequences first: shorter ones balance the rest.
     for b in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
-        if lengths[b] >= count * CUT:
+        if lengths[b] >= count * CHUNK_UNIT:
             shares.divide(b, count)
         else:
             shares.place(b)
@@ -95,7 +95,7 @@ class _Shares:
         """Divides a long sequence b into `count` chunks and assigns them: one per rank, or an early and a late one."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
-        tiles = -(-self.lengths[b] // CUT)
+        tiles = -(-self.lengths[b] // CHUNK_UNIT)
         sizes = [tiles // count] * count
         # The remaining tiles go to the ranks with the lowest load.
         for at in sorted(range(count), key=lambda at: (at >= ranks, self.load(owners[at]), at))[: tiles % count]:
@@ -106,17 +106,17 @@ class _Shares:
         """Assigns a short sequence b to the rank with the lowest load; one longer than the ranks' average is split
         among several."""
         length, ranks = self.lengths[b], len(self.chunks)
-        tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
+        tiles, parts = -(-length // CHUNK_UNIT), -(-length * ranks // max(self.all_tokens, 1))
         parts = min(tiles, parts)
         idle = sorted(range(ranks), key=lambda rank: (self.load(rank), rank))
         self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
 
     def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
-        """Assigns consecutive chunks of sequence b to the ranks `owners`; sizes: length of each chunk in units of 64
-        tokens (CUT)."""
+        """Assigns consecutive chunks of sequence b to the ranks `owners`; sizes: length of each chunk in units of
+        CHUNK_UNIT tokens."""
         first = 0
         for size, rank in zip(sizes, owners, strict=False):
-            end = min(first + size * CUT, self.lengths[b])
+            end = min(first + size * CHUNK_UNIT, self.lengths[b])
             self.tokens[rank] += end - first
             self.pairs[rank] += (end * (end + 1) - first * (first + 1)) // 2
             self.chunks[rank].append(Chunk(b, first, end))
@@ -137,19 +137,19 @@ def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
     """Divides a list of chunks into `parts` lists with about equal numbers of tokens, in order; sequences are divided
-    at multiples of 64 tokens (CUT)."""
+    at multiples of CHUNK_UNIT tokens."""
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:
-        """Returns the number of tokens before part `at`, at / parts of all, moved up to a multiple of 64 tokens (CUT)
-        of its sequence."""
+        """Returns the number of tokens before part `at`, at / parts of all, moved up to a multiple of
+        CHUNK_UNIT tokens of its sequence."""
         wanted = -(-begins[-1] * at // parts)
         here = bisect.bisect_right(begins, wanted) - 1
         if here == len(chunks) or begins[here] == wanted:
             return wanted
         p = chunks[here]
         token = p.first + wanted - begins[here]
-        return begins[here] + min(-(-token // CUT) * CUT, p.end) - p.first
+        return begins[here] + min(-(-token // CHUNK_UNIT) * CHUNK_UNIT, p.end) - p.first
 
     edges = (*map(edge, range(parts)), begins[-1])
     return [

@@ -37,7 +37,7 @@ def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
         for p in record.params
         if isinstance(p, Attr) and p.name == "sparse_mode" and p.domain
     ]
-    return tuple(rule for rule in (*domains, *record.asked) if _reads(rule) <= names | set(PURE) | _PYTHON)
+    return tuple(rule for rule in (*domains, *record.applicable_rules) if _reads(rule) <= names | set(PURE) | _PYTHON)
 
 
 def _reads(rule: Rule) -> set[str]:

@@ -17,8 +17,8 @@ from fusion_attention.ir.pooling import PoolingProblem
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 # A sequence that is split at multiples of so many tokens gives the same bits as the unsplit sequence.
-CUT = 64
-PART_ROWS = ("first_row", "first_key", "stream", "q_len", "kv_len")
+CHUNK_UNIT = 64
+ORIGIN_ROWS = ("first_row", "first_key", "stream", "q_len", "kv_len")
 
 # The only values of these fields that kernels for selected or compressed keys support.
 PLAIN_SELECTION: dict[str, object] = {
@@ -157,12 +157,12 @@ class Problem(_Typed):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ChunkOrigin:
     """The positions of chunks in longer sequences, whose other chunks are computed on other ranks or at other times.
 
     Host int64 arrays, one number per sequence. Bands, shifts and lengths (Extents) count from the chunk's first row and
     key. The complete sequence's positions and lengths determine dropped pairs, kernel and tile boundaries, so chunks
-    that start at multiples of CUT have the same bits as the complete sequence.
+    that start at multiples of CHUNK_UNIT have the same bits as the complete sequence.
 
     Args:
         first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; first_key is a multiple
@@ -191,8 +191,8 @@ class Compressed:
 class Extents:
     """Lengths and masks' bands per sequence: host int64 arrays, all of one length. Visible to query i of sequence b are
     the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix requires lo = -INFINITE. shift: origin of
-    distances in computed biases, |j - i + shift|. part: None if sequences are complete; chunks have no bias tables,
-    drop bits or blocked tiles. compressed: lengths of a second source of keys, whose indices start at kv_len."""
+    distances in computed biases, |j - i + shift|. chunk_origin: None if sequences are complete; chunks have no bias
+    tables, drop bits or blocked tiles. compressed: lengths of a second source of keys, with indices from kv_len on."""
 
     q_len: np.ndarray
     kv_len: np.ndarray
@@ -200,7 +200,7 @@ class Extents:
     hi: np.ndarray
     prefix: np.ndarray
     shift: np.ndarray
-    part: Part | None = None
+    chunk_origin: ChunkOrigin | None = None
     compressed: Compressed | None = None
 
     def __len__(self) -> int:
@@ -212,10 +212,10 @@ class Extents:
         lengths = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
         if self.compressed is not None:
             return b"compressed" + lengths + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
-        if self.part is None:
+        if self.chunk_origin is None:
             return lengths
-        # The prefix of four bytes makes the key's length differ from every key without a part.
-        return b"part" + lengths + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
+        # The prefix of four bytes makes the key's length differ from every key without a chunk_origin.
+        return b"part" + lengths + b"".join(getattr(self.chunk_origin, name).tobytes() for name in ORIGIN_ROWS)
 
     @functools.cached_property
     def call_cache(self) -> dict[Any, Any]:
@@ -247,12 +247,13 @@ class Extents:
     @property
     def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:
         """(q_len, kv_len) of the complete sequences, by which a kernel is chosen; int64 [sequences]."""
-        return (self.q_len, self.kv_len) if self.part is None else (self.part.q_len, self.part.kv_len)
+        complete = self if self.chunk_origin is None else self.chunk_origin
+        return complete.q_len, complete.kv_len
 
     def drawn(self, b: int, heads: int) -> tuple[int, slice, slice]:
         """Returns (stream number of head 0, slice of queries, slice of keys) at which sequence b's dropout mask is
         drawn; slices count in the complete sequence."""
-        p = self.part
+        p = self.chunk_origin
         stream, row, key = (b * heads, 0, 0) if p is None else (int(a[b]) for a in (p.stream, p.first_row, p.first_key))
         return stream, slice(row, row + int(self.q_len[b])), slice(key, key + int(self.kv_len[b]))
 

@@ -18,7 +18,7 @@ _FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blo
 _FIELDS += ("weights", "indices", "values", "k_compressed", "v_compressed")
 
 
-def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
+def operand_tensors(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
     """Returns the tensors of a call's operands by name: names of fields, "max", "sum", "k_scale", "k_offset",
     "v_scale", "v_offset", "table" (of pages) and "compressed_table" (of the pages of compressed keys).
 
@@ -37,7 +37,8 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 
 
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
-    """Returns a copy of a call's operands with views of other tensors; `tensors` has one for every name of places()."""
+    """Returns a copy of a call's operands with views of other tensors; `tensors` has one for every name of
+    operand_tensors()."""
     new: dict[str, Any] = {
         name: _over(view, tensors[name], tensors.get(_table_of(name))) for name, view in _views(operands)
     }

@@ -60,11 +60,11 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     ratio: tokens that a key represents. Tiles of a chunk have the boundaries and first keys of the complete sequence's
     tiles.
     """
-    if extents.part is None:
+    if extents.chunk_origin is None:
         seq, row0, row1 = divided(extents.q_len, size)
     else:
         # Boundaries are multiples of `size` in the complete sequence; a chunk's first tile may begin before its row 0.
-        ahead = extents.part.first_row % size
+        ahead = extents.chunk_origin.first_row % size
         seq, row0, row1 = divided(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
         row0, row1 = row0 - ahead[seq], row1 - ahead[seq]
     lo, hi, prefix, kv_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.kv_len))

@@ -93,7 +93,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [parameter_of[name] for name in shown]
     # Rules test whether these attributes were passed, so their default here is None.
-    checks = (rule.check for rule in op.asked if " missing" in rule.check)
+    checks = (rule.check for rule in op.applicable_rules if " missing" in rule.check)
     optional = {name for check in checks for name in _WITHOUT.findall(check)}
     defaults = {parameter_of[p.name]: None if parameter_of[p.name] in optional else p.default for p in parameters}
     spelled = [pair for pair in parameter_of.items() if pair[0] != pair[1]]

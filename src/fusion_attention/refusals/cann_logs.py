@@ -59,7 +59,7 @@ class Log:
 
     code: int  # CANN's error code; 0 if the text has none
     operator: str  # the name of the failed operator, if it has a definition here; else ""
-    said: str  # the failed operator's name in the text; "" if the text has none
+    operator_in_log: str  # the failed operator's name in the text; "" if the text has none
     function: str  # the name of the torch_npu function that called the operator; "" if the text has none
     reasons: tuple[str, ...]  # other messages of CANN, the most specific first
 
@@ -107,7 +107,7 @@ def read_log(text: str) -> Log:
     return Log(
         code=int(codes[0]) if codes else 0,
         operator=recorded[0] if recorded else "",
-        said=(recorded or operators or [""])[0],
+        operator_in_log=(recorded or operators or [""])[0],
         function=functions[0] if functions else "",
         reasons=_reasons(text),
     )

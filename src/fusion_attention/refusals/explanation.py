@@ -169,11 +169,13 @@ def explain_log(log: Log) -> Explanation:
     """Returns the explanation of a log without its call: the rules to which the log likely refers."""
     name = log.function or log.operator
     if not name:
-        what = f"{log.said} has no definition here: " if log.said else "the text names no operator: "
+        what = (
+            f"{log.operator_in_log} has no definition here: " if log.operator_in_log else "the text names no operator: "
+        )
         return Explanation("", "", f"{what}{log.described}: {log.meaning}", log=log)
     op = RECORDS[name]
     results = tuple(_likely(op, log))
-    verdict = f"{log.operator or log.said or name} failed with {log.described}: {log.meaning}"
+    verdict = f"{log.operator or log.operator_in_log or name} failed with {log.described}: {log.meaning}"
     return Explanation(name, op.summary, verdict, results, log=log)
 
 
@@ -346,7 +348,7 @@ def _explained(
         verdict += _compared_with_log(log, violated)
         extra = [] if violated else list(_likely(op, log))
     reads: dict[str, Any] = {} if args is None else _reading(op, args, in_memory)
-    of_content = dict.fromkeys(rule.param for rule in op.asked if rule.reads or rule.level == "content")
+    of_content = dict.fromkeys(rule.param for rule in op.applicable_rules if rule.reads or rule.level == "content")
     given = {} if in_memory or args is None else args
     unread = tuple(op.by_name[name].shown for name in of_content if given.get(name) is not None)
     return Explanation(op.name, op.summary, verdict, (*findings, *extra), log=log, unread=unread, **reads)

@@ -67,7 +67,7 @@ def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
 
 def _rules(op: Op, log: Log) -> list[Rule]:
     code, text = SAME.get(log.code, log.code), " ; ".join(log.reasons).lower()
-    rules_asked = [rule for rule in op.asked if rule.level in ("meaning", "limit", "doubt")]
+    rules_asked = [rule for rule in op.applicable_rules if rule.level in ("meaning", "limit", "doubt")]
     named_rules = [rule for rule in rules_asked if _is_known(rule, text)]
     scores = {rule.id: _score(op, rule, text, code) for rule in named_rules or rules_asked}
     best = max(scores.values(), default=0)

@@ -28,8 +28,8 @@ from fusion_attention.testing.sparse import (
     layouts_of,
     lengths_of,
     lists_of,
-    part,
     selected,
+    sequence_of,
 )
 from fusion_attention.torch_ops.eager import run
 
@@ -80,13 +80,16 @@ def arguments(case: LossCase) -> dict[str, Any]:
 
 
 def statistics(
-    case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
+    case: LossCase,
+    args: Mapping[str, Any],
+    dtype: torch.dtype = torch.float64,
+    stats_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Returns {name: tensor}: softmax max and sum of a test call's attention and indexer. dtype: the dtype of the
-    computation. kept: the dtype of the results."""
+    computation. stats_dtype: the dtype of the results."""
     make = Maker(case)
-    stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
-    index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
+    stats = {name: make.empty("q", case.heads_q, dtype=stats_dtype) for name in ("max", "sum")}
+    index = {name: make.empty("q", 1, dtype=stats_dtype) for name in ("max", "sum")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             tokens = tokens_of(case, args, b, row)
@@ -94,7 +97,7 @@ def statistics(
             sinks = args["sinks"] if case.sink else None
             for store, scores, sink in zip((stats, index), results, (sinks, None), strict=True):
                 for name, value in zip(("max", "sum"), _statistics(scores, sink), strict=True):
-                    part(case, store[name], "q", b)[row] = value
+                    sequence_of(case, store[name], "q", b)[row] = value
     saved = {f"softmax_{name}": grouped(stats[name], case.heads_kv, case.layout) for name in stats}
     return saved | {f"softmax_{name}_index": index[name].transpose(-1, -2) for name in index}
 
@@ -104,7 +107,7 @@ def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list
     args: the test call's arguments."""
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
-    return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
+    return selected(case, sequence_of(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
 def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
@@ -114,7 +117,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
         if args[q] is not None:
             keys = keys_of(case, args, k, b)[tokens].to(dtype)  # [tokens, heads_kv, dim]
             keys = keys.repeat_interleave(case.heads_q // case.heads_kv, 1)
-            total += torch.einsum("hd,khd->hk", part(case, args[q], "q", b)[row].to(dtype), keys)
+            total += torch.einsum("hd,khd->hk", sequence_of(case, args[q], "q", b)[row].to(dtype), keys)
     return case.scale * total
 
 
@@ -122,7 +125,7 @@ def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the indexer's (scores [tokens], products [heads, tokens], q, k, weights) of a row, for keys `tokens`."""
-    q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
+    q, w = (sequence_of(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
     return (w[:, None] * dots.relu()).sum(0), dots, q, k, w
@@ -142,7 +145,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
     """Returns a test call of torch_npu's function, or else of the Python API, as back ends compute it."""
     if by_python(case):
-        call = lower(bind(own_loss.RECORD, own(case, args)))
+        call = lower(bind(own_loss.RECORD, python_arguments(case, args)))
     else:
         call = lower(bind(indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE, args))
     assert isinstance(call, Loss)
@@ -158,7 +161,7 @@ def by_python(case: LossCase) -> bool:
     return case.sink and not case.count
 
 
-def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
+def python_arguments(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {name: argument} of indexer_loss(), from torch_npu's (`args`) for the same test call."""
     given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
@@ -172,7 +175,7 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
     return run(in_float64(lowered(case, args)), "golden")
 
 
-def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
+def formula_results(case: LossCase, args: Mapping[str, Any]) -> Results:
     """Returns {name: result} of a test call by the formulas, row by row in float64; the loss is float32."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
@@ -183,9 +186,9 @@ def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
         clamped = p.clamp(min=LEAST)
         results["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
         ds = (y - p) * w[:, None] * (dots > 0)
-        part(case, results["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
-        part(case, results["dquery_index"], "q", b)[row] = ds @ k
-        part(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
+        sequence_of(case, results["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
+        sequence_of(case, results["dquery_index"], "q", b)[row] = ds @ k
+        sequence_of(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
     return results | {"loss": results["loss"].float()}
 
 

@@ -109,7 +109,7 @@ class IndexerCase(Rows):
 # ------------------------------------------------------------------------------------------------------------ operands
 
 
-def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
+def sequence_of(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
     """Returns sequence b of a test call's tensor of rows as a view [tokens, ...]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if not case.packed:
@@ -125,9 +125,9 @@ class Maker:
         self.case, self.generator = case, case.generator()
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
-    def draw(self, *shape: int, whole: bool = False) -> Tensor:
-        """Returns a tensor of this shape with normally distributed numbers; whole: integers from -2 to 2."""
-        if whole:
+    def draw(self, *shape: int, integers: bool = False) -> Tensor:
+        """Returns a tensor of this shape with normally distributed numbers; integers: integers from -2 to 2."""
+        if integers:
             return torch.randint(-2, 3, shape, generator=self.generator).float()
         return torch.randn(shape, generator=self.generator)
 
@@ -137,12 +137,12 @@ class Maker:
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
 
-    def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, whole: bool = False) -> Tensor:
-        """Returns a tensor with a random row [*inner] per token; side: "q" or "kv"; whole: integers from -2 to 2."""
+    def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, integers: bool = False) -> Tensor:
+        """Returns a tensor with a random row [*inner] per token; side: "q" or "kv"; integers: integers from -2 to 2."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
-            sequence = part(self.case, tensor, side, b)
-            sequence.copy_(self.draw(*sequence.shape, whole=whole))
+            sequence = sequence_of(self.case, tensor, side, b)
+            sequence.copy_(self.draw(*sequence.shape, integers=integers))
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Maker:
         pages = int(used.max()) + 2 if len(used) else 1
         pool = poisoned((pages, case.page, *keys.shape[-2:]), self.dtype)
         for b, length in enumerate(case.kv_len):
-            sequence = part(case, keys, "kv", b)
+            sequence = sequence_of(case, keys, "kv", b)
             for token in range(length):
                 pool[table[b, token // case.page], token % case.page] = sequence[token]
         return pool
@@ -228,7 +228,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
-        sequence = part(case, tensor, "q", b)
+        sequence = sequence_of(case, tensor, "q", b)
         sequence.fill_(-1)
         for row, head in np.ndindex(rows, heads):
             result = _list(case, b, row, make.generator)[: case.count]
@@ -238,14 +238,14 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
     """Returns the blocks that a row of sequence b selects, drawn in the form of case.lists, such as "repeated"."""
-    seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
-    mixed = torch.randperm(seen, generator=generator)
+    visible, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
+    mixed = torch.randperm(visible, generator=generator)
     if case.lists == "none" or not all_:
         return mixed[:0]
     if case.lists == "wild":
         return torch.randint(-1, all_, (case.count,), generator=generator)
-    if case.lists == "repeated" and seen:
-        return mixed[:2][torch.randint(0, min(2, seen), (case.count,), generator=generator)]
+    if case.lists == "repeated" and visible:
+        return mixed[:2][torch.randint(0, min(2, visible), (case.count,), generator=generator)]
     return mixed[: max(1, case.count // 2)] if case.lists == "short" else mixed
 
 
@@ -253,12 +253,12 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
     """Returns {name: argument} of npu_lightning_indexer for a test call, and dy: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
-    keys = make.rows("kv", 1, case.dim, whole=case.exact)
+    keys = make.rows("kv", 1, case.dim, integers=case.exact)
     weights: torch.dtype = getattr(torch, case.weights)
     return {
-        "query": make.rows("q", case.heads, case.dim, whole=case.exact),
+        "query": make.rows("q", case.heads, case.dim, integers=case.exact),
         "key": keys if table is None else make.paged(keys, table),
-        "weights": make.rows("q", case.heads, dtype=weights, whole=case.exact),
+        "weights": make.rows("q", case.heads, dtype=weights, integers=case.exact),
         "dy": make.rows("q", 1, case.top_k),
         "block_table": table,
         "sparse_count": case.top_k,
@@ -282,8 +282,8 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
         if layout == "TND"  # CANN's cumulative lengths; this interface needs lengths
     }
     given = {p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args}
-    own = {"causal": args["sparse_mode"] == 3, **given, **lengths}
-    return replace(sparse_call(bind(sparse_own.RECORD, own)), stats=True)
+    python_arguments = {"causal": args["sparse_mode"] == 3, **given, **lengths}
+    return replace(sparse_call(bind(sparse_own.RECORD, python_arguments)), stats=True)
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
@@ -338,11 +338,11 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
     """Returns the tokens that a row of sequence b attends to, in list order, with repetitions; entries: its list."""
-    seen, tokens = case.seen(b, row), []
+    visible, tokens = case.seen(b, row), []
     for slot, block in enumerate(entries):
-        if slot >= math.ceil(seen / case.block) or block == -1:
+        if slot >= math.ceil(visible / case.block) or block == -1:
             break
-        tokens += [token for token in range(block * case.block, (block + 1) * case.block) if token < seen]
+        tokens += [token for token in range(block * case.block, (block + 1) * case.block) if token < visible]
     return tokens
 
 
@@ -350,15 +350,15 @@ def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
     """Returns sequence b's rows [tokens, heads, dim] of argument `name`, read from pages if there is a block table."""
     tensor, table = args[name], args["block_table"]
     if table is None:
-        return part(case, tensor, "kv", b)
-    places = [(int(table[b, token // case.page]), token % case.page) for token in range(case.kv_len[b])]
-    return torch.stack([tensor[place] for place in places]) if places else tensor[0, :0]
+        return sequence_of(case, tensor, "kv", b)
+    slots = [(int(table[b, token // case.page]), token % case.page) for token in range(case.kv_len[b])]
+    return torch.stack([tensor[slot] for slot in slots]) if slots else tensor[0, :0]
 
 
-def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
-    """Returns an indexer's scores of sequence b, [rows, keys], computed in dtype `wide`; -inf for an invisible key."""
-    q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
-    k = keys_of(case, args, "key", b)[:, 0].to(wide)
+def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, dtype: torch.dtype) -> Tensor:
+    """Returns an indexer's scores of sequence b, [rows, keys], computed in `dtype`; -inf for an invisible key."""
+    q, w = (sequence_of(case, args[name], "q", b).to(dtype) for name in ("query", "weights"))
+    k = keys_of(case, args, "key", b)[:, 0].to(dtype)
     scores = torch.einsum("rhd,kd->rhk", q, k).relu().mul(w[..., None]).sum(1)
     key = torch.arange(case.kv_len[b])
     ends = torch.tensor([case.seen(b, row) for row in range(case.q_len[b])], dtype=torch.int64)

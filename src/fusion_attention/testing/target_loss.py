@@ -12,7 +12,7 @@ from fusion_attention.ops.indexer_loss.lower import lower_target
 from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, TargetLoss
 from fusion_attention.testing.cases import Results, Tensor
 from fusion_attention.testing.indexer_loss import LEAST, LossCase
-from fusion_attention.testing.sparse import Maker, bound_of, in_float64, lists_of, part
+from fusion_attention.testing.sparse import Maker, bound_of, in_float64, lists_of, sequence_of
 from fusion_attention.torch_ops.eager import run
 
 
@@ -34,7 +34,7 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
     if not case.count:
         return [(key, key) for key in range(visible)]
     result = []
-    for slot, key in enumerate(part(case, args["sparse_indices"], "q", b)[row, 0].tolist()[:visible]):
+    for slot, key in enumerate(sequence_of(case, args["sparse_indices"], "q", b)[row, 0].tolist()[:visible]):
         if key < 0:
             break
         if key < visible:
@@ -60,7 +60,7 @@ def arguments(case: TargetCase) -> dict[str, Any]:
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if slots := [slot for slot, _ in slots_of(case, args, b, row)]:
-                part(case, args["target"], "q", b)[row, 0, slots] = _target(case, make, len(slots), row)
+                sequence_of(case, args["target"], "q", b)[row, 0, slots] = _target(case, make, len(slots), row)
     return args
 
 
@@ -90,18 +90,18 @@ def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> 
     results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
     total = torch.zeros(1, dtype=torch.float64)
     for b, row, slots, keys in each_row(case, args):
-        q, w = (part(case, args[name], "q", b)[row].double() for name in ("query_index", "weights"))
-        k = part(case, args["key_index"], "kv", b)[keys, 0].double()
+        q, w = (sequence_of(case, args[name], "q", b)[row].double() for name in ("query_index", "weights"))
+        k = sequence_of(case, args["key_index"], "kv", b)[keys, 0].double()
         dots = q @ k.mT
         y = (w[:, None] * dots.relu()).sum(0).softmax(-1)
-        p = part(case, args["target"], "q", b)[row, 0, slots].double()
+        p = sequence_of(case, args["target"], "q", b)[row, 0, slots].double()
         total += (p * (p.clamp(min=LEAST).log() - y.clamp(min=LEAST).log())).sum()
         di = (y if unit else y * p.sum()) - p
         ds = torch.where(dots > 0, di * w[:, None], 0)
-        part(case, results["softmax_out"], "q", b)[row, 0, slots] = y
-        part(case, results["dweights"], "q", b)[row] = (di * dots.relu()).sum(-1)
-        part(case, results["dquery_index"], "q", b)[row] = ds @ k
-        part(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(keys), ds.mT @ q)
+        sequence_of(case, results["softmax_out"], "q", b)[row, 0, slots] = y
+        sequence_of(case, results["dweights"], "q", b)[row] = (di * dots.relu()).sum(-1)
+        sequence_of(case, results["dquery_index"], "q", b)[row] = ds @ k
+        sequence_of(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(keys), ds.mT @ q)
     return results | {"loss": total.float()}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.contract import Bound
 from fusion_attention.ir.call import Differentiable, Repeatable
-from fusion_attention.ir.replace_tensors import moved, places
+from fusion_attention.ir.replace_tensors import moved, operand_tensors
 from fusion_attention.memory import another, template
 from fusion_attention.plan import plan
 
@@ -86,7 +86,7 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
         try:
             memory = shown.memory()
             views = shown.operands(memory)
-            operands = places(views)
+            operands = operand_tensors(views)
         except ValueError:
             return None
         storages = {_first(t).untyped_storage()._cdata: name for name, t in given.items()}

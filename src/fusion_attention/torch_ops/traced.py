@@ -121,7 +121,7 @@ def _forward_autograd(tensors: Any, *rest: Any) -> Any:
     op = read(rest[-1]).op
     if op.watched and torch.is_grad_enabled():  # a tensor without a derivative must not require a gradient
         _, args = _arguments(tensors, *rest)
-        rules = [r for r in op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
+        rules = [r for r in op.applicable_rules if r.level == "meaning" and r.check == f"not trained({r.param})"]
         ask(op, [r for r in rules if trained(args[r.param])], args)
     if op.trains and torch.is_grad_enabled():
         named = zip(names_of(op.name).tensors, tensors, strict=True)

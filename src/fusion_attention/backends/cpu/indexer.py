@@ -94,8 +94,8 @@ def indexer_loss(
     with Floats() as floats:
         sink = floats.address(o.sink) if p.has_sink else 0
         attention = arguments(q=q, k=k, q_rope=q_rope, k_rope=k_rope, max_=max_, sum_=sum_, sink=sink)
-        own = _arguments(p, o.index, target=target, values=values, **_written(p, grads))
-        schedule.run(torch.get_num_threads(), own, attention, loss.data_ptr())
+        index_arguments = _arguments(p, o.index, target=target, values=values, **_written(p, grads))
+        schedule.run(torch.get_num_threads(), index_arguments, attention, loss.data_ptr())
     o.loss.copy_(loss)
 
 
@@ -107,8 +107,8 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
     """Returns the tuple that describes an indexer to the native core; count: the number of keys that a row selects."""
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
-    wide = isinstance(p, IndexerProblem) and p.wide_values
-    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide, 0, p.ratio
+    wide_values = isinstance(p, IndexerProblem) and p.wide_values
+    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide_values, 0, p.ratio
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
@@ -126,6 +126,6 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
     """Returns address and strides of each gradient that the native core writes, by its name."""
-    wide = wide_keys(g.dk, p.torch_dtype)
-    dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
-    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}
+    key_dtype = wide_keys(g.dk, p.torch_dtype)
+    dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, key_dtype or p.torch_dtype)
+    return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": key_dtype is not None}

@@ -55,7 +55,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
-        first = 0 if extents.part is None else int(extents.part.first_key[b])
+        first = 0 if extents.chunk_origin is None else int(extents.chunk_origin.first_key[b])
         given = None
         for _, _, rows in tiles:
             stats = operands.stats.max, operands.stats.sum
@@ -93,7 +93,7 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
     sequence, and the computed chunk's rows in it, both counted from the chunk's first row."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
-        first = 0 if extents.part is None else int(extents.part.first_row[b])
+        first = 0 if extents.chunk_origin is None else int(extents.chunk_origin.first_row[b])
         for tile, rows in _tiles_of(first, int(extents.q_len[b]), int(full[b]), _ROWS):
             yield b, tile, rows
 

@@ -13,7 +13,7 @@ import fusion_attention._native as _native
 from fusion_attention.ir import dropout
 from fusion_attention.ir.mask import TILE
 from fusion_attention.ir.memory_views import MatrixView, PagedView, RowView
-from fusion_attention.ir.problem import EXTENT_ROWS, PART_ROWS, Extents, Grads, Operands, Problem
+from fusion_attention.ir.problem import EXTENT_ROWS, ORIGIN_ROWS, Extents, Grads, Operands, Problem
 from fusion_attention.ir.tiles import by_query
 from fusion_attention.memory import empty
 
@@ -110,7 +110,8 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi
-    return rows if extents.part is None else (*rows, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
+    origin = extents.chunk_origin
+    return rows if origin is None else (*rows, *(getattr(origin, name) for name in ORIGIN_ROWS[:3]))
 
 
 @dataclass(eq=False)

@@ -39,19 +39,19 @@ def prepare_sparse(
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
     """Writes the gradients `grads` of attention to selected keys, from the saved out, max and sum in `operands`."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    wide = wide_keys(g.dk, dtype)
+    key_dtype = wide_keys(g.dk, dtype)
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     written: dict[str, Any] = {
         "dout": rows_of(g.dout, dtype),
         "dlse": rows_of(g.dlse, torch.float32) if g.dlse else None,
         "dq": rows_of(g.dq, dtype),
         "dq_rope": rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
-        "dk": rows_of(g.dk, wide or dtype),
-        "dk_rope": rows_of(g.dk_rope, wide or dtype) if p.dim_rope and g.dk_rope else None,
-        "dv": rows_of(g.dv, wide or dtype) if g.dv and not p.shares_kv else None,
-        "dk_compressed": rows_of(g.dk_compressed, wide or dtype) if g.dk_compressed else None,
-        "dv_compressed": rows_of(g.dv_compressed, wide or dtype) if g.dv_compressed and not p.shares_kv else None,
-        "wide_keys": wide is not None,
+        "dk": rows_of(g.dk, key_dtype or dtype),
+        "dk_rope": rows_of(g.dk_rope, key_dtype or dtype) if p.dim_rope and g.dk_rope else None,
+        "dv": rows_of(g.dv, key_dtype or dtype) if g.dv and not p.shares_kv else None,
+        "dk_compressed": rows_of(g.dk_compressed, key_dtype or dtype) if g.dk_compressed else None,
+        "dv_compressed": rows_of(g.dv_compressed, key_dtype or dtype) if g.dv_compressed and not p.shares_kv else None,
+        "wide_keys": key_dtype is not None,
     }
     with Floats() as floats:
         sinks = {"sink": floats.address(operands.sink), "dsink": dsink.data_ptr() if p.has_sink else 0}

@@ -139,9 +139,9 @@ def _dequantised(
 
     Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, and of the prefix or None.
     """
-    own, common = views
+    sequence_view, common = views
     shared = min(problem.common_keys, length)
-    values = _stored(problem, own, b, length - shared)
+    values = _stored(problem, sequence_view, b, length - shared)
     if common is not None:
         values = torch.cat((_stored(problem, common, 0, shared), values), dim=1)
     if dequant is None:

@@ -58,9 +58,9 @@ def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> Tensor
 def _statistics(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (max, sum) [q_len, 1] of a softmax of scores [q_len, kv_len] that counts each key `times` [q_len,
     kv_len]; (-inf, 0) for a row without keys."""
-    seen = scores.where(times > 0, -_INF)
-    row_max = torch.cat((seen, seen.new_full((len(seen), 1), -_INF)), -1).amax(-1, keepdim=True)
-    row_sum = (times * (seen - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
+    masked = scores.where(times > 0, -_INF)
+    row_max = torch.cat((masked, masked.new_full((len(masked), 1), -_INF)), -1).amax(-1, keepdim=True)
+    row_sum = (times * (masked - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
     return row_max, row_sum.where(row_max != -_INF, 0)
 
 
@@ -122,11 +122,11 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """Returns (loss, dI [q_len, kv_len]) of sequence b with the attention's probabilities as target; y: the indexer's
     probabilities; times: how often each key counts (0: hidden); both [q_len, kv_len]."""
-    seen = times > 0
-    p = _target(problem, extents, operands, b, times).where(seen, 0)
+    visible = times > 0
+    p = _target(problem, extents, operands, b, times).where(visible, 0)
     factor = p.clamp(min=_LEAST) if problem.select_count else p
     losses = factor * (p.clamp(min=_LEAST).log() - y.clamp(min=_LEAST).log())
-    return (times * losses).where(seen, 0).sum(), times * (y - p)
+    return (times * losses).where(visible, 0).sum(), times * (y - p)
 
 
 def _entries(
@@ -181,7 +181,7 @@ def indexer_loss(
     for b in range(len(extents)):
         s = _scores(operands.index, extents, b, problem.heads_index)
         times = _times(problem, extents, operands, b)
-        seen = times > 0
+        visible = times > 0
         q_len, kv_len = times.shape
         if problem.select_count:
             row_max, row_sum = _statistics(s.total, times)
@@ -189,12 +189,12 @@ def indexer_loss(
             saved = operands.index.stats
             assert saved is not None
             row_max, row_sum = (view.sequence(b, 1, q_len)[0].double() for view in (saved.max, saved.sum))
-        y = ((s.total - row_max).exp() / row_sum).where(seen, 0)
+        y = ((s.total - row_max).exp() / row_sum).where(visible, 0)
         loss, dscores = (_given if problem.has_target else _attended)(problem, extents, operands, b, y, times)
         total += loss
-        live = seen & (s.dots > 0)
+        live = visible & (s.dots > 0)
         ddots = (dscores * s.weights).where(live, 0)
-        dweights = (dscores * s.dots.clamp(min=0)).where(seen, 0).sum(-1)
+        dweights = (dscores * s.dots.clamp(min=0)).where(visible, 0).sum(-1)
         grads.dweights.sequence(b, 1, q_len).copy_(dweights.T[None])
         dq = weighted_sum(ddots, live, s.k.expand(problem.heads_index, -1, -1))
         grads.dq.sequence(b, problem.heads_index, q_len).copy_(dq)

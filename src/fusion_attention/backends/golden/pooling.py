@@ -15,12 +15,12 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
     rows: [heads, rows, channels] of a sequence. absent: the value of rows before the first window.
     """
     ratio = p.ratio
-    own = rows[:, first * ratio : (first + count) * ratio].unflatten(1, (count, ratio))
+    current = rows[:, first * ratio : (first + count) * ratio].unflatten(1, (count, ratio))
     if not p.overlap:
-        return own
+        return current
     lead = rows[:, max(first - 1, 0) * ratio : (first + count - 1) * ratio, : p.dim]
     none = rows.new_full((p.heads, count * ratio - lead.shape[1], p.dim), absent)
-    return torch.cat((torch.cat((none, lead), 1).unflatten(1, (count, ratio)), own[..., p.dim :]), 2)
+    return torch.cat((torch.cat((none, lead), 1).unflatten(1, (count, ratio)), current[..., p.dim :]), 2)
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:

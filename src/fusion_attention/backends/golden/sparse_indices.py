@@ -18,10 +18,10 @@ def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> t
     return entries, (slot < blocks) & (entries >= 0).cumprod(-1).bool()
 
 
-def added_up(values: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns [..., places]: element j is the sum of `values` [..., n] over the n with entries[..., n] == j and
-    read[..., n] true. Entries from `places` on are ignored."""
-    counted = read & (entries < places)
-    total = values.new_zeros(*values.shape[:-1], places + 1)  # the last element collects ignored entries
-    total.scatter_add_(-1, entries.where(counted, places), values.where(counted, 0))
-    return total[..., :places]
+def added_up(values: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns [..., size]: element j is the sum of `values` [..., n] over the n with entries[..., n] == j and
+    read[..., n] true. Entries from `size` on are ignored."""
+    counted = read & (entries < size)
+    total = values.new_zeros(*values.shape[:-1], size + 1)  # the last element collects ignored entries
+    total.scatter_add_(-1, entries.where(counted, size), values.where(counted, 0))
+    return total[..., :size]

@@ -151,13 +151,13 @@ class Indexer(IndexCall):
         return Filled((operands,), buffers, results, prepare=prepare, convert=convert)
 
 
-def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
+def fresh(n: Mapping[str, Any], promoted: bool = False) -> dict[str, Tensor]:
     """Allocates {name: result} of a forward call from its arguments and derived values `n`.
-    wide: the selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype."""
+    promoted: selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
-    dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
+    dtype = torch.promote_types(q.dtype, torch.float32) if promoted else q.dtype
     return results | ({RESULTS[1]: empty(q, shape, dtype)} if n["return_values"] else {})
 
 

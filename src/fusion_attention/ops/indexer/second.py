@@ -237,7 +237,7 @@ V2 = of_cann(
     functions={**FUNCTIONS, **cu_seqlens.FUNCTIONS, "tokens_fit": tokens_fit},
     lower=lower,
     results=RESULTS,
-    fresh=partial(fresh, wide=True),
+    fresh=partial(fresh, promoted=True),
     c=Declared(on_device=ON_DEVICE),
     repeats=True,
     sizes=INDEXER_SIZES,

@@ -106,8 +106,8 @@ def entries_fit(
         blocks = -(-int(kv_len[b]) // block)
         low, high = (int(edge) for edge in listed.aminmax())
         if low < -1 or high >= blocks:
-            wide = listed.long()  # torch compares int32 with the lower 32 bits of a larger int
-            return f"{_first((wide < -1) | (wide >= blocks), wide, b)}, outside [-1, {blocks})"
+            entries = listed.long()  # torch compares int32 with the lower 32 bits of a larger int
+            return f"{_first((entries < -1) | (entries >= blocks), entries, b)}, outside [-1, {blocks})"
     return True
 
 

@@ -18,16 +18,16 @@ SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 def lists(*entries: int) -> torch.Tensor:
     """Returns lists of selected keys for sample calls, [B, S1, 1, K]: every row has these entries, then -1."""
-    made = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
-    made[..., : len(entries)] = torch.tensor(entries)
-    return made
+    result = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
+    result[..., : len(entries)] = torch.tensor(entries)
+    return result
 
 
 def first_block(shape: tuple[int, ...]) -> torch.Tensor:
     """Returns lists of selected blocks for sample calls: each list has the entry 0, then -1."""
-    made = torch.full(shape, -1, dtype=torch.int32)
-    made[..., :1] = 0
-    return made
+    result = torch.full(shape, -1, dtype=torch.int32)
+    result[..., :1] = 0
+    return result
 
 
 # Sample lists with one entry, the second of their last row, behind a -1.

@@ -165,7 +165,8 @@ class Schedule:
 
     def update(self, extents: Extents) -> None:
         """Sets other key lengths of the same query rows, `extents`, and rewrites the tables on devices."""
-        if extents.part is not self.device_tables.extents.part:  # positions of drawn dropout are in the layout tables
+        # Positions of drawn dropout are in the layout tables.
+        if extents.chunk_origin is not self.device_tables.extents.chunk_origin:
             self.by_layout.clear()
         self.device_tables.update(extents)
 

@@ -179,7 +179,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
     a seed; None for other dropout."""
     if problem.dropout != "philox":
         return None
-    if (origin := extents.part) is not None:
+    if (origin := extents.chunk_origin) is not None:
         return origin.stream, origin.first_row, origin.first_key
     count = np.arange(len(extents), dtype=np.int64)
     return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
