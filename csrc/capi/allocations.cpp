@@ -21,21 +21,21 @@ struct Memory {
     std::mutex mutex;
     std::map<const char *, std::shared_ptr<Allocation>> live;
     std::deque<std::shared_ptr<Allocation>> freed;  // in the checked mode, oldest first
-    std::size_t held = 0;                           // bytes of the device
+    std::size_t allocated = 0;                      // bytes of the device
 };
 
 Memory &memory() {
-    static Memory &made = *new Memory;
-    return made;
+    static Memory &instance = *new Memory;
+    return instance;
 }
 
 void *from_system(std::size_t size, bool aligned) {
     // One huge page more than requested, so that the memory can be aligned to one.
     const std::size_t capacity = aligned ? size + huge_page : size;
-    void *found = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) return nullptr;
-    if (!aligned) return found;
-    auto *begin = static_cast<char *>(found);
+    void *mapping = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED) return nullptr;
+    if (!aligned) return mapping;
+    auto *begin = static_cast<char *>(mapping);
     const std::size_t before = (huge_page - reinterpret_cast<std::uintptr_t>(begin) % huge_page) % huge_page;
     if (before != 0) munmap(begin, before);
     if (before != huge_page) munmap(begin + before + size, huge_page - before);
@@ -48,16 +48,16 @@ std::size_t physical() {
 }
 
 std::string size_of(const Allocation &of) {
-    return std::string(of.host ? "a host" : "an") + " allocation of " + std::to_string(of.asked) + " bytes" +
-           in_brackets(of.made);
+    return std::string(of.host ? "a host" : "an") + " allocation of " + std::to_string(of.requested) + " bytes" +
+           in_brackets(of.creation);
 }
 
-template <class Found>
-std::shared_ptr<Allocation> within(const Found &map, const char *address) {
+template <class Map>
+std::shared_ptr<Allocation> within(const Map &map, const char *address) {
     auto next = map.upper_bound(address);
     if (next == map.begin()) return nullptr;
-    const auto &found = std::prev(next)->second;
-    return address < found->address + std::max<std::size_t>(found->granted, 1) ? found : nullptr;
+    const auto &allocation = std::prev(next)->second;
+    return address < allocation->address + std::max<std::size_t>(allocation->granted, 1) ? allocation : nullptr;
 }
 
 }  // namespace
@@ -81,12 +81,13 @@ std::string described(const void *address) noexcept {
     Memory &all = memory();
     const std::lock_guard<std::mutex> lock(all.mutex);
     const auto *at = static_cast<const char *>(address);
-    if (const auto found = within(all.live, at)) {
-        const std::string from = at == found->address ? "" : "byte " + std::to_string(at - found->address) + " of ";
-        return from + size_of(*found);
+    if (const auto allocation = within(all.live, at)) {
+        const std::string from =
+            at == allocation->address ? "" : "byte " + std::to_string(at - allocation->address) + " of ";
+        return from + size_of(*allocation);
     }
-    for (auto found = all.freed.rbegin(); found != all.freed.rend(); ++found) {
-        const Allocation &one = **found;
+    for (auto entry = all.freed.rbegin(); entry != all.freed.rend(); ++entry) {
+        const Allocation &one = **entry;
         if (at >= one.address && at < one.address + one.granted) {
             return size_of(one) + " that was freed" + in_brackets(one.freed);
         }
@@ -96,56 +97,57 @@ std::string described(const void *address) noexcept {
     return text;
 }
 
-std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call) {
-    if (asked == 0) throw Refusal(invalid_param, "size: expected bytes > 0, got 0");
-    const std::string sentence = std::to_string(asked) + " bytes could not be allocated";
-    if (asked > SIZE_MAX / 4) throw Refusal(rt_memory_allocation, sentence);
+std::shared_ptr<Allocation> allocate(std::size_t requested, std::size_t grain, bool host, const Call &call) {
+    if (requested == 0) throw Refusal(invalid_param, "size: expected bytes > 0, got 0");
+    const std::string sentence = std::to_string(requested) + " bytes could not be allocated";
+    if (requested > SIZE_MAX / 4) throw Refusal(rt_memory_allocation, sentence);
     const DeviceFunctions *functions = host ? nullptr : device_functions();
-    const std::size_t granted = (asked + grain - 1) / grain * grain;
-    const bool huge = grain == huge_page && asked >= worth_huge_pages;
+    const std::size_t granted = (requested + grain - 1) / grain * grain;
+    const bool huge = grain == huge_page && requested >= worth_huge_pages;
     void *address = functions != nullptr ? functions->allocate(granted) : from_system(granted, huge);
     if (address == nullptr) {
         const char *why = functions != nullptr ? functions->error() : nullptr;
         throw Refusal(rt_memory_allocation, sentence, (why == nullptr ? "" : std::string(": ") + why));
     }
-    auto made = std::make_shared<Allocation>(address, asked, granted, host);
-    made->functions = functions;
-    made->made = call.site();
+    auto allocation = std::make_shared<Allocation>(address, requested, granted, host);
+    allocation->functions = functions;
+    allocation->creation = call.site();
     Memory &all = memory();
     const std::lock_guard<std::mutex> lock(all.mutex);
-    all.live[made->address] = made;
-    all.held += host ? 0 : granted;
-    return made;
+    all.live[allocation->address] = allocation;
+    all.allocated += host ? 0 : granted;
+    return allocation;
 }
 
 void release(const void *address, bool host, const char *maker, const Call &call) {
     if (address == nullptr) throw Refusal(invalid_param, "expected an address of ", maker, ", got null");
     Memory &all = memory();
-    std::shared_ptr<Allocation> found;
+    std::shared_ptr<Allocation> allocation;
     {
         const std::lock_guard<std::mutex> lock(all.mutex);
         const auto at = all.live.find(static_cast<const char *>(address));
         if (at != all.live.end() && at->second->host == host) {
-            found = at->second;
+            allocation = at->second;
             all.live.erase(at);
-            all.held -= host ? 0 : found->granted;
+            all.allocated -= host ? 0 : allocation->granted;
         }
     }
-    if (found == nullptr) throw Refusal(rt_memory_free, "expected an address of ", maker, ", got ", described(address));
-    found->alive = false;
-    if (call.number == 0 || found->functions != nullptr) return;
+    if (allocation == nullptr)
+        throw Refusal(rt_memory_free, "expected an address of ", maker, ", got ", described(address));
+    allocation->alive = false;
+    if (call.number == 0 || allocation->functions != nullptr) return;
     // These addresses are not reused for a while, so that a use after free is detected.
-    found->freed = call.site();
-    madvise(found->address, found->granted, MADV_DONTNEED);
+    allocation->freed = call.site();
+    madvise(allocation->address, allocation->granted, MADV_DONTNEED);
     const std::lock_guard<std::mutex> lock(all.mutex);
-    all.freed.push_back(found);
+    all.freed.push_back(allocation);
     if (all.freed.size() > remembered) all.freed.pop_front();
 }
 
 std::size_t held_bytes() noexcept {
     Memory &all = memory();
     const std::lock_guard<std::mutex> lock(all.mutex);
-    return all.held;
+    return all.allocated;
 }
 
 std::size_t total_bytes() {
@@ -161,8 +163,8 @@ void add_allocations(Leaks &leaks) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     for (const auto &[address, one] : all.live) {
         leaks.add(
-            (one->host ? "a host" : "an") + std::string(" allocation of ") + std::to_string(one->asked) + " bytes",
-            one->made);
+            (one->host ? "a host" : "an") + std::string(" allocation of ") + std::to_string(one->requested) + " bytes",
+            one->creation);
     }
 }
 
@@ -178,7 +180,7 @@ Allocations take_all() {
     taken.insert(taken.end(), all.freed.begin(), all.freed.end());
     all.live.clear();
     all.freed.clear();
-    all.held = 0;
+    all.allocated = 0;
     return taken;
 }
 

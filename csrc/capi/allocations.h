@@ -36,24 +36,24 @@ inline constexpr const char *device_functions_of = "fusion_attention_device_func
 struct Trace {
     std::size_t begin, end;  // bytes
     int dtype;               // of a tensor with this address; -1: data of the host were copied there
-    CallSite made;
+    CallSite creation;
 };
 
 struct Allocation {
-    Allocation(void *address, std::size_t asked, std::size_t granted, bool host) noexcept
-        : address(static_cast<char *>(address)), asked(asked), granted(granted), host(host) {}
+    Allocation(void *address, std::size_t requested, std::size_t granted, bool host) noexcept
+        : address(static_cast<char *>(address)), requested(requested), granted(granted), host(host) {}
     ~Allocation();
     Allocation(const Allocation &) = delete;
     Allocation &operator=(const Allocation &) = delete;
 
     char *address;
-    std::size_t asked;    // bytes requested by the program
-    std::size_t granted;  // rounded up to pages, as on the chip
+    std::size_t requested;  // bytes requested by the program
+    std::size_t granted;    // rounded up to pages, as on the chip
     bool host;
     std::atomic<bool> alive = true;  // false once freed; owners of this object may still read the memory
     const DeviceFunctions *functions = nullptr;
 
-    CallSite made, freed;
+    CallSite creation, freed;
     std::mutex mutex;  // of traces
     // For each byte, the last tensor (true) and the last data of the host (false).
     std::map<std::pair<std::size_t, bool>, Trace> traces;

@@ -29,7 +29,7 @@ std::string contents(const std::string &path) {
 }
 
 // Applies one setting from the file or the environment, which `from` names.
-void apply(Configuration &found, const std::string &name, const std::string &value, const std::string &from) {
+void apply(Configuration &configuration, const std::string &name, const std::string &value, const std::string &from) {
     const auto refuse = [&](int code, const std::string &expected) {
         throw Refusal(code, from, ": expected ", expected, ", got '", value, "'");
     };
@@ -38,32 +38,32 @@ void apply(Configuration &found, const std::string &name, const std::string &val
         if (value != "cpu" && value != "cuda" && (value.rfind("cuda:", 0) != 0 || !digits)) {
             refuse(rt_no_device, "cpu, cuda or cuda:<number>");
         }
-        found.settings.device = value;
+        configuration.settings.device = value;
     } else if (name == "backend") {
-        found.settings.backend = value;  // Python checks it
+        configuration.settings.backend = value;  // Python checks it
     } else if (name == "memory") {
         if (value != "host" && value != "torch") refuse(invalid_file_attribute, "host or torch");
-        found.functions = value == "torch";
+        configuration.functions = value == "torch";
     } else if (name == "checked") {
         const bool on = value == "true" || value == "1" || value == "abort";
         if (!on && value != "false" && value != "0") refuse(invalid_file_attribute, "true, false or abort");
-        found.settings.checked = on;
-        found.abort = value == "abort";
+        configuration.settings.checked = on;
+        configuration.abort = value == "abort";
     } else {
         refuse(invalid_file_attribute, "device, backend, memory or checked");
     }
 }
 
-void apply_member(Configuration &found, const Json::Member &member, const std::string &where) {
+void apply_member(Configuration &configuration, const Json::Member &member, const std::string &where) {
     const Json &value = member.value;
     const bool flag = value.type == Json::Type::boolean;
     if (!flag && value.type != Json::Type::string)
         throw Refusal(invalid_file_attribute, where, member.name, ": expected a text or true");
     const std::string text = flag ? (value.boolean ? "true" : "false") : value.text;
-    apply(found, member.name, text, where + member.name);
+    apply(configuration, member.name, text, where + member.name);
 }
 
-void apply_file(Configuration &found, const std::string &path) {
+void apply_file(Configuration &configuration, const std::string &path) {
     Json file;
     try {
         file = json_of(contents(path));
@@ -78,21 +78,22 @@ void apply_file(Configuration &found, const std::string &path) {
     if (ours == nullptr) return;
     if (ours->type != Json::Type::object)
         throw Refusal(invalid_file_attribute, shown, ": ", section, ": expected {...}");
-    for (const Json::Member &member : ours->members) apply_member(found, member, shown + ": " + section + ".");
+    for (const Json::Member &member : ours->members) apply_member(configuration, member, shown + ": " + section + ".");
 }
 
 }  // namespace
 
 Configuration configuration_of(const char *path) {
-    Configuration found;
-    if (path != nullptr && *path != 0) apply_file(found, path);  // CANN treats "" as no file, and programs pass it
+    Configuration configuration;
+    if (path != nullptr && *path != 0)
+        apply_file(configuration, path);  // CANN treats "" as no file, and programs pass it
     for (const char *name : {"device", "backend", "memory", "checked"}) {
         std::string variable = "FUSION_ATTENTION_";
         for (const char *letter = name; *letter != 0; ++letter) variable += static_cast<char>(*letter - 32);
         const char *value = std::getenv(variable.c_str());
-        if (value != nullptr && *value != 0) apply(found, name, value, variable);
+        if (value != nullptr && *value != 0) apply(configuration, name, value, variable);
     }
-    return found;
+    return configuration;
 }
 
 }  // namespace fusion::capi

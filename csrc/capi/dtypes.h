@@ -30,8 +30,8 @@ constexpr const Dtype *dtype_of(int number) {
 }
 
 constexpr const char *dtype_name(int number) {
-    const Dtype *found = dtype_of(number);
-    return found == nullptr ? "an unknown type" : found->name;
+    const Dtype *dtype = dtype_of(number);
+    return dtype == nullptr ? "an unknown type" : dtype->name;
 }
 
 }  // namespace fusion::capi

@@ -25,7 +25,7 @@ std::shared_ptr<char> placeholder(std::size_t size) {
 }
 
 // A tensor of a call; keeps its memory allocated during the call.
-struct Held {
+struct Operand {
     std::shared_ptr<const Tensor> tensor;
     std::shared_ptr<Allocation> memory;  // null where none is necessary, or not yet set
     std::size_t end;                     // bytes from its address to behind its last element
@@ -53,30 +53,30 @@ struct Planned : Executor {
 
     const Operator *op = nullptr;
     PyObject *job = nullptr;  // what entry.plan() returned
-    std::vector<Place> places;
+    std::vector<Place> positions;
     std::vector<std::shared_ptr<char>> placeholders;
     std::mutex running;  // of one run at a time
 };
 
 std::shared_ptr<const Settings> initialized() {
-    auto found = settings();
-    if (!found) throw Refusal(nn_runtime, "called before aclInit or after aclFinalize");
-    return found;
+    auto active = settings();
+    if (!active) throw Refusal(nn_runtime, "called before aclInit or after aclFinalize");
+    return active;
 }
 
 // Returns a live tensor in allocated memory. gone: the error code where the tensor or its memory does not exist.
-Held hold(Handle handle, const std::string &param, int gone) {
+Operand hold(Handle handle, const std::string &param, int gone) {
     const auto tensor = need<Tensor>(handle, param.c_str(), nn_null, gone);
-    Held found{tensor, nullptr, 0, 0};
+    Operand operand{tensor, nullptr, 0, 0};
     if (is_exchanged(tensor->dtype)) {
-        found.begin = static_cast<std::size_t>(tensor->extent.begin);
-        found.end = static_cast<std::size_t>(tensor->extent.end);
+        operand.begin = static_cast<std::size_t>(tensor->extent.begin);
+        operand.end = static_cast<std::size_t>(tensor->extent.end);
     }
-    if (found.end == 0 || tensor->data == nullptr) return found;
-    found.memory = tensor->held();
-    if (!found.memory) throw Refusal(gone, param, ": expected device memory, got ", described(tensor->data));
-    if (found.memory->host) throw Refusal(nn_invalid, param, ": expected device memory, got memory of the host");
-    return found;
+    if (operand.end == 0 || tensor->data == nullptr) return operand;
+    operand.memory = tensor->live_memory();
+    if (!operand.memory) throw Refusal(gone, param, ": expected device memory, got ", described(tensor->data));
+    if (operand.memory->host) throw Refusal(nn_invalid, param, ": expected device memory, got memory of the host");
+    return operand;
 }
 
 // Returns the tensors of one argument: one, those of a list, or none.
@@ -143,8 +143,8 @@ public:
         const auto code = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer, 0));
         if (code == 0) return;
         const char *const text = py.PyUnicode_AsUTF8AndSize(py.PyTuple_GetItem(answer, 1), nullptr);
-        const std::string said = text ? text : exception_text(py);
-        throw Refusal(static_cast<int>(code), said);
+        const std::string message = text ? text : exception_text(py);
+        throw Refusal(static_cast<int>(code), message);
     }
 
 private:
@@ -157,8 +157,8 @@ private:
         tensors.push_back(value.handle);
         std::size_t member = 0;
         for (const Handle handle : tensors_of(value, param)) {
-            held_.push_back(hold(handle, named(param, value, member), nn_invalid));
-            planned_->places.push_back({handle, i, member++, held_.back().tensor->version});
+            operands_.push_back(hold(handle, named(param, value, member), nn_invalid));
+            planned_->positions.push_back({handle, i, member++, operands_.back().tensor->version});
         }
     }
 
@@ -187,26 +187,26 @@ private:
             return py.PyBytes_FromStringAndSize(reinterpret_cast<const char *>(array.values.data()),
                                                 static_cast<std::ptrdiff_t>(8 * array.values.size()));
         }
-        if (value.kind == Value::Kind::tensor) return tensor_of(py, held_[next_tensor_++]);
+        if (value.kind == Value::Kind::tensor) return tensor_of(py, operands_[next_tensor_++]);
         const std::size_t first = next_tensor_;
-        while (next_tensor_ < held_.size() && planned_->places[next_tensor_].position == i) ++next_tensor_;
+        while (next_tensor_ < operands_.size() && planned_->positions[next_tensor_].position == i) ++next_tensor_;
         PyObject *const list = py.PyList_New(static_cast<std::ptrdiff_t>(next_tensor_ - first));
         for (std::size_t at = first; at < next_tensor_; ++at)
-            py.PyList_SetItem(list, static_cast<std::ptrdiff_t>(at - first), tensor_of(py, held_[at]));
+            py.PyList_SetItem(list, static_cast<std::ptrdiff_t>(at - first), tensor_of(py, operands_[at]));
         return list;
     }
 
-    PyObject *tensor_of(const Python &py, const Held &held) {
-        if (!held.lacks_address()) return exchanged(py, *held.tensor, held.first(), settings_.device);
-        planned_->placeholders.push_back(placeholder(held.end));
-        return exchanged(py, *held.tensor, held.first(planned_->placeholders.back().get()), settings_.device);
+    PyObject *tensor_of(const Python &py, const Operand &operand) {
+        if (!operand.lacks_address()) return exchanged(py, *operand.tensor, operand.first(), settings_.device);
+        planned_->placeholders.push_back(placeholder(operand.end));
+        return exchanged(py, *operand.tensor, operand.first(planned_->placeholders.back().get()), settings_.device);
     }
 
     const Operator &op_;
     std::span<const Value> values_;
     const Settings &settings_;
     std::shared_ptr<Planned> planned_;
-    std::vector<Held> held_;  // as planned_->places
+    std::vector<Operand> operands_;  // as planned_->positions
     std::vector<std::shared_ptr<const IntArray>> arrays_;
     std::size_t next_tensor_ = 0, next_array_ = 0;
 };
@@ -214,14 +214,14 @@ private:
 // ------------------------------------------------------------------------------------------------------------ phase 2
 
 std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
-    const auto found = std::static_pointer_cast<Planned>(look_up(handle, Kind::executor));
+    const auto planned = std::static_pointer_cast<Planned>(look_up(handle, Kind::executor));
     const std::string expected = std::string("executor: expected one of ") + op.name + "GetWorkspaceSize, got ";
-    if (!found) {
+    if (!planned) {
         const bool has_ended = ended(handle, Kind::executor);
         throw Refusal(!handle ? nn_null : has_ended ? nn_runtime : nn_invalid, expected, wrong(handle));
     }
-    if (found->op != &op) throw Refusal(nn_invalid, expected, "one of ", found->operation, "GetWorkspaceSize");
-    return found;
+    if (planned->op != &op) throw Refusal(nn_invalid, expected, "one of ", planned->operation, "GetWorkspaceSize");
+    return planned;
 }
 
 // Returns the workspace and keeps it allocated; null where none is necessary.
@@ -240,7 +240,7 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
     if (capacity < size)
         throw Refusal(nn_runtime, "workspace: expected ", size, " bytes of device memory, got ", capacity,
                       " up to the end of ", described(workspace));
-    if (first + needed > memory->asked)
+    if (first + needed > memory->requested)
         call.defect("workspace: expected ", needed, " bytes, got ", described(workspace),
                     ", within the pages that the chip gives");
     return memory;
@@ -250,9 +250,9 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
 class Run {
 public:
     Run(const Operator &op, Planned &planned) : op_(op), planned_(planned) {
-        for (const Place &place : planned.places) {
-            held_.push_back(hold(place.handle, name(place), nn_runtime));
-            if (held_.back().lacks_address())
+        for (const Place &place : planned.positions) {
+            operands_.push_back(hold(place.handle, name(place), nn_runtime));
+            if (operands_.back().lacks_address())
                 throw Refusal(nn_runtime, name(place),
                               ": expected an address before phase 2, got null (aclSetTensorAddr)");
         }
@@ -273,22 +273,23 @@ private:
     }
 
     PyObject *moves(const Python &py, const Settings &settings) {
-        std::vector<PyObject *> found;
-        for (std::size_t i = 0; i < held_.size(); ++i) {
-            Place &place = planned_.places[i];
-            if (planned_.places[i].version != held_[i].tensor->version) {
-                found.push_back(tuple_of(py, {py.PyLong_FromLongLong(static_cast<long long>(place.position)),
-                                              py.PyLong_FromLongLong(static_cast<long long>(place.member)),
-                                              exchanged(py, *held_[i].tensor, held_[i].first(), settings.device)}));
-                place.version = held_[i].tensor->version;
+        std::vector<PyObject *> changes;
+        for (std::size_t i = 0; i < operands_.size(); ++i) {
+            Place &place = planned_.positions[i];
+            if (planned_.positions[i].version != operands_[i].tensor->version) {
+                changes.push_back(
+                    tuple_of(py, {py.PyLong_FromLongLong(static_cast<long long>(place.position)),
+                                  py.PyLong_FromLongLong(static_cast<long long>(place.member)),
+                                  exchanged(py, *operands_[i].tensor, operands_[i].first(), settings.device)}));
+                place.version = operands_[i].tensor->version;
             }
         }
-        return tuple_of(py, found);
+        return tuple_of(py, changes);
     }
 
     const Operator &op_;
     Planned &planned_;
-    std::vector<Held> held_;
+    std::vector<Operand> operands_;
 };
 
 // Locks an executor. Threads must not wait with Python's lock, which the running thread requires.

@@ -28,13 +28,13 @@ std::string hexadecimal(std::uintptr_t number) {
 
 // Returns "program+0x1a2b", an argument for addr2line; with the function's name if it is exported.
 std::string place_of(const void *caller) {
-    Dl_info found;
-    if (caller == nullptr || dladdr(caller, &found) == 0 || found.dli_fname == nullptr) return "";
-    const std::string path = found.dli_fname;
-    const auto base = reinterpret_cast<std::uintptr_t>(found.dli_fbase);
+    Dl_info info;
+    if (caller == nullptr || dladdr(caller, &info) == 0 || info.dli_fname == nullptr) return "";
+    const std::string path = info.dli_fname;
+    const auto base = reinterpret_cast<std::uintptr_t>(info.dli_fbase);
     // The byte before the return address belongs to the call.
     const std::string at = hexadecimal(reinterpret_cast<std::uintptr_t>(caller) - base - 1);
-    const std::string in = found.dli_sname == nullptr ? "" : std::string(" in ") + found.dli_sname;
+    const std::string in = info.dli_sname == nullptr ? "" : std::string(" in ") + info.dli_sname;
     return path.substr(path.rfind('/') + 1) + "+" + at + in;
 }
 
@@ -50,16 +50,16 @@ Call::Call(const Caller &caller) noexcept
     : name(caller.name), caller(caller.address), number(checked() ? next_call() : 0) {}
 
 int Call::fail(int code, const std::string &text) const noexcept {
-    const std::string whole = std::string(name) + ": " + text;
-    note(whole);
-    if (number != 0) capi::report(*this, whole + " (" + std::to_string(code) + ")");
+    const std::string message = std::string(name) + ": " + text;
+    note(message);
+    if (number != 0) capi::report(*this, message + " (" + std::to_string(code) + ")");
     return code;
 }
 
 void Call::report(const std::string &text) const noexcept {
-    const std::string whole = std::string(name) + ": " + text;
-    note(whole);
-    capi::report(*this, whole);
+    const std::string message = std::string(name) + ": " + text;
+    note(message);
+    capi::report(*this, message);
 }
 
 void note(const std::string &text) noexcept {

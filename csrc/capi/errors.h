@@ -49,11 +49,11 @@ enum Code : int {
 template <class... Parts>
 std::string joined(const Parts &...parts) {
     std::string text;
-    const auto add = [&](const auto &part) {
-        using Part = std::decay_t<decltype(part)>;
-        if constexpr (std::is_enum_v<Part>) text += std::to_string(static_cast<long long>(part));
-        else if constexpr (std::is_integral_v<Part>) text += std::to_string(part);
-        else text += part;
+    const auto add = [&](const auto &item) {
+        using Item = std::decay_t<decltype(item)>;
+        if constexpr (std::is_enum_v<Item>) text += std::to_string(static_cast<long long>(item));
+        else if constexpr (std::is_integral_v<Item>) text += std::to_string(item);
+        else text += item;
     };
     (add(parts), ...);
     return text;

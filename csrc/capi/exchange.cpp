@@ -29,7 +29,7 @@ enum : std::int32_t { dl_cpu = 1, dl_cuda = 2 };
 struct Type {
     int number;
     std::uint8_t code, bits;
-    bool plain = true;
+    bool exact = true;
 };
 constexpr Type types[] = {
     {0, dl_float, 32},       {1, dl_float, 16},       {2, dl_int, 8},       {3, dl_int, 32},       {4, dl_uint, 8},
@@ -40,9 +40,9 @@ constexpr Type types[] = {
 constexpr int format_nd = 2;
 
 Type type_of(int number) {
-    const auto *const found =
+    const auto *const entry =
         std::find_if(std::begin(types), std::end(types), [number](const Type &type) { return type.number == number; });
-    return found == std::end(types) ? Type{number, 0, 0, false} : *found;
+    return entry == std::end(types) ? Type{number, 0, 0, false} : *entry;
 }
 
 void delete_tensor(DLManagedTensor *tensor) { std::free(tensor); }
@@ -58,22 +58,22 @@ PyObject *capsule_of(const Python &py, const Tensor &tensor, const Type &type, v
     const std::size_t rank = tensor.dims.size();
     void *const memory = std::malloc(sizeof(DLManagedTensor) + 2 * rank * sizeof(std::int64_t));
     if (!memory) throw std::bad_alloc();
-    auto *const made = new (memory) DLManagedTensor{};
-    made->shape = reinterpret_cast<std::int64_t *>(made + 1);
-    made->strides = made->shape + rank;
-    std::copy(tensor.dims.begin(), tensor.dims.end(), made->shape);
-    std::copy(tensor.strides.begin(), tensor.strides.end(), made->strides);
+    auto *const exported = new (memory) DLManagedTensor{};
+    exported->shape = reinterpret_cast<std::int64_t *>(exported + 1);
+    exported->strides = exported->shape + rank;
+    std::copy(tensor.dims.begin(), tensor.dims.end(), exported->shape);
+    std::copy(tensor.strides.begin(), tensor.strides.end(), exported->strides);
     const auto colon = device.find(':');
-    made->data = data;
-    made->device_type = device == "cpu" ? dl_cpu : dl_cuda;
-    made->device_id = colon == std::string::npos
-                          ? 0
-                          : static_cast<std::int32_t>(std::strtol(device.c_str() + colon + 1, nullptr, 10));
-    made->ndim = static_cast<std::int32_t>(rank);
-    made->code = type.code, made->bits = type.bits, made->lanes = 1;
-    made->deleter = delete_tensor;
-    PyObject *const capsule = py.PyCapsule_New(made, capsule_name, delete_capsule);
-    if (!capsule) delete_tensor(made);
+    exported->data = data;
+    exported->device_type = device == "cpu" ? dl_cpu : dl_cuda;
+    exported->device_id = colon == std::string::npos
+                              ? 0
+                              : static_cast<std::int32_t>(std::strtol(device.c_str() + colon + 1, nullptr, 10));
+    exported->ndim = static_cast<std::int32_t>(rank);
+    exported->code = type.code, exported->bits = type.bits, exported->lanes = 1;
+    exported->deleter = delete_tensor;
+    PyObject *const capsule = py.PyCapsule_New(exported, capsule_name, delete_capsule);
+    if (!capsule) delete_tensor(exported);
     return capsule;
 }
 
@@ -85,7 +85,7 @@ PyObject *exchanged(const Python &py, const Tensor &tensor, void *data, const st
     const Type type = type_of(tensor.dtype);
     PyObject *const capsule = type.bits ? capsule_of(py, tensor, type, data, device) : nullptr;
     if (type.bits && !capsule) throw std::bad_alloc();
-    if (type.plain && tensor.format == format_nd) return capsule;
+    if (type.exact && tensor.format == format_nd) return capsule;
     if (!capsule) py.Py_IncRef(py.none);
     return tuple_of(
         py, {capsule ? capsule : py.none, py.PyLong_FromLongLong(tensor.dtype), py.PyLong_FromLongLong(tensor.format)});

@@ -8,7 +8,7 @@ namespace {
 enum class Side { inputs, outputs, both };
 
 std::shared_ptr<const Executor> live(Handle executor) {
-    if (auto found = find<Executor>(executor)) return found;
+    if (auto object = find<Executor>(executor)) return object;
     const std::string got = "executor: expected one from phase 1, got " + wrong(executor);
     if (executor == nullptr) throw Refusal(nn_inner_null, got);
     throw Refusal(ended(executor, Kind::executor) ? nn_runtime : nn_invalid, got);
@@ -63,10 +63,10 @@ int set_member(Handle executor, std::size_t index, std::size_t relative, Handle 
 
 FUSION_C aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
     return coded([&] {
-        const auto found = live(executor);
-        if (found->used)
-            throw Refusal(nn_runtime, "executor: ", found->operation, ": used before it was made repeatable");
-        found->repeatable = true;
+        const auto object = live(executor);
+        if (object->used)
+            throw Refusal(nn_runtime, "executor: ", object->operation, ": used before it was made repeatable");
+        object->repeatable = true;
     });
 }
 

@@ -53,14 +53,14 @@ std::string environment_of(const std::string &path) {
 }
 
 std::string program() {
-    if (const char *const told = getenv(variable); told && *told) return told;
+    if (const char *const setting = getenv(variable); setting && *setting) return setting;
     Dl_info here;
     if (dladdr(reinterpret_cast<const void *>(&program), &here) && here.dli_fname) {
         // The unresolved path comes first: an environment may contain links to another tree.
-        if (std::string found = environment_of(here.dli_fname); !found.empty()) return found;
+        if (std::string environment = environment_of(here.dli_fname); !environment.empty()) return environment;
         char real[PATH_MAX];
         if (realpath(here.dli_fname, real)) {
-            if (std::string found = environment_of(real); !found.empty()) return found;
+            if (std::string environment = environment_of(real); !environment.empty()) return environment;
         }
     }
     return "python3";
@@ -81,30 +81,30 @@ std::string output_of(const std::string &program, const char *text) {
                                     environ);  // NOLINT(*-const-cast): C's signature
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
-    std::string said;
-    char piece[512];
+    std::string output;
+    char buffer[512];
     for (ssize_t got = 0; !failed;) {
-        got = read(ends[0], piece, sizeof piece);
-        if (got > 0) said.append(piece, static_cast<std::size_t>(got));
+        got = read(ends[0], buffer, sizeof buffer);
+        if (got > 0) output.append(buffer, static_cast<std::size_t>(got));
         if (got == 0 || (got < 0 && errno != EINTR)) break;
     }
     close(ends[0]);
     // The program may already have waited for its child processes, so the output counts, not the exit status.
     while (!failed && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
     }
-    return said;
+    return output;
 }
 
 }  // namespace
 
 Interpreter find_interpreter() {
-    const std::string asked = program();
-    const std::string said = output_of(asked, question);
+    const std::string interpreter = program();
+    const std::string output = output_of(interpreter, question);
     std::vector<std::string> lines;
-    for (std::size_t at = 0, end; (end = said.find('\n', at)) != std::string::npos; at = end + 1)
-        lines.push_back(said.substr(at, end - at));
+    for (std::size_t at = 0, end; (end = output.find('\n', at)) != std::string::npos; at = end + 1)
+        lines.push_back(output.substr(at, end - at));
     if (lines.size() < 2)
-        throw Refusal(nn_runtime, "Python: expected an interpreter that runs, got ", asked, " (set ", variable,
+        throw Refusal(nn_runtime, "Python: expected an interpreter that runs, got ", interpreter, " (set ", variable,
                       " to the one that fusion-attention is installed in)");
     return {lines[0], lines[1], {lines.begin() + 2, lines.end()}};
 }

@@ -22,8 +22,8 @@ struct Registry {
 };
 
 Registry &registry() {
-    static Registry &made = *new Registry;
-    return made;
+    static Registry &instance = *new Registry;
+    return instance;
 }
 
 std::uintptr_t number(Handle handle) { return reinterpret_cast<std::uintptr_t>(handle); }
@@ -43,14 +43,14 @@ std::shared_ptr<Object> with_live(Handle handle, Kind kind, Use use) {
     if (!is_of(handle, kind)) return nullptr;
     Registry &all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.objects.find(number(handle));
-    return found == all.objects.end() ? nullptr : use(all, found);
+    const auto entry = all.objects.find(number(handle));
+    return entry == all.objects.end() ? nullptr : use(all, entry);
 }
 
 }  // namespace
 
 Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) noexcept {
-    object->made = call.site();
+    object->creation = call.site();
     Registry &all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
     std::uintptr_t handle = 0;
@@ -62,21 +62,21 @@ Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) n
 }
 
 std::shared_ptr<Object> look_up(Handle handle, Kind kind) noexcept {
-    return with_live(handle, kind, [](Registry &, auto found) { return found->second; });
+    return with_live(handle, kind, [](Registry &, auto entry) { return entry->second; });
 }
 
 bool replace(Handle handle, Kind kind, std::shared_ptr<Object> object) noexcept {
-    const auto replaced = with_live(handle, kind, [&](Registry &, auto found) {
-        object->made = found->second->made;
-        return std::exchange(found->second, object);
+    const auto replaced = with_live(handle, kind, [&](Registry &, auto entry) {
+        object->creation = entry->second->creation;
+        return std::exchange(entry->second, object);
     });
     return replaced != nullptr;
 }
 
 std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept {
-    return with_live(handle, kind, [](Registry &all, auto found) {
-        std::shared_ptr<Object> object = std::move(found->second);
-        all.objects.erase(found);
+    return with_live(handle, kind, [](Registry &all, auto entry) {
+        std::shared_ptr<Object> object = std::move(entry->second);
+        all.objects.erase(entry);
         return object;
     });
 }
@@ -108,7 +108,7 @@ void add_handles(Leaks &leaks, std::uint64_t first) {
         const auto kind = handle >> kind_at & 15;
         const bool context = kind == static_cast<std::uintptr_t>(Kind::context);
         if (context && static_cast<const Context &>(*object).of_device) continue;
-        if (object->made.number > first) leaks.add(std::string("an ") + names[kind], object->made);
+        if (object->creation.number > first) leaks.add(std::string("an ") + names[kind], object->creation);
     }
 }
 

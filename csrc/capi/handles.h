@@ -39,7 +39,7 @@ constexpr const char *name_of(Kind kind) { return names[static_cast<std::size_t>
 
 struct Object {
     virtual ~Object() = default;
-    CallSite made;
+    CallSite creation;
 };
 
 using Handle = const void *;
@@ -102,9 +102,9 @@ struct Tensor : Object {
     std::uint64_t version = 0;         // unique for each object
 
     // Returns its allocation until it is freed; null otherwise, and for null data.
-    std::shared_ptr<Allocation> held() const {
-        auto found = memory.lock();
-        return found && found->alive ? found : nullptr;
+    std::shared_ptr<Allocation> live_memory() const {
+        auto allocation = memory.lock();
+        return allocation && allocation->alive ? allocation : nullptr;
     }
 };
 

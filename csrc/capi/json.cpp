@@ -11,7 +11,7 @@ class Reader {
 public:
     explicit Reader(const std::string &text) : at_(text.data()), end_(at_ + text.size()) {}
 
-    Json whole() {
+    Json document() {
         Json value = read(0);
         skip();
         if (at_ != end_) fail("the end of the file");
@@ -101,9 +101,9 @@ private:
                 text += character();
                 continue;
             }
-            const char *found = std::strchr(written, *at_);
-            if (found == nullptr || *found == 0) fail("a known character after a backslash");
-            text += meant[found - written];
+            const char *match = std::strchr(written, *at_);
+            if (match == nullptr || *match == 0) fail("a known character after a backslash");
+            text += meant[match - written];
         }
         if (at_ == end_) fail("'\"'");
         ++at_;
@@ -134,9 +134,9 @@ private:
         for (int digit = 0; digit < 4; ++digit) {
             const char *digits = "0123456789abcdef";
             if (++at_ == end_) fail("four hexadecimal digits");
-            const char *found = std::strchr(digits, *at_ | 32);
-            if (*at_ == 0 || found == nullptr || *found == 0) fail("a hexadecimal digit");
-            code = code * 16 + static_cast<unsigned>(found - digits);
+            const char *match = std::strchr(digits, *at_ | 32);
+            if (*at_ == 0 || match == nullptr || *match == 0) fail("a hexadecimal digit");
+            code = code * 16 + static_cast<unsigned>(match - digits);
         }
         return code;
     }
@@ -155,10 +155,10 @@ private:
 }  // namespace
 
 const Json *Json::at(const std::string &name) const {
-    const auto found = std::find_if(members.rbegin(), members.rend(), [&](const Member &m) { return m.name == name; });
-    return type == Type::object && found != members.rend() ? &found->value : nullptr;
+    const auto member = std::find_if(members.rbegin(), members.rend(), [&](const Member &m) { return m.name == name; });
+    return type == Type::object && member != members.rend() ? &member->value : nullptr;
 }
 
-Json json_of(const std::string &text) { return Reader(text).whole(); }
+Json json_of(const std::string &text) { return Reader(text).document(); }
 
 }  // namespace fusion::capi

@@ -37,7 +37,7 @@ struct End {
         first = static_cast<std::size_t>(address - memory->address);
         const std::string text = std::string(param) + ": " + bytes(count) + " asked of " + described(at);
         if (count > memory->granted - first) throw Refusal(rt_invalid_param, text);
-        if (first + count > memory->asked) call.defect(text, ", within the pages that the chip gives");
+        if (first + count > memory->requested) call.defect(text, ", within the pages that the chip gives");
     }
 
     bool on_device() const { return memory != nullptr && !memory->host; }
@@ -58,9 +58,9 @@ void need_kind(int kind, const End &source, const End &target) {
 // because the host's type differs from the tensor's.
 void compare_with_traces(const char *param, const End &end, std::size_t count, const Call &call) {
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
-    const auto found = end.memory->traces.find({end.first, true});
-    if (found == end.memory->traces.end()) return;
-    const Trace &last = found->second;
+    const auto trace = end.memory->traces.find({end.first, true});
+    if (trace == end.memory->traces.end()) return;
+    const Trace &last = trace->second;
     if (last.end - last.begin == count || last.end == last.begin || count == 0) return;
     const std::size_t size = last.end - last.begin;
     if (count % size != 0 && size % count != 0) return;

@@ -26,14 +26,14 @@ struct Process {
 };
 
 Process &process() {
-    static Process &made = *new Process;
-    return made;
+    static Process &instance = *new Process;
+    return instance;
 }
 
 // libopapi is in this library's folder and provides Python and torch.
 void fill(DeviceFunctions &table, const std::string &device) {
-    Dl_info own;
-    const std::string path = dladdr(reinterpret_cast<void *>(&process), &own) != 0 ? own.dli_fname : "";
+    Dl_info info;
+    const std::string path = dladdr(reinterpret_cast<void *>(&process), &info) != 0 ? info.dli_fname : "";
     const std::string other = path.substr(0, path.rfind('/') + 1) + "libopapi.so";
     void *library = dlopen(other.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw Refusal(rt_no_device, "device: ", device, ": ", dlerror());
@@ -51,24 +51,24 @@ std::uint64_t next_call() noexcept { return process().calls.fetch_add(1) + 1; }
 const DeviceFunctions *device_functions() noexcept { return process().functions.load(); }
 
 std::shared_ptr<const Settings> settings() noexcept {
-    Process &own = process();
-    const std::lock_guard<std::mutex> lock(own.settings_mutex);
-    return own.settings;
+    Process &state = process();
+    const std::lock_guard<std::mutex> lock(state.settings_mutex);
+    return state.settings;
 }
 
-void Leaks::add(const std::string &what, const CallSite &made) {
-    for (Leak &leak : found_) {
-        if (leak.first.caller == made.caller && leak.what == what) {
-            if (made.number < leak.first.number) leak.first = made;
+void Leaks::add(const std::string &what, const CallSite &creation) {
+    for (Leak &leak : leaks_) {
+        if (leak.first.caller == creation.caller && leak.what == what) {
+            if (creation.number < leak.first.number) leak.first = creation;
             ++leak.count;
             return;
         }
     }
-    found_.push_back({what, made, 1});
+    leaks_.push_back({what, creation, 1});
 }
 
 void Leaks::report(const Call &call) const {
-    std::vector<Leak> sorted = found_;
+    std::vector<Leak> sorted = leaks_;
     std::sort(sorted.begin(), sorted.end(),
               [](const Leak &a, const Leak &b) { return a.first.number < b.first.number; });
     for (const Leak &leak : sorted) {
@@ -83,39 +83,39 @@ void need_init() {
 
 namespace {
 
-void set_settings(Process &own, std::shared_ptr<const Settings> settings) {
-    const std::lock_guard<std::mutex> lock(own.settings_mutex);
-    own.settings.swap(settings);
+void set_settings(Process &state, std::shared_ptr<const Settings> settings) {
+    const std::lock_guard<std::mutex> lock(state.settings_mutex);
+    state.settings.swap(settings);
 }
 
 // Starts the runtime; the caller holds the lock of the process, whose runtime does not run.
-void begin(Process &own, const char *path) {
-    Configuration found = configuration_of(path);
-    own.functions = nullptr;
-    if (found.functions || found.settings.device != "cpu") {
-        fill(own.table, found.settings.device);
-        own.functions = &own.table;
+void begin(Process &state, const char *path) {
+    Configuration configuration = configuration_of(path);
+    state.functions = nullptr;
+    if (configuration.functions || configuration.settings.device != "cpu") {
+        fill(state.table, configuration.settings.device);
+        state.functions = &state.table;
     }
-    set_settings(own, std::make_shared<const Settings>(found.settings));
-    own.first = own.calls;
-    own.checked = found.settings.checked;
-    own.abort = found.abort;
-    own.running = true;
+    set_settings(state, std::make_shared<const Settings>(configuration.settings));
+    state.first = state.calls;
+    state.checked = configuration.settings.checked;
+    state.abort = configuration.abort;
+    state.running = true;
 }
 
 // Ends the runtime; the caller holds the lock of the process. Returns its memory, which the caller frees after it
 // releases the lock: freeing may need Python's lock, whose holder may wait for this one.
-Allocations end(Process &own, const Call &call) {
-    if (own.checked) {
+Allocations end(Process &state, const Call &call) {
+    if (state.checked) {
         Leaks leaks;
-        add_handles(leaks, own.first);
+        add_handles(leaks, state.first);
         add_allocations(leaks);
         leaks.report(call);
     }
-    own.running = false;
-    own.finalized = true;
-    own.checked = false;
-    set_settings(own, nullptr);
+    state.running = false;
+    state.finalized = true;
+    state.checked = false;
+    set_settings(state, nullptr);
     close_streams();
     close_contexts();
     return take_all();
@@ -126,34 +126,34 @@ Allocations end(Process &own, const Call &call) {
 // The runtime starts once, by the first call. After aclnnInit() the first aclInit() takes it over.
 FUSION_C int aclInit(const char *configPath) {
     return coded([&] {
-        Process &own = process();
-        const std::lock_guard<std::mutex> lock(own.mutex);
-        if (own.running && !own.by_operators)
+        Process &state = process();
+        const std::lock_guard<std::mutex> lock(state.mutex);
+        if (state.running && !state.by_operators)
             throw Refusal(repeat_initialize, "called before; aclFinalize() ends the running one");
-        if (!own.running) begin(own, configPath);
-        own.by_operators = false;
+        if (!state.running) begin(state, configPath);
+        state.by_operators = false;
     });
 }
 
 FUSION_C int aclFinalize() {
     return coded([&](const Call &call) {
-        Process &own = process();
+        Process &state = process();
         Allocations ended;  // freed last, after the lock is released
-        const std::lock_guard<std::mutex> lock(own.mutex);
-        if (!own.running)
-            throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
-        ended = end(own, call);
+        const std::lock_guard<std::mutex> lock(state.mutex);
+        if (!state.running)
+            throw Refusal(state.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
+        ended = end(state, call);
     });
 }
 
 int begin_operators(const char *path, Caller caller) noexcept {
     return coded(
         [&] {
-            Process &own = process();
-            const std::lock_guard<std::mutex> lock(own.mutex);
-            if (own.running) return;
-            begin(own, path);
-            own.by_operators = true;
+            Process &state = process();
+            const std::lock_guard<std::mutex> lock(state.mutex);
+            if (state.running) return;
+            begin(state, path);
+            state.by_operators = true;
         },
         caller);
 }
@@ -161,10 +161,10 @@ int begin_operators(const char *path, Caller caller) noexcept {
 int end_operators(Caller caller) noexcept {
     return coded(
         [&](const Call &call) {
-            Process &own = process();
+            Process &state = process();
             Allocations ended;  // freed last, after the lock is released
-            const std::lock_guard<std::mutex> lock(own.mutex);
-            if (own.running && own.by_operators) ended = end(own, call);
+            const std::lock_guard<std::mutex> lock(state.mutex);
+            if (state.running && state.by_operators) ended = end(state, call);
         },
         caller);
 }

@@ -77,7 +77,7 @@ void close_contexts() noexcept;
 // place in the program.
 class Leaks {
 public:
-    void add(const std::string &what, const CallSite &made);
+    void add(const std::string &what, const CallSite &creation);
     void report(const Call &call) const;
 
 private:
@@ -86,7 +86,7 @@ private:
         CallSite first;
         std::size_t count;
     };
-    std::vector<Leak> found_;
+    std::vector<Leak> leaks_;
 };
 void add_handles(Leaks &leaks, std::uint64_t first);
 void add_allocations(Leaks &leaks);
@@ -94,7 +94,7 @@ void add_allocations(Leaks &leaks);
 void close_streams() noexcept;
 // Allocates memory of the device or the host, rounded up to its granularity; throws if there is none.
 inline constexpr std::size_t small_page = 4096, huge_page = std::size_t{2} << 20;
-std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call);
+std::shared_ptr<Allocation> allocate(std::size_t requested, std::size_t grain, bool host, const Call &call);
 // Frees the allocation that begins there; throws if `maker` allocated none there.
 void release(const void *address, bool host, const char *maker, const Call &call);
 // Return the device's allocated bytes and total bytes.

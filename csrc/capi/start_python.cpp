@@ -34,15 +34,15 @@ Python functions_of(void *library) {
 }
 
 // Opens the library of this library's interpreter; its symbols are global, as extension modules require.
-void *opened(const Interpreter &found) {
+void *opened(const Interpreter &interpreter) {
     std::string why;
-    for (const std::string &path : found.libraries) {
+    for (const std::string &path : interpreter.libraries) {
         if (void *const library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL)) return library;
         why = std::string(": ") + dlerror();
     }
-    const std::string package = found.name.substr(0, found.name.find(".so"));
-    throw Refusal(nn_runtime, "Python: expected an interpreter with a shared library, got ", found.program, " without ",
-                  found.name, why, " (install ", package,
+    const std::string package = interpreter.name.substr(0, interpreter.name.find(".so"));
+    throw Refusal(nn_runtime, "Python: expected an interpreter with a shared library, got ", interpreter.program,
+                  " without ", interpreter.name, why, " (install ", package,
                   ", as Debian and Ubuntu call the package, or an interpreter that has one)");
 }
 
@@ -73,11 +73,11 @@ Python run_python() {
         const Python py = functions_of(process);
         if (py.Py_IsInitialized()) return py;
     }
-    const Interpreter found = find_interpreter();
-    void *const library = opened(found);
+    const Interpreter interpreter = find_interpreter();
+    void *const library = opened(interpreter);
     const Python py = functions_of(library);
     if (!py.Py_IsInitialized()) {
-        start(py, library, found.program);
+        start(py, library, interpreter.program);
         py.PyEval_SaveThread();
     }
     return py;
@@ -88,9 +88,9 @@ std::string executable(const Python &py) {
     const Reference sys(py, py.PyImport_ImportModule("sys"));
     const Reference path(py, sys.get() ? py.PyObject_GetAttrString(sys.get(), "executable") : nullptr);
     const char *const text = path.get() ? py.PyUnicode_AsUTF8AndSize(path.get(), nullptr) : nullptr;
-    const std::string found = text ? text : "this Python";
+    const std::string program = text ? text : "this Python";
     py.PyErr_Clear();
-    return found;
+    return program;
 }
 
 // Under the lock. Python's own lock of imports lets one thread do this, others wait for it.
@@ -123,20 +123,20 @@ std::string exception_text(const Python &py) {
     py.PyErr_Fetch(&type, &value, &traceback);
     const Reference held_type(py, type), held_value(py, value), held_traceback(py, traceback);
     const Reference text(py, value ? py.PyObject_Str(value) : nullptr);
-    const char *const found = text.get() ? py.PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
-    std::string said = found ? found : "an error without a text";
+    const char *const message = text.get() ? py.PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
+    std::string result = message ? message : "an error without a text";
     py.PyErr_Clear();
-    return said;
+    return result;
 }
 
 const Python &python() {
     if (!started.load(std::memory_order_acquire)) {
         const Python py = run_python();
         const Locked locked(py);
-        const Entry found = import_entry(py);  // may let other threads run
+        const Entry imported = import_entry(py);  // may let other threads run
         if (!started.load(std::memory_order_relaxed)) {
             functions = py;
-            entries = found;
+            entries = imported;
             started.store(true, std::memory_order_release);
         }
     }

@@ -16,8 +16,8 @@ struct Devices {
 };
 
 Devices &devices() {
-    static Devices &made = *new Devices;
-    return made;
+    static Devices &instance = *new Devices;
+    return instance;
 }
 
 // A thread has one context at a time, as in CANN; a new thread has none.
@@ -40,10 +40,10 @@ std::shared_ptr<const T> need_open(Handle handle, const char *param) {
 }
 
 Handle new_context(int device, bool of_device, const Call &call) {
-    auto made = std::make_shared<Context>();
-    made->device = device;
-    made->of_device = of_device;
-    return add(Kind::context, made, call);
+    auto created = std::make_shared<Context>();
+    created->device = device;
+    created->of_device = of_device;
+    return add(Kind::context, created, call);
 }
 
 // The contexts of a device, with a default one. Under the lock of devices().
@@ -69,9 +69,9 @@ int create_stream(void **stream, Caller caller = {}) {
     return initialized(
         [&](const Call &call) {
             need_place(stream, "stream");
-            auto made = std::make_shared<Stream>();
-            made->context = need_context();
-            *stream = const_cast<void *>(add(Kind::stream, made, call));
+            auto created = std::make_shared<Stream>();
+            created->context = need_context();
+            *stream = const_cast<void *>(add(Kind::stream, created, call));
         },
         caller);
 }
@@ -111,7 +111,7 @@ void check_timeout(int timeout) {
 }  // namespace
 
 std::shared_ptr<const Context> need_context() {
-    if (auto found = find<Context>(current)) return found;
+    if (auto context = find<Context>(current)) return context;
     throw Refusal(rt_no_context, "no device: this thread calls aclrtSetDevice() first");
 }
 
@@ -126,11 +126,11 @@ int check_stream(Handle stream, std::string &why) noexcept {
         why = "stream: the default one has no device: this thread calls aclrtSetDevice() first";
         return rt_no_context;
     }
-    const auto found = find<Stream>(stream);
-    if (found != nullptr && found->context->open) return success;
+    const auto object = find<Stream>(stream);
+    if (object != nullptr && object->context->open) return success;
     why = "stream: expected an aclrtStream, got " +
-          (found != nullptr ? std::string("one of a device that was reset, or a context that was destroyed")
-                            : wrong(stream));
+          (object != nullptr ? std::string("one of a device that was reset, or a context that was destroyed")
+                             : wrong(stream));
     return rt_invalid_handle;
 }
 
@@ -211,13 +211,13 @@ FUSION_C int aclrtCreateContext(void **context, std::int32_t deviceId) {
 
 FUSION_C int aclrtDestroyContext(void *context) {
     return initialized([&] {
-        const auto found = need_open<Context>(context, "context");
-        if (found->of_device)
+        const auto object = need_open<Context>(context, "context");
+        if (object->of_device)
             throw Refusal(invalid_param, "context: a device's default one ends with aclrtResetDevice()");
         const std::lock_guard<std::mutex> lock(devices().mutex);
-        std::vector<Handle> &contexts = devices().contexts[found->device];
+        std::vector<Handle> &contexts = devices().contexts[object->device];
         std::erase(contexts, context);
-        found->open = false;
+        object->open = false;
         remove(context, Kind::context);
     });
 }
@@ -286,18 +286,18 @@ FUSION_C int aclrtDestroyEvent(void *event) {
 
 FUSION_C int aclrtRecordEvent(void *event, void *stream) {
     return initialized([&] {
-        const auto found = need_event(event);
+        const auto object = need_event(event);
         wait_for(stream);
         const auto now = std::chrono::steady_clock::now().time_since_epoch();
-        found->nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+        object->nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
     });
 }
 
 FUSION_C int aclrtResetEvent(void *event, void *stream) {
     return initialized([&] {
-        const auto found = need_event(event);
+        const auto object = need_event(event);
         need_stream(stream);
-        found->nanoseconds = -1;
+        object->nanoseconds = -1;
     });
 }
 
@@ -305,8 +305,8 @@ template <class Status>
 static int query(void *event, Status *status, Status done, Status not_yet, Caller caller = {}) {
     return initialized(
         [&] {
-            const auto found = need_event(event);
-            *need_place(status, "status") = found->nanoseconds >= 0 ? done : not_yet;
+            const auto object = need_event(event);
+            *need_place(status, "status") = object->nanoseconds >= 0 ? done : not_yet;
         },
         caller);
 }

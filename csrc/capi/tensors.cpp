@@ -33,11 +33,11 @@ struct Request {
 std::vector<std::int64_t> sizes(const std::int64_t *values, std::uint64_t count, const char *param) {
     if (count > most_dims) throw Refusal(nn_invalid, param, ": expected at most 25 dimensions, got ", count);
     if (count != 0) need_address(values, param, nn_null);
-    std::vector<std::int64_t> found(values, values + count);
-    for (const std::int64_t value : found) {
+    std::vector<std::int64_t> numbers(values, values + count);
+    for (const std::int64_t value : numbers) {
         if (value < 0) throw Refusal(nn_invalid, param, ": expected no negative number, got ", value);
     }
-    return found;
+    return numbers;
 }
 
 // Returns the elements from the first of a view to the end of its last; 0 for an empty view.
@@ -93,7 +93,7 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
         const std::size_t copied = trace->second.end - first, size = stop - first;
         if (copied != size && copied != 0 && (copied % size == 0 || size % copied == 0)) {
             call.defect("dataType: a tensor of ", dtype_name(tensor.dtype), " has ", size,
-                        " bytes where the program put ", copied, in_brackets(trace->second.made),
+                        " bytes where the program put ", copied, in_brackets(trace->second.creation),
                         ": the host's type is not the tensor's; ", described(memory.address));
         }
     }
@@ -116,41 +116,41 @@ void place(Tensor &tensor, void *data, const Call &call) {
     if (bits >= 8 && first % (bits / 8) != 0)
         throw Refusal(nn_invalid, "tensorData: expected memory aligned to ", bits / 8, " bytes, got ", described(data));
     const auto capacity = static_cast<std::int64_t>(memory->granted) - first;
-    const auto asked = static_cast<std::int64_t>(memory->asked) - first;
+    const auto available = static_cast<std::int64_t>(memory->requested) - first;
     const std::string text =
         "tensorData: the view ends at byte " + to_string(first + extent.end) + " of " + described(memory->address);
     if (extent.end > capacity) throw Refusal(nn_invalid, text);
     tensor.memory = memory;
     if (call.number == 0 || extent.end == 0) return;
-    if (extent.end > asked) call.defect(text, ", within the pages that the chip gives");
+    if (extent.end > available) call.defect(text, ", within the pages that the chip gives");
     compare_with_copies(tensor, *memory, first + extent.begin, first + extent.end, call);
 }
 
 std::shared_ptr<Tensor> tensor_of(const Request &from, const Call &call) {
-    auto made = std::make_shared<Tensor>();
-    made->dims = sizes(from.dims, from.dims_count, "viewDims");
-    made->storage_dims = sizes(from.storage_dims, from.storage_dims_count, "storageDims");
+    auto result = std::make_shared<Tensor>();
+    result->dims = sizes(from.dims, from.dims_count, "viewDims");
+    result->storage_dims = sizes(from.storage_dims, from.storage_dims_count, "storageDims");
     const Dtype *dtype = dtype_of(from.dtype);
     if (dtype == nullptr || dtype->bits == 0)
         throw Refusal(nn_invalid, "dataType: expected an aclDataType of numbers, got ", from.dtype);
-    made->dtype = from.dtype;
-    bool known = false;
-    for (const int format : formats) known = known || format == from.format;
-    if (!known) throw Refusal(nn_invalid, "format: expected an aclFormat, got ", from.format);
-    made->format = from.format;
+    result->dtype = from.dtype;
+    bool valid = false;
+    for (const int format : formats) valid = valid || format == from.format;
+    if (!valid) throw Refusal(nn_invalid, "format: expected an aclFormat, got ", from.format);
+    result->format = from.format;
     if (from.offset < 0) throw Refusal(nn_invalid, "offset: expected no negative number, got ", from.offset);
-    made->offset = from.offset;
+    result->offset = from.offset;
     if (from.strides != nullptr) {
-        made->strides = sizes(from.strides, from.dims_count, "stride");
+        result->strides = sizes(from.strides, from.dims_count, "stride");
     } else {
-        made->strides.assign(made->dims.size(), 1);
-        for (std::size_t axis = made->dims.size(); axis-- > 1;) {
-            if (__builtin_mul_overflow(made->dims[axis], made->strides[axis], &made->strides[axis - 1]))
+        result->strides.assign(result->dims.size(), 1);
+        for (std::size_t axis = result->dims.size(); axis-- > 1;) {
+            if (__builtin_mul_overflow(result->dims[axis], result->strides[axis], &result->strides[axis - 1]))
                 throw Refusal(nn_invalid, "viewDims: expected fewer elements than 64 bits can count");
         }
     }
-    place(*made, from.data, call);
-    return made;
+    place(*result, from.data, call);
+    return result;
 }
 
 // A handle as any of the interface's pointers.
@@ -165,20 +165,20 @@ struct AnyPointer {
 
 // Returns the handle of the object that make(call) returns; null if it fails.
 template <class Make>
-AnyPointer made(Make make, Caller caller = {}) noexcept {
-    AnyPointer found;
+AnyPointer create(Make make, Caller caller = {}) noexcept {
+    AnyPointer pointer;
     coded<nn_runtime>(
         [&](const Call &call) {
             const auto object = make(call);
-            found.handle = add(std::remove_reference_t<decltype(*object)>::kind, object, call);
+            pointer.handle = add(std::remove_reference_t<decltype(*object)>::kind, object, call);
         },
         caller);
-    return found;
+    return pointer;
 }
 
 template <class T>
 AnyPointer made_array(const void *values, std::uint64_t size, Caller caller = {}) {
-    return made(
+    return create(
         [&](const Call &) {
             if (size != 0) need_address(values, "value", nn_null);
             if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer values, got ", size);
@@ -193,7 +193,7 @@ AnyPointer made_array(const void *values, std::uint64_t size, Caller caller = {}
 // Returns a list of live handles of another kind.
 template <class List, class Member>
 AnyPointer made_list(const void *values, std::uint64_t size, Caller caller = {}) {
-    return made(
+    return create(
         [&](const Call &) {
             if (size != 0) need_address(values, "value", nn_null);
             if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer handles, got ", size);
@@ -258,8 +258,8 @@ int hand_out(const aclTensor *tensor, Place<std::int64_t *> values, Place<std::u
              std::vector<std::int64_t> Tensor::*member, Caller caller = {}) {
     return coded<nn_runtime>(
         [&] {
-            const auto found = need<Tensor>(tensor, "tensor");
-            const std::vector<std::int64_t> &from = (*found).*member;
+            const auto object = need<Tensor>(tensor, "tensor");
+            const std::vector<std::int64_t> &from = (*object).*member;
             need_address(values.address, values.param, nn_null);
             write<std::uint64_t>(count.address, count.param, from.size());
             *values.address = new std::int64_t[from.size()];
@@ -279,7 +279,7 @@ void move(Handle tensor, void *data, const Call &call, const char *param) {
 FUSION_C aclTensor *aclCreateTensor(const std::int64_t *viewDims, std::uint64_t viewDimsNum, aclDataType dataType,
                                     const std::int64_t *stride, std::int64_t offset, aclFormat format,
                                     const std::int64_t *storageDims, std::uint64_t storageDimsNum, void *tensorData) {
-    return made([&](const Call &call) {
+    return create([&](const Call &call) {
         return tensor_of(
             {viewDims, viewDimsNum, dataType, stride, offset, format, storageDims, storageDimsNum, tensorData}, call);
     });
@@ -299,7 +299,7 @@ FUSION_C aclnnStatus aclInitTensor(aclTensor *tensor, const std::int64_t *viewDi
 }
 
 FUSION_C aclScalar *aclCreateScalar(void *value, aclDataType dataType) {
-    return made([&](const Call &) {
+    return create([&](const Call &) {
         need_address(value, "value", nn_null);
         const Dtype *dtype = dtype_of(dataType);
         if (dtype == nullptr || dtype->bits < 8)
@@ -312,11 +312,11 @@ FUSION_C aclScalar *aclCreateScalar(void *value, aclDataType dataType) {
 }
 
 // The functions of an array or a list: its creation from values, its destruction, and the number of its values.
-#define FUSION_VALUES(NAME, VALUE, MADE, DESTROY, PARAM)                                                \
-    FUSION_C acl##NAME *aclCreate##NAME(VALUE *value, std::uint64_t size) { return MADE(value, size); } \
-    FUSION_C aclnnStatus aclDestroy##NAME(const acl##NAME *array) { return DESTROY(array, "array"); }   \
-    FUSION_C aclnnStatus aclGet##NAME##Size(const acl##NAME *array, std::uint64_t *size) {              \
-        return write_size<NAME>(array, PARAM, size);                                                    \
+#define FUSION_VALUES(NAME, VALUE, CREATE, DESTROY, PARAM)                                                \
+    FUSION_C acl##NAME *aclCreate##NAME(VALUE *value, std::uint64_t size) { return CREATE(value, size); } \
+    FUSION_C aclnnStatus aclDestroy##NAME(const acl##NAME *array) { return DESTROY(array, "array"); }     \
+    FUSION_C aclnnStatus aclGet##NAME##Size(const acl##NAME *array, std::uint64_t *size) {                \
+        return write_size<NAME>(array, PARAM, size);                                                      \
     }
 #define FUSION_ARRAY(NAME, VALUE) FUSION_VALUES(NAME, const VALUE, made_array<NAME>, destroy<NAME>, "array")
 #define FUSION_LIST(NAME, MEMBER, PARAM) \

@@ -23,8 +23,8 @@ std::optional<unsigned long long> ask(const char *method, std::initializer_list<
         const Reference function(py, py.PyObject_GetAttrString(device_memory, method));
         std::vector<PyObject *> arguments;
         for (const unsigned long long number : numbers) arguments.push_back(py.PyLong_FromUnsignedLongLong(number));
-        const Reference found(py, called(py, function.get(), arguments));
-        if (found.get()) return py.PyLong_AsUnsignedLongLong(found.get());
+        const Reference result(py, called(py, function.get(), arguments));
+        if (result.get()) return py.PyLong_AsUnsignedLongLong(result.get());
         last_error = exception_text(py);
     } catch (const std::exception &error) {
         last_error = error.what();
@@ -51,9 +51,9 @@ int set(void *address, int value, std::size_t count) {
 int synchronize() { return !ask("synchronize", {}); }
 
 int total(std::size_t *bytes) {
-    const auto found = ask("total", {});
-    *bytes = found.value_or(0);
-    return !found;
+    const auto result = ask("total", {});
+    *bytes = result.value_or(0);
+    return !result;
 }
 
 const char *error() { return last_error.c_str(); }
@@ -67,9 +67,10 @@ FUSION_C bool fusion_attention_device_functions(const char *device, DeviceFuncti
         const Python &py = python();
         const Locked locked(py);
         const auto size_of_name = static_cast<std::ptrdiff_t>(std::string_view(device).size());
-        PyObject *const made = called(py, entry().memory, {py.PyUnicode_DecodeUTF8(device, size_of_name, "replace")});
-        if (made) {
-            device_memory = made;  // The previous one remains, because its memory may still be freed.
+        PyObject *const created =
+            called(py, entry().memory, {py.PyUnicode_DecodeUTF8(device, size_of_name, "replace")});
+        if (created) {
+            device_memory = created;  // The previous one remains, because its memory may still be freed.
             *functions = {allocate, release, copy, set, synchronize, total, error};
             return true;
         }

@@ -20,19 +20,19 @@ FUSION_C int aclrtGetVersion(std::int32_t *majorVersion, std::int32_t *minorVers
 }
 
 FUSION_C std::size_t aclDataTypeSize(aclDataType dataType) {
-    const Dtype *found = dtype_of(dataType);
-    return found == nullptr ? 0 : static_cast<std::size_t>(found->bits / 8);
+    const Dtype *dtype = dtype_of(dataType);
+    return dtype == nullptr ? 0 : static_cast<std::size_t>(dtype->bits / 8);
 }
 
 FUSION_C float aclFloat16ToFloat(aclFloat16 value) {
     const int exponent = value >> 10 & 31, fraction = value & 1023;
-    float found = std::ldexp(static_cast<float>(fraction), -24);
+    float magnitude = std::ldexp(static_cast<float>(fraction), -24);
     if (exponent == 31) {
-        found = fraction == 0 ? HUGE_VALF : NAN;
+        magnitude = fraction == 0 ? HUGE_VALF : NAN;
     } else if (exponent != 0) {
-        found = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+        magnitude = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
     }
-    return (value & 0x8000) != 0 ? -found : found;
+    return (value & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
 // Rounds to nearest, ties to even; values beyond the largest become infinity.
@@ -46,10 +46,10 @@ FUSION_C aclFloat16 aclFloatToFloat16(float value) {
     std::frexp(size, &exponent);
     // A multiple of the last place that this size has: 2^-24 for the smallest, which have no leading one.
     const int last = exponent < -13 ? -24 : exponent - 11;
-    const auto places = static_cast<std::uint32_t>(std::lrint(std::ldexp(size, -last)));
-    const std::uint32_t found =
-        places < 1024 || last == -24 ? places : places + ((static_cast<std::uint32_t>(last + 24)) << 10);
-    return static_cast<aclFloat16>(sign | found);
+    const auto mantissa = static_cast<std::uint32_t>(std::lrint(std::ldexp(size, -last)));
+    const std::uint32_t magnitude =
+        mantissa < 1024 || last == -24 ? mantissa : mantissa + ((static_cast<std::uint32_t>(last + 24)) << 10);
+    return static_cast<aclFloat16>(sign | magnitude);
 }
 
 }  // namespace fusion::capi

@@ -16,7 +16,7 @@ namespace {
 
 int wrong = 0;
 
-void said(const char *what, bool ok) {
+void report(const char *what, bool ok) {
     std::printf("%s: %s\n", what, ok ? "ok" : "wrong");
     wrong += !ok;
 }
@@ -61,15 +61,15 @@ bool attention(float value) {
 }
 
 std::string handlers() {
-    std::string found;
+    std::string states;
     for (int number = 1; number < NSIG; ++number) {
         struct sigaction action = {};
         if (sigaction(number, nullptr, &action) != 0) continue;
-        found += std::to_string(number) + (action.sa_handler == SIG_DFL   ? "d"
-                                           : action.sa_handler == SIG_IGN ? "i"
-                                                                          : "h");
+        states += std::to_string(number) + (action.sa_handler == SIG_DFL   ? "d"
+                                            : action.sa_handler == SIG_IGN ? "i"
+                                                                           : "h");
     }
-    return found;
+    return states;
 }
 
 }  // namespace
@@ -91,11 +91,11 @@ int main() {
     std::vector<std::thread> threads;  // the first of them starts Python, whichever it is
     for (int i = 0; i < 4; ++i) threads.emplace_back([&right, i] { right += attention(1.f + static_cast<float>(i)); });
     for (std::thread &thread : threads) thread.join();
-    said("threads", right == 4);
-    said("after its starter has ended", attention(9.f));
-    said("signals", handlers() == signals);
-    said("locale", locale == std::setlocale(LC_ALL, nullptr));
-    said("finalize", aclFinalize() == 0);
-    said("initialised again", aclInit(nullptr) == 0 && attention(3.f) && aclFinalize() == 0);
+    report("threads", right == 4);
+    report("after its starter has ended", attention(9.f));
+    report("signals", handlers() == signals);
+    report("locale", locale == std::setlocale(LC_ALL, nullptr));
+    report("finalize", aclFinalize() == 0);
+    report("initialised again", aclInit(nullptr) == 0 && attention(3.f) && aclFinalize() == 0);
     return wrong;
 }
