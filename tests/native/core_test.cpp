@@ -1,6 +1,6 @@
 // The native core without Python: every instruction-set variant that runs here, on tiny calls in all dtypes, against
-// naive loops in double. For machines that the Python suite does not reach (make test-aarch64). Prints the worst share
-// of what is allowed.
+// naive loops in double. For machines that the Python suite does not reach (make test-aarch64). Prints the worst
+// fraction of what is allowed.
 //
 // Here: forward, backward and, where nothing is dropped, decode. decode_test.cpp: caches of integers; sparse_test.cpp:
 // selected keys, the indexer, its loss. An argument names the variant that must be chosen here, which is then
@@ -87,8 +87,8 @@ void draw_tiles(Call &c, std::mt19937 &random) {
     c.tiles_at.stride_row.assign(c.sequences.size(), keys);
     c.tiles_at.stride_head.assign(c.sequences.size(), rows * keys);
     for (Long i = 0; i < c.problem.heads_q * rows * keys; ++i) {
-        const std::int32_t whole[] = {-1, -2, 1 << 30}, kind = static_cast<std::int32_t>(random() % 6);
-        c.tiles.push_back(kind < 3 ? whole[kind] : static_cast<std::int32_t>(c.tile_bits.size() / 2048));
+        const std::int32_t numbers[] = {-1, -2, 1 << 30}, kind = static_cast<std::int32_t>(random() % 6);
+        c.tiles.push_back(kind < 3 ? numbers[kind] : static_cast<std::int32_t>(c.tile_bits.size() / 2048));
         for (int byte = 0; kind >= 3 && byte < 2048; ++byte) {
             c.tile_bits.push_back(static_cast<unsigned char>(random() & random()));
         }
@@ -144,13 +144,13 @@ void run_decode(Call &c, const fusion::Variant &variant, int threads) {
     fusion::DecodePlan(variant, problem, c.sequences).run(o, threads);
 }
 
-struct Found {  // by the core's backward
+struct CoreGradients {  // by the core's backward
     RowMemory dq, dk, dv, dq_rope, dk_rope;
     std::vector<float> dbias, dsink;
 };
 
-Found run_backward(Call &c, const fusion::Variant &variant, int threads) {
-    Found f = {c.q, c.k, c.v, c.q_rope, c.k_rope, {}, {}};
+CoreGradients run_backward(Call &c, const fusion::Variant &variant, int threads) {
+    CoreGradients f = {c.q, c.k, c.v, c.q_rope, c.k_rope, {}, {}};
     for (RowMemory *m : {&f.dq, &f.dk, &f.dv, &f.dq_rope, &f.dk_rope}) m->poison();
     f.dbias.assign(c.bias_at.count, 0.0f);
     f.dsink.assign(c.problem.heads_q, NAN);
@@ -193,9 +193,9 @@ private:
     void test_gradients(const fusion::Variant &variant) {
         double largest = 0;
         const Results gradients = backward(call_, largest);
-        const Found f = run_backward(call_, variant, 1);
+        const CoreGradients f = run_backward(call_, variant, 1);
         for (int threads : {3, 8}) {
-            const Found other = run_backward(call_, variant, threads);
+            const CoreGradients other = run_backward(call_, variant, threads);
             judge_.require_same("dq", f.dq.elements, other.dq.elements);
             judge_.require_same("dk", f.dk.elements, other.dk.elements);
         }
@@ -224,9 +224,9 @@ private:
 };
 
 // Whether variant i has this part from none before it: some share theirs with a weaker one.
-template <class Part> bool is_first(const std::vector<fusion::Built> &all, std::size_t i, Part part) {
+template <class Select> bool is_first(const std::vector<fusion::Built> &all, std::size_t i, Select select) {
     for (std::size_t before = 0; before < i; ++before) {
-        if (all[before].variant && part(all[before]) == part(all[i])) return false;
+        if (all[before].variant && select(all[before]) == select(all[i])) return false;
     }
     return true;
 }

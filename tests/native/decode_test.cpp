@@ -91,19 +91,19 @@ void allow_digits(const Call &c, const Stored &k, const Stored &v, Results &want
     for (auto &[name, sums] : want) sums.more.assign(sums.value.size(), 0.0);
     each_row(c, [&](Long b, Long h, Long i) {
         double largest = 0, score = 0, weight = 0;
-        const Long own = h / c.group(), one = place(c.max, b, h, i), at = place(c.out, b, h, i);
-        const std::vector<Seen> keys = row_scores(c, b, h, i, largest);
-        for (const Seen &s : keys) {
+        const Long kv_head = h / c.group(), one = place(c.max, b, h, i), at = place(c.out, b, h, i);
+        const std::vector<KeyScore> keys = row_scores(c, b, h, i, largest);
+        for (const KeyScore &s : keys) {
             double top = 0, size = 0;
             for (Long d = 0; d < k.dim; ++d) {
-                top = std::max(top, std::fabs(c.q.get(b, h, i, d)) * k.scale_at(b, own, s.key, d));
-                size += std::fabs(k.numbers.get(b, own, s.key, d)) / k.scale_at(b, own, s.key, d) + 4;
+                top = std::max(top, std::fabs(c.q.get(b, h, i, d)) * k.scale_at(b, kv_head, s.key, d));
+                size += std::fabs(k.numbers.get(b, kv_head, s.key, d)) / k.scale_at(b, kv_head, s.key, d) + 4;
             }
             score = std::max(score, digit * top * size * c.problem.scale);
         }
         const double sum = want["sum"].value[one], peak = want["max"].value[one];
-        for (const Seen &s : keys) {
-            const double times = v.kind == Dequant::token ? v.scale_at(b, own, s.key, 0) : 1;
+        for (const KeyScore &s : keys) {
+            const double times = v.kind == Dequant::token ? v.scale_at(b, kv_head, s.key, 0) : 1;
             weight = std::max(weight, std::exp(s.score - peak) / sum * times);
         }
         want["max"].more[one] = score;
@@ -111,9 +111,9 @@ void allow_digits(const Call &c, const Stored &k, const Stored &v, Results &want
         for (Long d = 0; d < v.dim; ++d) {
             double &more = want["out"].more[at + d];
             more = 2 * score * want["out"].size[at + d];
-            for (const Seen &s : keys) {
-                const double times = v.kind == Dequant::token ? 1 / v.scale_at(b, own, s.key, 0) : 1;
-                more += digit * weight * std::fabs(v.numbers.get(b, own, s.key, d)) * times;
+            for (const KeyScore &s : keys) {
+                const double times = v.kind == Dequant::token ? 1 / v.scale_at(b, kv_head, s.key, 0) : 1;
+                more += digit * weight * std::fabs(v.numbers.get(b, kv_head, s.key, d)) * times;
             }
         }
     });

@@ -62,14 +62,14 @@ inline bool drawn(const Call &c, Long b, Long head, Long row, Long key) {
     return static_cast<Long>(x[key % 8 / 2] >> (key % 2 * 16) & 0xffff) < c.problem.keep_below;
 }
 
-inline bool kept(const Call &c, Long b, Long head, Long row, Long key) {
+inline bool is_retained(const Call &c, Long b, Long head, Long row, Long key) {
     if (c.problem.dropout == Dropout::none) return true;
     if (c.problem.dropout == Dropout::philox) return drawn(c, b, head, row, key);
     const Long bit = c.bits_at.at(b, head, row, key);
     return c.bits[bit / 8] >> (bit % 8) & 1;
 }
 
-inline bool seen(const Call &c, Long b, Long head, Long row, Long key) {
+inline bool is_visible(const Call &c, Long b, Long head, Long row, Long key) {
     const fusion::Sequence &s = c.sequences[b];
     if (key < row + s.lo || key >= std::max(s.prefix, row + s.hi)) return false;
     if (c.problem.has_blocked && c.blocked[c.blocked_at.at(b, head, row, key)]) return false;
@@ -96,8 +96,9 @@ inline Dot dot(const RowMemory &x, const RowMemory &y, Long b, Long x_head, Long
 
 inline Dot score(const Call &c, Long b, Long head, Long row, Long key) {
     const fusion::Problem &p = c.problem;
-    const Long own = head / c.group();
-    const Dot main = dot(c.q, c.k, b, head, row, own, key), rope = dot(c.q_rope, c.k_rope, b, head, row, own, key);
+    const Long kv_head = head / c.group();
+    const Dot main = dot(c.q, c.k, b, head, row, kv_head, key),
+              rope = dot(c.q_rope, c.k_rope, b, head, row, kv_head, key);
     double bias = 0;
     if (p.bias == Bias::matrix) bias = c.bias.get(c.bias_at.at(b, head, row, key));
     if (p.bias == Bias::slopes || p.bias == Bias::slopes_sqrt) {
@@ -113,22 +114,22 @@ inline Dot score(const Call &c, Long b, Long head, Long row, Long key) {
 // Of a score, by its scaled product.
 inline double slope(const Call &c, Long b, Long head, Long row, Long key) {
     if (!(c.problem.softcap > 0)) return 1;
-    const Long own = head / c.group();
+    const Long kv_head = head / c.group();
     const double product =
-        dot(c.q, c.k, b, head, row, own, key).value + dot(c.q_rope, c.k_rope, b, head, row, own, key).value;
+        dot(c.q, c.k, b, head, row, kv_head, key).value + dot(c.q_rope, c.k_rope, b, head, row, kv_head, key).value;
     const double cosine = std::cosh(product * c.problem.scale / c.problem.softcap);
     return 1 / (cosine * cosine);
 }
 
 // The scores of a row that it sees, with their keys: one of -inf hides its key.
-struct Seen {
+struct KeyScore {
     Long key;
     double score;
 };
-inline std::vector<Seen> row_scores(const Call &c, Long b, Long head, Long row, double &largest) {
-    std::vector<Seen> out;
+inline std::vector<KeyScore> row_scores(const Call &c, Long b, Long head, Long row, double &largest) {
+    std::vector<KeyScore> out;
     const auto meet = [&](Long key) {
-        if (!seen(c, b, head, row, key)) return;
+        if (!is_visible(c, b, head, row, key)) return;
         const Dot s = score(c, b, head, row, key);
         if (s.value == -INFINITY) return;
         out.push_back({key, s.value});
@@ -162,16 +163,16 @@ inline Results forward(const Call &c, double &largest) {
     const fusion::Problem &p = c.problem;
     Results r{{"out", Sums(c.out.size())}, {"max", Sums(c.max.size())}, {"sum", Sums(c.sum.size())}};
     each_row(c, [&](Long b, Long h, Long i) {
-        const std::vector<Seen> row = row_scores(c, b, h, i, largest);
+        const std::vector<KeyScore> row = row_scores(c, b, h, i, largest);
         double peak = p.has_sink ? c.sink[h] : -INFINITY, sum = 0;
-        for (const Seen &s : row) peak = std::max(peak, s.score);
-        for (const Seen &s : row) sum += std::exp(s.score - peak);
+        for (const KeyScore &s : row) peak = std::max(peak, s.score);
+        for (const KeyScore &s : row) sum += std::exp(s.score - peak);
         if (p.has_sink) sum += std::exp(c.sink[h] - peak);
         const Long one = place(c.max, b, h, i), at = place(c.out, b, h, i);
         r["max"].add(one, peak, std::fabs(peak));
         r["sum"].add(one, sum, sum);
-        for (const Seen &s : row) {
-            if (!kept(c, b, h, i, s.key)) continue;
+        for (const KeyScore &s : row) {
+            if (!is_retained(c, b, h, i, s.key)) continue;
             const double weight = std::exp(s.score - peak) / sum / p.keep_prob;
             for (Long d = 0; d < p.dim_v; ++d) {
                 const double x = weight * c.v.get(b, h / c.group(), s.key, d);
@@ -203,24 +204,26 @@ inline Results backward(const Call &c, double &largest) {
     each_row(c, [&](Long b, Long h, Long i) {
         const double peak = c.max.get(b, h, i, 0), sum = c.sum.get(b, h, i, 0);
         if (peak == -INFINITY) return;
-        const Long own = h / c.group();
+        const Long kv_head = h / c.group();
         const Dot delta = dot(c.dout, c.out, b, h, i, h, i);
         if (p.has_sink) {
             const double weight = std::exp(c.sink[h] - peak) / sum;
             r["dsink"].add(h, -weight * delta.value, weight * delta.size);
         }
-        for (const Seen &s : row_scores(c, b, h, i, largest)) {
+        for (const KeyScore &s : row_scores(c, b, h, i, largest)) {
             const double weight = std::exp(s.score - peak) / sum;
-            const double keep = kept(c, b, h, i, s.key) ? 1 / p.keep_prob : 0;
-            const Dot dprob = dot(c.dout, c.v, b, h, i, own, s.key);
+            const double keep = is_retained(c, b, h, i, s.key) ? 1 / p.keep_prob : 0;
+            const Dot dprob = dot(c.dout, c.v, b, h, i, kv_head, s.key);
             const double ds = weight * (dprob.value * keep - delta.value);
             const double size = weight * (dprob.size * keep + delta.size), natural_size = std::fabs(p.scale);
             const double natural = p.scale * slope(c, b, h, i, s.key);
-            add_row(r["dv"], place(c.v, b, own, s.key), c.dout, b, h, i, weight * keep, weight * keep);
-            add_row(r["dq"], place(c.q, b, h, i), c.k, b, own, s.key, ds * natural, size * natural_size);
-            add_row(r["dk"], place(c.k, b, own, s.key), c.q, b, h, i, ds * natural, size * natural_size);
-            add_row(r["dq_rope"], place(c.q_rope, b, h, i), c.k_rope, b, own, s.key, ds * natural, size * natural_size);
-            add_row(r["dk_rope"], place(c.k_rope, b, own, s.key), c.q_rope, b, h, i, ds * natural, size * natural_size);
+            add_row(r["dv"], place(c.v, b, kv_head, s.key), c.dout, b, h, i, weight * keep, weight * keep);
+            add_row(r["dq"], place(c.q, b, h, i), c.k, b, kv_head, s.key, ds * natural, size * natural_size);
+            add_row(r["dk"], place(c.k, b, kv_head, s.key), c.q, b, h, i, ds * natural, size * natural_size);
+            add_row(r["dq_rope"], place(c.q_rope, b, h, i), c.k_rope, b, kv_head, s.key, ds * natural,
+                    size * natural_size);
+            add_row(r["dk_rope"], place(c.k_rope, b, kv_head, s.key), c.q_rope, b, h, i, ds * natural,
+                    size * natural_size);
             if (p.bias != Bias::matrix) continue;
             const double factor = p.bias_scaled ? p.scale : 1.0;
             r["dbias"].add(c.bias_at.at(b, h, i, s.key), ds * factor, size * std::fabs(factor));

@@ -35,7 +35,7 @@ inline IndexScore index_score(const Index &x, Long b, Long row, Long key) {
 inline std::vector<Long> index_keys(const Call &c, Long b, Long row) {
     std::vector<Long> out;
     const auto meet = [&](Long key) {
-        if (seen(c, b, 0, row, key)) out.push_back(key);
+        if (is_visible(c, b, 0, row, key)) out.push_back(key);
     };
     if (!c.lists.empty()) {
         for (Long key : c.lists[c.list_at(b, 0, row)]) meet(key);
@@ -64,15 +64,15 @@ inline Softmax index_softmax(const Index &x, const std::vector<Long> &keys, Long
 
 // The attention's probability of a key, the mean over heads, from its saved statistics.
 inline double target_of(const Call &c, Long b, Long row, Long key, double &largest) {
-    double found = 0, heads = static_cast<double>(c.problem.heads_q);
+    double total = 0, heads = static_cast<double>(c.problem.heads_q);
     for (Long h = 0; h < c.problem.heads_q; ++h) {
         const double peak = c.max.get(b, h, row, 0), sum = c.sum.get(b, h, row, 0);
         const Dot s = score(c, b, h, row, key);
         largest = std::max(largest, s.size);
-        found += std::exp(s.value - peak) / sum;
+        total += std::exp(s.value - peak) / sum;
         if (c.problem.has_sink) heads -= std::exp(c.sink[h] - peak) / sum;
     }
-    return found / heads;
+    return total / heads;
 }
 
 // What a gradient of a row's score of one key gives to q, k and the weights.
@@ -98,10 +98,10 @@ inline Results index_loss(const Call &c, const Index &x, double &largest) {
     r["loss"] = Sums(1);
     x.max.each([&](Long b, Long, Long i, Long) {
         const std::vector<Long> keys = index_keys(c, b, i);
-        const Softmax own = index_softmax(x, keys, b, i, largest);
+        const Softmax softmax = index_softmax(x, keys, b, i, largest);
         for (Long key : keys) {
             const Dot score = index_score(x, b, i, key).total;
-            const double y = std::exp(score.value - own.peak) / own.sum;
+            const double y = std::exp(score.value - softmax.peak) / softmax.sum;
             const double p = target_of(c, b, i, key, largest);
             const double log_p = std::log(std::max(p, least)), log_y = std::log(std::max(y, least));
             const double factor = c.lists.empty() ? p : std::max(p, least);

@@ -256,18 +256,18 @@ void test_choice(Report &report, const IndexCase &from, Dtype dtype) {
     for (const auto &[q_len, kv_len] : from.lengths) {
         sequences.push_back({q_len, kv_len, -everything, kv_len - q_len + 1, 0, 0});
     }
-    Lists found(1, from.count, rows.queries);
+    Lists selection(1, from.count, rows.queries);
     SparseOperands o = operands_of(x);
-    o.indices = found.view();
+    o.indices = selection.view();
     Judge judge(report, from.name, dtype, 1);
     for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", false);
         Elements before;
         for (int threads : {3, 8, 1}) {
-            found.poison();
+            selection.poison();
             fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, from.count), sequences).run(o, threads);
-            if (threads != 3) judge.require_same("indices", before, found.elements());
-            before = found.elements();
+            if (threads != 3) judge.require_same("indices", before, selection.elements());
+            before = selection.elements();
         }
         x.max.each([&](Long b, Long, Long i, Long) {
             std::vector<std::pair<double, Long>> keys;
@@ -277,7 +277,7 @@ void test_choice(Report &report, const IndexCase &from, Dtype dtype) {
             std::sort(keys.begin(), keys.end());
             for (Long slot = 0; slot < from.count; ++slot) {
                 const double want = slot < static_cast<Long>(keys.size()) ? keys[slot].second : -1;
-                judge.check("index", found.get(b, 0, i, slot), want, 0, 0, false);
+                judge.check("index", selection.get(b, 0, i, slot), want, 0, 0, false);
             }
         });
     }
@@ -314,9 +314,9 @@ struct LossCall {
         }
         statistics = {{"max", Sums(x.max.size())}, {"sum", Sums(x.sum.size())}};
         x.max.each([&](Long b, Long, Long i, Long) {
-            const Softmax own = index_softmax(x, index_keys(s.c, b, i), b, i, largest);
-            statistics["max"].add(place(x.max, b, 0, i), own.peak, std::fabs(own.peak));
-            statistics["sum"].add(place(x.max, b, 0, i), own.sum, own.sum);
+            const Softmax softmax = index_softmax(x, index_keys(s.c, b, i), b, i, largest);
+            statistics["max"].add(place(x.max, b, 0, i), softmax.peak, std::fabs(softmax.peak));
+            statistics["sum"].add(place(x.max, b, 0, i), softmax.sum, softmax.sum);
         });
         want = index_loss(s.c, x, largest);
     }
@@ -346,23 +346,23 @@ void test_loss(Report &report, const IndexCase &from, Dtype dtype) {
     Judge judge(report, from.name, dtype, most_terms(call.s.c));
     for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "", built.sparse->as_pairs.attend);
-        SparseOperands own = operands_of(x);
-        own.indices = call.s.lists.view();
+        SparseOperands operands = operands_of(x);
+        operands.indices = call.s.lists.view();
         if (!from.count) {
             x.max.poison(), x.sum.poison();
-            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, 0), sequences).run(own, 3);
+            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, 0), sequences).run(operands, 3);
             judge.compare("max", x.max, call.statistics.at("max"), call.largest, false, true);
             judge.compare("sum", x.sum, call.statistics.at("sum"), call.largest, false);
         }
         const fusion::SparsePlan plan(*built.sparse, problem_of(from, dtype, from.count), sequences, call.attention());
         std::vector<float> loss(1), other(1);
         IndexGradients alone(x);
-        alone.view(own);
-        plan.run(own, call.s.operands(), loss.data(), 1);
+        alone.view(operands);
+        plan.run(operands, call.s.operands(), loss.data(), 1);
         for (int threads : {3, 8}) {
             IndexGradients together(x);
-            together.view(own);
-            plan.run(own, call.s.operands(), other.data(), threads);
+            together.view(operands);
+            plan.run(operands, call.s.operands(), other.data(), threads);
             judge.require_same("dq", alone.dq.elements, together.dq.elements);
             judge.require_same("dk", alone.dk.elements, together.dk.elements);
         }
@@ -391,12 +391,12 @@ void test_chosen(Report &report, const IndexCase &from, Dtype dtype) {
     Judge judge(report, from.name, dtype, most_terms(s.c));
     for (const fusion::Built &built : with_own_sparse_part(report)) {
         judge.begin(built.name, "chosen, ", built.sparse->as_pairs.attend);
-        IndexGradients found(x);
+        IndexGradients gradients(x);
         SparseOperands o = operands_of(x);
         o.indices = s.lists.view(), o.dout = dvalues.view();
-        found.view(o);
+        gradients.view(o);
         fusion::SparsePlan(*built.sparse, problem_of(from, dtype, from.count), s.c.sequences, true).run(o, 3);
-        found.compare(judge, want, largest);
+        gradients.compare(judge, want, largest);
     }
 }
 

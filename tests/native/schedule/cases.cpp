@@ -23,10 +23,10 @@ using namespace fusion;
 constexpr std::int64_t everything = std::int64_t{1} << 40;
 
 std::vector<Sequence> sequences_of(const std::vector<std::int64_t> &lengths, std::int64_t lo, std::int64_t hi) {
-    std::vector<Sequence> found;
-    found.reserve(lengths.size());
-    for (const std::int64_t n : lengths) found.push_back({n, n, lo, hi, 0, 0});
-    return found;
+    std::vector<Sequence> sequences;
+    sequences.reserve(lengths.size());
+    for (const std::int64_t n : lengths) sequences.push_back({n, n, lo, hi, 0, 0});
+    return sequences;
 }
 
 // --------------------------------------------------------------------------------------------------------------- dense
@@ -42,14 +42,14 @@ struct Dense {
 // A long-tailed mix of 100 sequences: 92 tokens on average.
 std::vector<std::int64_t> mixed_lengths() {
     std::mt19937 random(17);
-    std::vector<std::int64_t> found;
+    std::vector<std::int64_t> lengths;
     for (int i = 0; i < 100; ++i) {
         const double u = (static_cast<double>(random()) + 1) * 0x1p-32;
-        found.push_back(std::clamp<std::int64_t>(std::llround(-60 * std::log(u)) + 16, 16, 512));
+        lengths.push_back(std::clamp<std::int64_t>(std::llround(-60 * std::log(u)) + 16, 16, 512));
     }
-    std::sort(found.rbegin(), found.rend());
-    found[0] = 1800;
-    return found;
+    std::sort(lengths.rbegin(), lengths.rend());
+    lengths[0] = 1800;
+    return lengths;
 }
 
 std::vector<Dense> dense() {
@@ -86,33 +86,33 @@ Problem problem_of(const Dense &d) {
 
 // As the forward is given them.
 std::vector<Tile> tiles_of(const std::vector<Sequence> &sequences) {
-    std::vector<Tile> found;
+    std::vector<Tile> tiles;
     for (std::size_t b = 0; b < sequences.size(); ++b) {
         const Sequence &s = sequences[b];
         for (std::int64_t row = 0; row < s.q_len; row += tile_rows) {
             const std::int64_t stop = std::min(row + tile_rows, s.q_len);
             const std::int64_t begin = first_key(s, row), end = std::max(end_key(s, stop - 1), begin);
-            found.push_back({static_cast<std::int64_t>(b), row, stop, begin, end});
+            tiles.push_back({static_cast<std::int64_t>(b), row, stop, begin, end});
         }
     }
-    return found;
+    return tiles;
 }
 
 // Addresses of rows: arbitrary, but plans add them up.
-struct Places {
+struct Addresses {
     std::vector<std::int64_t> zeros;
 
-    explicit Places(std::size_t sequences) : zeros(sequences) {}
+    explicit Addresses(std::size_t sequences) : zeros(sequences) {}
     Rows rows() const { return {nullptr, zeros.data(), zeros.data(), 0}; }
 };
 
 Run forward(const Dense &d) {
     const std::vector<Sequence> sequences = sequences_of(d.lengths, d.lo, d.hi);
     const auto plan = std::make_shared<ForwardPlan>(variant(), problem_of(d), sequences, tiles_of(sequences));
-    const auto places = std::make_shared<Places>(sequences.size());
+    const auto addresses = std::make_shared<Addresses>(sequences.size());
     return [=](int threads) {
         Operands o;
-        o.q = o.k = o.v = o.out = places->rows();
+        o.q = o.k = o.v = o.out = addresses->rows();
         plan->run(o, threads);
     };
 }
@@ -129,7 +129,7 @@ Run backward(const Dense &d, const Shared &shared = {.bias = Bias::none}) {
     Problem problem = problem_of(d);
     problem.bias = shared.bias;
     const auto plan = std::make_shared<BackwardPlan>(variant(), problem, sequences);
-    const auto places = std::make_shared<Places>(sequences.size());
+    const auto addresses = std::make_shared<Addresses>(sequences.size());
     const std::int64_t keys = shared.keys ? sequences[0].kv_len : 1;
     const std::int64_t rows = shared.bias == Bias::table ? table_rows : sequences[0].q_len;
     const auto stride_row = std::make_shared<std::vector<std::int64_t>>(sequences.size(), shared.rows ? keys : 0);
@@ -137,13 +137,14 @@ Run backward(const Dense &d, const Shared &shared = {.bias = Bias::none}) {
         sequences.size(), shared.heads ? keys * (shared.rows ? rows : 1) : 0);
     return [=](int threads) {
         Operands o;
-        o.q = o.k = o.v = o.out = o.max = o.sum = places->rows();
+        o.q = o.k = o.v = o.out = o.max = o.sum = addresses->rows();
         Gradients g;
         Order order;
-        g.dout = g.dq = g.dk = g.dv = places->rows();
+        g.dout = g.dq = g.dk = g.dv = addresses->rows();
         g.dq.base = &order;
         if (shared.bias != Bias::none)
-            g.dbias = {&g, places->zeros.data(), stride_head->data(), stride_row->data(), shared.keys, Dtype::float32};
+            g.dbias = {&g,          addresses->zeros.data(), stride_head->data(), stride_row->data(),
+                       shared.keys, Dtype::float32};
         plan->run(o, g, threads);
     };
 }
@@ -221,28 +222,28 @@ SparseProblem indexer(std::int64_t count, std::int64_t heads = 32) {
 // Random lists of what each row sees, ascending.
 struct Lists {
     std::vector<std::int32_t> keys;
-    Places places;
+    Addresses addresses;
     std::int64_t count;
 
-    Lists(const std::vector<Sequence> &sequences, std::int64_t count_) : places(sequences.size()), count(count_) {
+    Lists(const std::vector<Sequence> &sequences, std::int64_t count_) : addresses(sequences.size()), count(count_) {
         std::mt19937 random(17);
         for (std::size_t b = 0; b < sequences.size(); ++b) {
             const Sequence &s = sequences[b];
-            places.zeros[b] = static_cast<std::int64_t>(keys.size());
+            addresses.zeros[b] = static_cast<std::int64_t>(keys.size());
             for (std::int64_t i = 0; i < s.q_len; ++i) {
                 const std::int64_t begin = first_key(s, i), end = end_key(s, i);
-                const std::size_t whole = keys.size() + static_cast<std::size_t>(count);
+                const std::size_t size = keys.size() + static_cast<std::size_t>(count);
                 std::int64_t left = std::min(count, end - begin);
                 for (std::int64_t j = begin; j < end; ++j) {
                     if (static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(end - j)) >= left) continue;
                     keys.push_back(static_cast<std::int32_t>(j));
                     --left;
                 }
-                keys.resize(whole, -1);
+                keys.resize(size, -1);
             }
         }
     }
-    Rows rows() { return {keys.data(), places.zeros.data(), places.zeros.data(), count}; }
+    Rows rows() { return {keys.data(), addresses.zeros.data(), addresses.zeros.data(), count}; }
 };
 
 struct Sparse {
@@ -288,8 +289,8 @@ Run loss(const Sparse &s) {
     return [=](int threads) {
         SparseOperands o;
         if (lists) o.indices = lists->rows();
-        float found;
-        plan->run(o, SparseOperands{}, &found, threads);
+        float result;
+        plan->run(o, SparseOperands{}, &result, threads);
     };
 }
 
@@ -301,27 +302,27 @@ Run index(const Sparse &s, std::int64_t heads) {
 }  // namespace
 
 std::vector<Case> cases() {
-    std::vector<Case> found;
-    for (const Dense &d : dense()) found.push_back({"forward", d.name, [d] { return forward(d); }});
-    for (const Decode &d : decodes()) found.push_back({"decode", d.name, [d] { return decode(d); }});
-    for (const Dense &d : dense()) found.push_back({"backward", d.name, [d] { return backward(d); }});
+    std::vector<Case> cases;
+    for (const Dense &d : dense()) cases.push_back({"forward", d.name, [d] { return forward(d); }});
+    for (const Decode &d : decodes()) cases.push_back({"decode", d.name, [d] { return decode(d); }});
+    for (const Dense &d : dense()) cases.push_back({"backward", d.name, [d] { return backward(d); }});
     for (const auto &[d, shared] : biased()) {
-        found.push_back({"backward", d.name, [d, shared] { return backward(d, shared); }});
+        cases.push_back({"backward", d.name, [d, shared] { return backward(d, shared); }});
     }
-    for (const Sparse &s : sparses()) found.push_back({"sparse", s.name, [s] { return sparse(s, false); }});
-    for (const Sparse &s : sparses()) found.push_back({"sparse backward", s.name, [s] { return sparse(s, true); }});
-    const Sparse own = {"4096 rows and keys, top 2048", 1, 4096, 4096, 2048};
+    for (const Sparse &s : sparses()) cases.push_back({"sparse", s.name, [s] { return sparse(s, false); }});
+    for (const Sparse &s : sparses()) cases.push_back({"sparse backward", s.name, [s] { return sparse(s, true); }});
+    const Sparse large = {"4096 rows and keys, top 2048", 1, 4096, 4096, 2048};
     const Sparse one = {"1 row, 65536 keys, 64 heads", 1, 1, 65536, 2048};
     const Sparse eight = {"B8, 1 row, 65536 keys, 64 heads", 8, 1, 65536, 2048};
     const Sparse few = {"200 rows of 4096 keys, top 2048", 1, 200, 4096, 2048};
-    found.push_back({"indexer", own.name, [own] { return index(own, 32); }});
-    found.push_back({"indexer", few.name, [few] { return index(few, 32); }});
-    found.push_back({"indexer decode", one.name, [one] { return index(one, 64); }});
-    found.push_back({"indexer decode", eight.name, [eight] { return index(eight, 64); }});
+    cases.push_back({"indexer", large.name, [large] { return index(large, 32); }});
+    cases.push_back({"indexer", few.name, [few] { return index(few, 32); }});
+    cases.push_back({"indexer decode", one.name, [one] { return index(one, 64); }});
+    cases.push_back({"indexer decode", eight.name, [eight] { return index(eight, 64); }});
     const Sparse long_one = {"4096 rows of 8192, top 2048", 1, 4096, 8192, 2048};
     const Sparse all = {"4096 rows and keys, all", 1, 4096, 4096, 0};
-    for (const Sparse &s : {own, long_one, all}) found.push_back({"loss", s.name, [s] { return loss(s); }});
-    return found;
+    for (const Sparse &s : {large, long_one, all}) cases.push_back({"loss", s.name, [s] { return loss(s); }});
+    return cases;
 }
 
 }  // namespace schedule

@@ -95,11 +95,11 @@ public:
 
 private:
     Fiber *earliest() {
-        Fiber *found = nullptr;
+        Fiber *first = nullptr;
         for (Fiber &fiber : fibers_) {
-            if (fiber.state == State::ready && (!found || fiber.clock < found->clock)) found = &fiber;
+            if (fiber.state == State::ready && (!first || fiber.clock < first->clock)) first = &fiber;
         }
-        return found;
+        return first;
     }
 
     void give_way() {

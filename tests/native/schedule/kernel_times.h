@@ -12,9 +12,9 @@ namespace schedule {
 
 constexpr double peak = 235, float_peak = 118;  // FLOP a ns
 
-// Multiply-adds at a share of the peak.
-inline double products(fusion::Dtype dtype, double multiply_adds, double share) {
-    return 2 * multiply_adds / (dtype == fusion::Dtype::bfloat16 ? peak : float_peak) / share;
+// Multiply-adds at a fraction of the peak.
+inline double products(fusion::Dtype dtype, double multiply_adds, double fraction) {
+    return 2 * multiply_adds / (dtype == fusion::Dtype::bfloat16 ? peak : float_peak) / fraction;
 }
 
 constexpr double forward_share = 0.88, backward_share = 0.90;  // of tiles without packing

@@ -336,7 +336,7 @@ void Order::add(std::int64_t place, std::int64_t turn) {
 }
 
 const Variant &variant() {
-    static const Variant made = [] {
+    static const Variant table = [] {
         Variant v = {};
         v.name = "time";
         v.lanes = 16;
@@ -346,7 +346,7 @@ const Variant &variant() {
         v.decode = {decode_scratch, partial_floats, {attend_decode}, merge, finish, nullptr};
         return v;
     }();
-    return made;
+    return table;
 }
 
 const SparseVariant &sparse_variant() {
@@ -355,8 +355,8 @@ const SparseVariant &sparse_variant() {
         sum_columns, sparse_gradient, list_loss,          add_keys,       store_key_sums,
         loss_bytes,  tile_loss,       index_packed_bytes, index_pack,     index_scratch_bytes,
         index_rows,  index_rows,      index_scores,       index_choose};
-    static const SparseVariant made = {kernels, kernels};
-    return made;
+    static const SparseVariant table = {kernels, kernels};
+    return table;
 }
 
 }  // namespace schedule

@@ -16,12 +16,12 @@
 
 namespace {
 
-struct Asked {
+struct Options {
     bool json = false;
     std::vector<int> threads;
     std::vector<std::string> words;
 
-    Asked(int count, char **given) {
+    Options(int count, char **given) {
         for (int i = 1; i < count; ++i) {
             const std::string word = given[i];
             if (word == "--json") json = true;
@@ -48,16 +48,16 @@ double time_of(const schedule::Run &run, int threads) {
 }  // namespace
 
 int main(int count, char **given) {
-    const Asked asked(count, given);
+    const Options options(count, given);
     const char *separator = "[\n";
     for (const schedule::Case &one : schedule::cases()) {
-        if (!asked.wants(one)) continue;
+        if (!options.wants(one)) continue;
         const schedule::Run run = one.plan();
         const double alone = time_of(run, 1);
-        if (!asked.json) std::printf("%-12s %-34s %10.3f ms", one.family.c_str(), one.name.c_str(), alone / 1e6);
-        for (const int threads : asked.threads) {
+        if (!options.json) std::printf("%-12s %-34s %10.3f ms", one.family.c_str(), one.name.c_str(), alone / 1e6);
+        for (const int threads : options.threads) {
             const double speed_up = alone / time_of(run, threads);
-            if (asked.json) {
+            if (options.json) {
                 std::printf(
                     "%s {\"family\": \"%s\", \"case\": \"%s\", \"threads\": %d, \"ms\": %.4f, \"speedup\": %.3f}",
                     separator, one.family.c_str(), one.name.c_str(), threads, alone / 1e6, speed_up);
@@ -66,8 +66,8 @@ int main(int count, char **given) {
                 std::printf("  %d: %6.2f", threads, speed_up);
             }
         }
-        if (!asked.json) std::printf("\n");
+        if (!options.json) std::printf("\n");
         std::fflush(stdout);
     }
-    if (asked.json) std::printf("\n]\n");
+    if (options.json) std::printf("\n]\n");
 }
