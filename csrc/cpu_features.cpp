@@ -89,12 +89,12 @@ bool is_here(const Bit &bit, std::uint64_t saved) {
 
 std::vector<std::string> find_features() {
 #if defined(__x86_64__)
-    std::vector<std::string> found;
+    std::vector<std::string> names;
     const std::uint64_t saved = saved_registers();
     for (const Bit &bit : bits) {
-        if (is_here(bit, saved)) found.emplace_back(bit.name);
+        if (is_here(bit, saved)) names.emplace_back(bit.name);
     }
-    return found;
+    return names;
 #else
     return system::arm_features();
 #endif

@@ -85,22 +85,22 @@ Names visible_features() {
 }
 
 // Take the kernels that a variant leaves out, because its instructions do not change them, from the one before.
-void complete(DenseVariant &own, const DenseVariant &before) {
-    if (own.as_float.attend) return;
-    own.as_float = before.as_float, own.gradients_as_float = before.gradients_as_float;
-    own.lanes = before.lanes, own.float_work = before.float_work, own.dot = before.dot;
+void complete(DenseVariant &combined, const DenseVariant &before) {
+    if (combined.as_float.attend) return;
+    combined.as_float = before.as_float, combined.gradients_as_float = before.gradients_as_float;
+    combined.lanes = before.lanes, combined.float_work = before.float_work, combined.dot = before.dot;
 }
-void complete(DecodeKernels &own, const DecodeKernels &before) {
-    for (std::size_t i = 0; i < std::size(own.attend); ++i) {
-        if (!own.attend[i]) own.attend[i] = before.attend[i];
+void complete(DecodeKernels &combined, const DecodeKernels &before) {
+    for (std::size_t i = 0; i < std::size(combined.attend); ++i) {
+        if (!combined.attend[i]) combined.attend[i] = before.attend[i];
     }
 }
-void complete(SparseVariant &own, const SparseVariant &before) {
-    if (!own.as_float.attend) own.as_float = before.as_float;
+void complete(SparseVariant &combined, const SparseVariant &before) {
+    if (!combined.as_float.attend) combined.as_float = before.as_float;
 }
-void complete(PoolVariant &own, const PoolVariant &before) {
-    for (std::size_t i = 0; i < std::size(own.kernels); ++i) {
-        if (!own.kernels[i].forward) own.kernels[i] = before.kernels[i];
+void complete(PoolVariant &combined, const PoolVariant &before) {
+    for (std::size_t i = 0; i < std::size(combined.kernels); ++i) {
+        if (!combined.kernels[i].forward) combined.kernels[i] = before.kernels[i];
     }
 }
 
@@ -109,16 +109,16 @@ void assemble(Built &row, const Built *before) {
     static std::deque<Variant> dense;
     static std::deque<SparseVariant> sparse;
     static std::deque<PoolVariant> pool;
-    Variant &own = dense.emplace_back(Variant{*row.dense(), row.name, *row.decode(), second_level_cache()});
+    Variant &combined = dense.emplace_back(Variant{*row.dense(), row.name, *row.decode(), second_level_cache()});
     sparse.push_back(*row.sparse_part());
     pool.push_back(*row.pool_part());
     if (before) {
-        complete(own, *before->variant);
-        complete(own.decode, before->variant->decode);
+        complete(combined, *before->variant);
+        complete(combined.decode, before->variant->decode);
         complete(sparse.back(), *before->sparse);
         complete(pool.back(), *before->pool);
     }
-    row.variant = &own, row.sparse = &sparse.back(), row.pool = &pool.back();
+    row.variant = &combined, row.sparse = &sparse.back(), row.pool = &pool.back();
 }
 
 std::vector<Built> list_variants() {
@@ -143,8 +143,8 @@ std::string forced_variant() {
 }
 
 const std::vector<std::string> &cpu_features() {
-    static const std::vector<std::string> found = visible_features();
-    return found;
+    static const std::vector<std::string> features = visible_features();
+    return features;
 }
 
 const std::vector<Built> &built_variants() {

@@ -98,23 +98,23 @@ public:
 
     // The address of memory; 0 if the problem has no such operand.
     template <class T> T *address(std::size_t i, const char *name, bool expected) const {
-        auto *const found = reinterpret_cast<T *>(get<std::uintptr_t>(i));
-        require(expected, found != nullptr, name);
-        return found;
+        auto *const address = reinterpret_cast<T *>(get<std::uintptr_t>(i));
+        require(expected, address != nullptr, name);
+        return address;
     }
 
     // The values of a view, whose number is one of `sizes`; none for None, if the problem has no such operand.
     nb::tuple view(std::size_t i, const char *name, bool expected, std::initializer_list<std::size_t> sizes) const {
         require(expected, !lacks(i), name);
         if (!expected) return nb::tuple();
-        auto found = nb::cast<nb::tuple>(values_[i]);
-        if (std::find(sizes.begin(), sizes.end(), found.size()) == sizes.end())
+        auto items = nb::cast<nb::tuple>(values_[i]);
+        if (std::find(sizes.begin(), sizes.end(), items.size()) == sizes.end())
             refuse(std::string(name) + " is no view");
-        return found;
+        return items;
     }
 
     const std::int64_t *longs(nb::handle array, const char *name, std::size_t size) {
-        return held_.emplace_back(array, name, size).data();
+        return lists_.emplace_back(array, name, size).data();
     }
     const std::int64_t *longs(nb::handle array, const char *name) { return longs(array, name, sequences_); }
 
@@ -132,16 +132,16 @@ public:
     fusion::Matrix matrix(std::size_t i, const char *name, bool expected) {
         const nb::tuple t = view(i, name, expected, {6, 7});
         if (t.empty()) return {};
-        fusion::Matrix found = {pointer(t), longs(t[1], name), longs(t[2], name), longs(t[3], name)};
-        if (t.size() == 7) found.first = longs(t[6], name);
-        found.stride_key = item<std::int64_t>(t, 4);
+        fusion::Matrix matrix = {pointer(t), longs(t[1], name), longs(t[2], name), longs(t[3], name)};
+        if (t.size() == 7) matrix.first = longs(t[6], name);
+        matrix.stride_key = item<std::int64_t>(t, 4);
         const int dtype = item<int>(t, 5);
-        if (found.stride_key != 0 && found.stride_key != 1) {
+        if (matrix.stride_key != 0 && matrix.stride_key != 1) {
             refuse(std::string(name) + " has keys that are not neighbours");
         }
         if (dtype < 0 || dtype > 2) refuse(std::string(name) + " has an unknown dtype");
-        found.dtype = static_cast<Dtype>(dtype);
-        return found;
+        matrix.dtype = static_cast<Dtype>(dtype);
+        return matrix;
     }
 
 private:
@@ -151,7 +151,7 @@ private:
 
     nb::tuple values_;
     std::size_t sequences_;
-    std::deque<Longs> held_;
+    std::deque<Longs> lists_;
 };
 
 template <class Operands> struct Arguments {
@@ -291,27 +291,27 @@ inline void *place_of(nb::handle tensor) {
     static PyObject *const data_ptr = PyUnicode_InternFromString("data_ptr");
     const nb::object place = nb::steal(called(tensor.ptr(), data_ptr));
     if (!place.is_valid()) throw nb::python_error();
-    void *const found = PyLong_AsVoidPtr(place.ptr());
-    if (!found && PyErr_Occurred()) throw nb::python_error();
-    return found;
+    void *const address = PyLong_AsVoidPtr(place.ptr());
+    if (!address && PyErr_Occurred()) throw nb::python_error();
+    return address;
 }
 
 // The assignment of tensors to operands in a prepared call. `each(operands, visit)` calls visit(name, pointer) for
 // every pointer to memory, possibly several times for a name. Every operand must have a name; otherwise it would be
 // read at its address when the call was prepared.
-class Places {
+class Positions {
 public:
-    template <class Operands, class Each> Places(Operands operands, const nb::tuple &names, Each each) {
+    template <class Operands, class Each> Positions(Operands operands, const nb::tuple &names, Each each) {
         std::vector<std::string> left;
         for (nb::handle name : names) left.push_back(nb::cast<std::string>(name));
         count_ = left.size();
         each(operands, [&](const char *name, auto *&begin) {
-            int found = -1;
+            int index = -1;
             for (std::size_t i = 0; i < count_; ++i) {
-                if (left[i] == name) found = static_cast<int>(i);
+                if (left[i] == name) index = static_cast<int>(i);
             }
-            if (found < 0 && begin) refuse(std::string(name) + " is read, and no tensor of the call is named so");
-            of_.push_back(begin ? found : -1);
+            if (index < 0 && begin) refuse(std::string(name) + " is read, and no tensor of the call is named so");
+            of_.push_back(begin ? index : -1);
         });
     }
 
@@ -359,13 +359,14 @@ inline void require_threads(int threads) {
 template <class Form> class Prepared {
 public:
     Prepared(nb::object plan, const nb::tuple &operands, const nb::tuple &names)
-        : plan_(std::move(plan)), given_(Form::arguments(planned(), operands)), places_(given_.operands, names, each) {}
+        : plan_(std::move(plan)), given_(Form::arguments(planned(), operands)),
+          positions_(given_.operands, names, each) {}
 
     // Runs the call on tensors in the order of the names; None for statistics that are not read.
     std::int64_t run(int threads, const nb::args &tensors) const {
         require_threads(threads);
         typename Form::Operands operands = given_.operands;
-        places_.set(operands, tensors, each);
+        positions_.set(operands, tensors, each);
         return Form::compute(planned(), operands, threads);
     }
 
@@ -385,7 +386,7 @@ private:
 
     nb::object plan_;
     Arguments<typename Form::Operands> given_;
-    Places places_;
+    Positions positions_;
 };
 
 // Runs a plan once, on operands that are given as a tuple of views.

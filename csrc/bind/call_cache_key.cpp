@@ -31,7 +31,7 @@ struct Words {
     }
 };
 
-nb::object asked(PyObject *of, PyObject *property) { return owned(PyObject_GetAttr(of, property)); }
+nb::object attribute(PyObject *of, PyObject *property) { return owned(PyObject_GetAttr(of, property)); }
 nb::object answer(PyObject *of, PyObject *method) { return owned(called(of, method)); }
 
 bool is_true(const nb::object &value) { return value.ptr() == Py_True; }
@@ -57,7 +57,7 @@ PyObject *one_of(PyObject *list, Py_ssize_t i) { return PySequence_Fast_GET_ITEM
 
 // The value of a Python integer. Symbolic integers of a trace are rejected, because reading their values would
 // specialise the trace.
-std::int64_t whole(PyObject *number) {
+std::int64_t integer_of(PyObject *number) {
     if (!PyLong_CheckExact(number)) PyErr_SetString(PyExc_TypeError, "no plain number");
     const long long value = PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
@@ -93,8 +93,8 @@ public:
         for (const auto one : watched) watched_.push_back(nb::cast<bool>(one));
     }
 
-    // Returns (key, content, whole): the signature; the bytes of each list of integers, or None if Python must read it;
-    // true if all tensors are within their storages. (None, None, True) if a value cannot be part of a signature.
+    // Returns (key, content, within_storage): the signature; the bytes of each list of integers, or None if Python must
+    // read it; true if all tensors are within their storages. (None, None, True) if a value is in no signature.
     nb::tuple read(const nb::dict &args, bool strict, bool grad) const {
         try {
             Reading r{Key{}, nb::list(), true, true};
@@ -114,7 +114,7 @@ public:
             }
             nb::object content = nb::none();
             if (r.readable) content = nb::tuple(r.content);
-            return nb::make_tuple(key, content, r.held);
+            return nb::make_tuple(key, content, r.within_storage);
         } catch (nb::python_error &) {  // not a tensor, no strides (sparse, nested) or no hash: later checks report it
             return nb::make_tuple(nb::none(), nb::none(), true);
         }
@@ -124,7 +124,7 @@ private:
     struct Reading {
         Key key;
         nb::list content;
-        bool readable, held;
+        bool readable, within_storage;
     };
     nb::tuple names_, types_, integers_;
     std::vector<Kind> kinds_;
@@ -185,28 +185,28 @@ private:
             key.add('y');
             key.other(type);
         }
-        key.add('d', asked(tensor, w.dtype).ptr());  // torch has one permanent object per dtype
-        const bool on_cpu = is_true(asked(tensor, w.is_cpu));
+        key.add('d', attribute(tensor, w.dtype).ptr());  // torch has one permanent object per dtype
+        const bool on_cpu = is_true(attribute(tensor, w.is_cpu));
         if (is_changed(tensor)) key.add('z');
         if (!on_cpu) {
             key.add('x');
-            key.other(asked(tensor, w.device));
+            key.other(attribute(tensor, w.device));
         }
-        if (watched && is_true(asked(tensor, w.requires_grad))) key.add('g');
+        if (watched && is_true(attribute(tensor, w.requires_grad))) key.add('g');
         const std::int64_t reach = add_shape(tensor, key);
-        r.held = r.held && (reach == 0 || holds(tensor, reach));
+        r.within_storage = r.within_storage && (reach == 0 || holds(tensor, reach));
     }
 
     // Writes sizes and strides; returns the number of elements from the first to the end of the last.
     static std::int64_t add_shape(PyObject *tensor, Key &key) {
-        const nb::object shape = asked(tensor, Words::all().shape), stride = answer(tensor, Words::all().stride);
+        const nb::object shape = attribute(tensor, Words::all().shape), stride = answer(tensor, Words::all().stride);
         if (PyTuple_Size(stride.ptr()) != PyTuple_Size(shape.ptr())) throw nb::python_error();
         const Py_ssize_t count = PyTuple_Size(shape.ptr());
         if (count < 0) throw nb::python_error();
         key.add('n', count);
         std::int64_t reach = 1;
         for (Py_ssize_t i = 0; i < count; ++i) {
-            const std::int64_t size = whole(one_of(shape.ptr(), i)), step = whole(one_of(stride.ptr(), i));
+            const std::int64_t size = integer_of(one_of(shape.ptr(), i)), step = integer_of(one_of(stride.ptr(), i));
             key.add('n', size);
             key.add('n', step);
             reach = size == 0 || reach == 0 ? 0 : reach + (size - 1) * step;
@@ -217,9 +217,9 @@ private:
     // True if the storage of a tensor, which may have been resized, has `reach` elements.
     static bool holds(PyObject *tensor, std::int64_t reach) {
         const Words &w = Words::all();
-        const std::int64_t item = whole(asked(tensor, w.itemsize).ptr()),
-                           offset = whole(answer(tensor, w.offset).ptr());
-        return whole(answer(answer(tensor, w.storage).ptr(), w.nbytes).ptr()) >= (offset + reach) * item;
+        const std::int64_t item = integer_of(attribute(tensor, w.itemsize).ptr()),
+                           offset = integer_of(answer(tensor, w.offset).ptr());
+        return integer_of(answer(answer(tensor, w.storage).ptr(), w.nbytes).ptr()) >= (offset + reach) * item;
     }
 
     // Adds a list or tensor of integers as bytes; other forms are left to Python, which also reports errors in them.
@@ -248,19 +248,21 @@ private:
     // Appends the elements of a vector in host memory to bytes; false for other tensors.
     bool elements(PyObject *tensor, std::string &bytes) const {
         const Words &w = Words::all();
-        const nb::object dtype = asked(tensor, w.dtype), shape = asked(tensor, w.shape),
+        const nb::object dtype = attribute(tensor, w.dtype), shape = attribute(tensor, w.shape),
                          stride = answer(tensor, w.stride);
-        const bool wide = dtype.ptr() == one_of(integers_.ptr(), 0);
-        if ((!wide && dtype.ptr() != one_of(integers_.ptr(), 1)) || !is_true(asked(tensor, w.is_cpu)) ||
+        const bool is_int64 = dtype.ptr() == one_of(integers_.ptr(), 0);
+        if ((!is_int64 && dtype.ptr() != one_of(integers_.ptr(), 1)) || !is_true(attribute(tensor, w.is_cpu)) ||
             is_changed(tensor) || PyTuple_Size(shape.ptr()) != 1) {
             return false;
         }
-        const std::int64_t count = whole(one_of(shape.ptr(), 0)), step = whole(PyTuple_GetItem(stride.ptr(), 0));
+        const std::int64_t count = integer_of(one_of(shape.ptr(), 0)),
+                           step = integer_of(PyTuple_GetItem(stride.ptr(), 0));
         if (count < 1 || !holds(tensor, (count - 1) * step + 1)) return false;
         const auto *const first = static_cast<const char *>(PyLong_AsVoidPtr(answer(tensor, w.data_ptr).ptr()));
         if (!first) return false;
         for (std::int64_t i = 0; i < count; ++i) {
-            const std::int64_t number = wide ? at<std::int64_t>(first, i * step) : at<std::int32_t>(first, i * step);
+            const std::int64_t number =
+                is_int64 ? at<std::int64_t>(first, i * step) : at<std::int32_t>(first, i * step);
             bytes.append(reinterpret_cast<const char *>(&number), sizeof number);
         }
         return true;

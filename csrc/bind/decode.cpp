@@ -35,8 +35,8 @@ Cache cache_of(Views &from, std::size_t i, const char *name, std::int64_t dim, s
     cache.page_stride_head = item<std::int64_t>(t, 6);
     cache.stride_token = item<std::int64_t>(t, 7);
     if (cache.page_size < 1) refuse(std::string(name) + " has pages without tokens");
-    if (t.size() == 11) cache.piece = item<std::int64_t>(t, 9), cache.stride_piece = item<std::int64_t>(t, 10);
-    if (cache.piece < 0) refuse(std::string(name) + " has pieces without elements");
+    if (t.size() == 11) cache.fragment = item<std::int64_t>(t, 9), cache.stride_fragment = item<std::int64_t>(t, 10);
+    if (cache.fragment < 0) refuse(std::string(name) + " has pieces without elements");
     return cache;
 }
 

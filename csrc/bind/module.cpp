@@ -127,7 +127,7 @@ unsigned long main_thread = 0;
 // handlers.
 bool signals_stop() {
     if (PyThread_get_thread_ident() != main_thread) return false;
-    const nb::gil_scoped_acquire held;
+    const nb::gil_scoped_acquire gil;
     return PyErr_CheckSignals() != 0;
 }
 

@@ -26,8 +26,8 @@ double operations(double (*work)(std::int64_t, float *), int threads, std::int64
     std::atomic<double> done = 0;
     fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &) {
         float result = 0;
-        const double own = work(turns, &result);
-        if (result == result) done += own;
+        const double completed = work(turns, &result);
+        if (result == result) done += completed;
     });
     return done;
 }
@@ -45,9 +45,9 @@ double read_gigabytes(int threads) {
     const double seconds = best_seconds([&] {
         fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
             const std::int64_t end = count * (team.thread + 1) / team.size;
-            std::uint64_t own = 0;
-            for (std::int64_t i = count * team.thread / team.size; i < end; ++i) own += memory[i];
-            sum += own;
+            std::uint64_t subtotal = 0;
+            for (std::int64_t i = count * team.thread / team.size; i < end; ++i) subtotal += memory[i];
+            sum += subtotal;
         });
     });
     return sum ? static_cast<double>(count) * sizeof(std::uint64_t) / seconds / 1e9 : 0;

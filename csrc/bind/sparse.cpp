@@ -95,10 +95,10 @@ void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &op
 
 void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &attention,
                     const nb::tuple &extents, bool unit_target, const nb::object &variant) {
-    SparseProblem own = sparse_problem_of(problem);
-    own.unit_target = unit_target;
-    new (self)
-        fusion::SparsePlan(*built_variant(variant).sparse, own, sequences_of(extents), sparse_problem_of(attention));
+    SparseProblem adjusted = sparse_problem_of(problem);
+    adjusted.unit_target = unit_target;
+    new (self) fusion::SparsePlan(*built_variant(variant).sparse, adjusted, sequences_of(extents),
+                                  sparse_problem_of(attention));
 }
 
 void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &operands, const nb::tuple &attended,

@@ -14,7 +14,7 @@ enum class Rounding : int { none, even, away };  // of an int8 result: halves to
 // Rows of contiguous elements. The row of token t of (sequence b, head h) starts at element
 //   address[b] + h * stride_head[b] + t * stride_token                            if table is null, else
 //   table[b * table_stride + t / page_size] * stride_page + h * page_stride_head + t % page_size * stride_token
-// If piece is not 0, a row consists of fragments of that many contiguous elements, stride_piece elements apart.
+// If fragment is not 0, a row consists of fragments of that many contiguous elements, stride_fragment elements apart.
 struct Cache {
     const char *base = nullptr;
     std::int64_t item = 0;  // bytes of an element
@@ -22,7 +22,7 @@ struct Cache {
     const std::int32_t *table = nullptr;
     std::int64_t table_stride = 0, page_size = 0, stride_page = 0, page_stride_head = 0;
     std::int64_t stride_token = 0;
-    std::int64_t piece = 0, stride_piece = 0;
+    std::int64_t fragment = 0, stride_fragment = 0;
 };
 
 struct Quantised {  // value = (stored + offset) * scale; float32 rows of dim elements (channel) or of one (token)
@@ -59,7 +59,7 @@ struct DecodeUnit {
     std::int64_t seq, head, heads, row0, row1, begin, end;
     bool placed;  // the previous unit on this scratch memory has prepared the same rows
     const DecodeToken *tokens = nullptr;
-    std::int64_t first_own = 0;  // number of the first key in the cache
+    std::int64_t cache_first = 0;  // number of the first key in the cache
 };
 
 struct DecodeRows {  // rows whose partial results are merged: `count` of them, `stride` floats apart

@@ -106,8 +106,8 @@ struct Prefetches {
     PrefetchRows parts[most];
     int count = 0;
 
-    void add(const PrefetchRows &part) {
-        if (part.rows > 0) parts[count++] = part;
+    void add(const PrefetchRows &range) {
+        if (range.rows > 0) parts[count++] = range;
     }
 };
 

@@ -58,8 +58,8 @@ struct DecodeKernels {
                               std::size_t n);  // sum(x * y), x below 128; tested at import
 
     Attend *attend_of(DecodeFormat format) const {
-        Attend *const found = attend[static_cast<int>(format)];
-        return found ? found : attend[static_cast<int>(DecodeFormat::floats)];
+        Attend *const kernel = attend[static_cast<int>(format)];
+        return kernel ? kernel : attend[static_cast<int>(DecodeFormat::floats)];
     }
 };
 

@@ -40,10 +40,10 @@ template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const
     const Sequence &seq = w.sequences[w.seq(row)];
     const std::int64_t begin = most(first_key(seq, token), w.unit.begin), end = least(end_key(seq, token), w.unit.end);
     if (!w.p.has_blocked && begin <= t.first && t.first + t.count <= end && !w.careful) return;
-    set_interval(w.s.seen, t.first, t.count, begin, end);
-    if (w.p.has_blocked) clear_blocked(w.s.seen, w.o.blocked, seq, w.seq(row), w.head(row), token, t.first, t.count);
+    set_interval(w.s.visible, t.first, t.count, begin, end);
+    if (w.p.has_blocked) clear_blocked(w.s.visible, w.o.blocked, seq, w.seq(row), w.head(row), token, t.first, t.count);
     for (std::int64_t c = 0; c < t.count; c += lanes) {
-        store(scores + c, pick(lane_bits(w.s.seen, c), load<Floats>(scores + c), all(-infinity)));
+        store(scores + c, pick(lane_bits(w.s.visible, c), load<Floats>(scores + c), all(-infinity)));
     }
 }
 
@@ -84,18 +84,18 @@ template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                          float *scores, LinePrefetch &keys, std::int64_t lines) {
     float *state = w.state(row), peak = state[0];
-    const float found = largest_score(scores, t.count);
-    peak = most(peak, found);
+    const float score = largest_score(scores, t.count);
+    peak = most(peak, score);
     const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor),
                 from = peak == -infinity ? 0.0f : peak;
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
     const bool scaled = F::integer && t.values.kind == Dequant::token;
     if (count > t.count) store(scores + t.count, all(scaled ? 0.0f : -infinity));
-    float top = 1.0f, share = 1.0f, factor = 1.0f;
+    float top = 1.0f, inverse_factor = 1.0f, factor = 1.0f;
     if constexpr (F::integer) {
-        top = scaled ? largest_product(w, t, scores, from) : found == peak ? 1.0f : power((found - from) * w.factor);
-        share = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
+        top = scaled ? largest_product(w, t, scores, from) : score == peak ? 1.0f : power((score - from) * w.factor);
+        inverse_factor = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
     }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
@@ -112,7 +112,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
                 if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
             }
         }
-        F::store_elements(weights, c, low * all(share), high * all(share));
+        F::store_elements(weights, c, low * all(inverse_factor), high * all(inverse_factor));
     }
     w.s.fade[i] = fade;
     w.s.factor[i] = factor;
@@ -236,8 +236,8 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
 // not supported.
 template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
-    const std::int64_t own = u.first_own;
-    const KeySpan span = {u.seq, w.kv_head, t.first - own, t.count, u.begin - own, u.end - own};
+    const std::int64_t offset = u.cache_first;
+    const KeySpan span = {u.seq, w.kv_head, t.first - offset, t.count, u.begin - offset, u.end - offset};
     const auto &s = w.s;
     auto *const line = reinterpret_cast<char *>(s.line);
     t.keys = find_meaning(w.o.quantised_keys, span, s.spare_rows, s.token[0], s.token[1]);
@@ -273,11 +273,13 @@ struct TileOrder {
     bool by_tile;
 
     explicit TileOrder(const DecodeUnit &u, const Cache &keys)
-        : first(first_of(u)), end(u.first_own + round_up<std::int64_t>(u.end - u.first_own, lanes)),
+        : first(first_of(u)), end(u.cache_first + round_up<std::int64_t>(u.end - u.cache_first, lanes)),
           tiles((u.end - first + decode_tile - 1) / decode_tile), heads(u.heads),
           by_tile(keys.table || keys.stride_head[u.seq] < decode_tile * keys.stride_token) {}
 
-    static std::int64_t first_of(const DecodeUnit &u) { return u.first_own + (u.begin - u.first_own) / lanes * lanes; }
+    static std::int64_t first_of(const DecodeUnit &u) {
+        return u.cache_first + (u.begin - u.cache_first) / lanes * lanes;
+    }
     std::int64_t head(std::int64_t step) const { return by_tile ? step % heads : step / tiles; }
     std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
 };
@@ -292,8 +294,8 @@ void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, cons
     } else if (next && next->begin < next->end) {
         u = next, head = u->head, first = TileOrder::first_of(*u);
     }
-    const std::int64_t own = u->first_own;
-    const KeySpan span = {u->seq, head, first - own, decode_tile, u->begin - own, u->end - own};
+    const std::int64_t offset = u->cache_first;
+    const KeySpan span = {u->seq, head, first - offset, decode_tile, u->begin - offset, u->end - offset};
     w.s.next_step = find_rows(keys_of(*u, w.o), span, w.s.next_rows);
 }
 
@@ -338,11 +340,11 @@ inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LineP
 
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
-    const std::int64_t shared = w.keys.piece ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
+    const std::int64_t shared = w.keys.fragment ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
     const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
     LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
-    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.piece ? 0 : value_bytes, met_keys);
-    if (w.p.shares_kv && !w.keys.piece) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.fragment ? 0 : value_bytes, met_keys);
+    if (w.p.shares_kv && !w.keys.fragment) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
 #if defined(FUSION_TILES)
     if constexpr (uses_tiles<F>) {
         const std::int64_t rest = w.p.shares_kv ? key_bytes - shared : value_bytes;

@@ -11,8 +11,8 @@ namespace decode {
 
 // Merges the partial results of row `i` into the first one; returns its maximum and sum.
 inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, std::int64_t i, float *partials) {
-    const std::int64_t own = partial_stride(p);
-    float *first = partials + r.place + i * own;
+    const std::int64_t stride = partial_stride(p);
+    float *first = partials + r.place + i * stride;
     if (r.count == 1) return first;
     const float factor = natural_scale(p) * log2_e, nan = __builtin_nanf("");
     float peak = -infinity, sum = 0;
@@ -22,11 +22,11 @@ inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, 
     }
     for (std::int64_t c = 0; c < r.count; ++c) {
         const float *from = first + c * r.stride;
-        float share = from[0] == peak ? 1.0f : exp2(all((from[0] - peak) * factor))[0];
-        if (from[0] > -infinity) share = most(share, least_weight);  // 0 * inf is NaN
-        sum = c ? sum + from[1] * share : from[1] * share;
-        for (std::int64_t d = partial_head; d < own; d += lanes) {
-            const Floats added = load<Floats>(from + d) * all(share);
+        float weight = from[0] == peak ? 1.0f : exp2(all((from[0] - peak) * factor))[0];
+        if (from[0] > -infinity) weight = most(weight, least_weight);  // 0 * inf is NaN
+        sum = c ? sum + from[1] * weight : from[1] * weight;
+        for (std::int64_t d = partial_head; d < stride; d += lanes) {
+            const Floats added = load<Floats>(from + d) * all(weight);
             store(first + d, c ? load<Floats>(first + d) + added : added);
         }
     }
@@ -50,13 +50,13 @@ inline void store_integers(const DecodeProblem &p, const DecodeOperands &o, std:
         __asm__("" : "+m"(x));  // rounds the product here, so that it is not fused with an addition
         x += at(o.out_offset, head, d, 0.0f);
         x = x > -129.0f ? (x < 129.0f ? x : 129.0f) : x <= -129.0f ? -129.0f : 0.0f;
-        float whole = __builtin_rintf(x);
+        float rounded = __builtin_rintf(x);
         if (p.rounding == Rounding::away) {
-            whole = static_cast<float>(static_cast<int>(x));
-            const float rest = x - whole;
-            whole += rest >= 0.5f ? 1.0f : rest <= -0.5f ? -1.0f : 0.0f;
+            rounded = static_cast<float>(static_cast<int>(x));
+            const float rest = x - rounded;
+            rounded += rest >= 0.5f ? 1.0f : rest <= -0.5f ? -1.0f : 0.0f;
         }
-        to[d] = static_cast<std::int8_t>(whole > 127.0f ? 127.0f : whole < -128.0f ? -128.0f : whole);
+        to[d] = static_cast<std::int8_t>(rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded);
     }
 }
 
@@ -79,11 +79,11 @@ inline std::int64_t finish_rows(const DecodeJob &job, const DecodeRows &r, float
         const float *state = merge_partials(p, r, i, partials);
         float *out = partials + r.place + i * partial_stride(p) + partial_head;
         float peak = state[0] * natural_scale(p), sum = state[1];
-        const float share = p.has_sink ? join_sink(o.sink[head], peak, sum) : 1.0f;
+        const float fraction = p.has_sink ? join_sink(o.sink[head], peak, sum) : 1.0f;
         if (peak == infinity) sum = nan;
         else mark_nan(peak, sum);
         const bool none = peak == -infinity;
-        const Floats factor = all(sum != sum ? nan : share / sum);
+        const Floats factor = all(sum != sum ? nan : fraction / sum);
         for (std::int64_t d = 0; d < columns; d += lanes) {
             store(out + d, none ? Floats{} : load<Floats>(out + d) * factor);
         }

@@ -36,7 +36,7 @@ struct Integer {
     static constexpr std::int32_t rounding = 0;  // added to the lowest sum
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
-    static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+    static FUSION_INLINE Ints rounded(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         char *to = reinterpret_cast<char *>(row) + at * 2;
         store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)low)));
@@ -50,9 +50,9 @@ struct Byte : Integer {
     static constexpr int largest = 128, raised = 128;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x ^ 0x80808080u; }
-    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) {  // eight words, twice
-        part[0] = (Words)_mm512_broadcast_i64x4(_mm256_xor_si256(load<__m256i>(from), _mm256_set1_epi8(-128)));
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) { slice[0] = x ^ 0x80808080u; }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[parts]) {  // eight words, twice
+        slice[0] = (Words)_mm512_broadcast_i64x4(_mm256_xor_si256(load<__m256i>(from), _mm256_set1_epi8(-128)));
     }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const __m256i a = load<__m256i>(rows[0] + from), b = load<__m256i>(rows[1] + from);
@@ -68,17 +68,18 @@ struct Nibble : Integer {
     static constexpr int largest = 8, raised = 8;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) {
         const Words positive = x ^ 0x88888888u;
-        part[0] = positive & 0x0f0f0f0fu;
-        part[1] = positive >> 4 & 0x0f0f0f0fu;
+        slice[0] = positive & 0x0f0f0f0fu;
+        slice[1] = positive >> 4 & 0x0f0f0f0fu;
     }
-    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[parts]) { split(repeat<8>(from), slice); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const __m128i a = load<__m128i>(rows[0] + from), b = load<__m128i>(rows[1] + from);
-        const __m512i wide = _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
-        x = (Words)_mm512_srai_epi16(_mm512_slli_epi16(wide, 12), 12);
-        y = (Words)_mm512_srai_epi16(wide, 4);
+        const __m512i widened =
+            _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+        x = (Words)_mm512_srai_epi16(_mm512_slli_epi16(widened, 12), 12);
+        y = (Words)_mm512_srai_epi16(widened, 4);
     }
     static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
 };
@@ -127,7 +128,7 @@ private:
     // Stores the digits of four keys contiguously.
     static FUSION_INLINE void store_numbers(FineWeight *to, Floats x) {
         const __m128i turns = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        store(to, _mm512_shuffle_epi8((__m512i)Coarse::whole(x), _mm512_broadcast_i32x4(turns)));
+        store(to, _mm512_shuffle_epi8((__m512i)Coarse::rounded(x), _mm512_broadcast_i32x4(turns)));
     }
     // Words with bytes of four keys: x for the first and third four columns of a vector, y for the second and fourth.
     static FUSION_INLINE void columns(Byte *, const char *const *rows, std::int64_t from, Words &x, Words &y) {

@@ -13,7 +13,8 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, conversions from all bytes or the even ones.
+// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, conversions from all bytes or the even
+// ones.
 #if defined(__AVX512F__)
 typedef __m256i HalfVector;
 FUSION_INLINE Words shift_left(Words x, int bits) { return (Words)_mm512_slli_epi16((__m512i)x, bits); }
@@ -51,15 +52,15 @@ struct Integer {
     static FUSION_INLINE Ints joined(const Ints *digits, int) { return digits[0]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
 #if defined(__AVX512F__)
-    static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+    static FUSION_INLINE Ints rounded(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
-        store(row + at / 2, _mm512_cvtepi32_epi16((__m512i)whole(low)));
-        store(row + at / 2 + lanes / 2, _mm512_cvtepi32_epi16((__m512i)whole(high)));
+        store(row + at / 2, _mm512_cvtepi32_epi16((__m512i)rounded(low)));
+        store(row + at / 2 + lanes / 2, _mm512_cvtepi32_epi16((__m512i)rounded(high)));
     }
 #else
-    static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
+    static FUSION_INLINE Ints rounded(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
-        const __m256i turned = _mm256_packs_epi32((__m256i)whole(low), (__m256i)whole(high));
+        const __m256i turned = _mm256_packs_epi32((__m256i)rounded(low), (__m256i)rounded(high));
         store(row + at / 2, _mm256_permute4x64_epi64(turned, 0xd8));
     }
 #endif
@@ -71,11 +72,11 @@ struct Byte : Integer {
     static constexpr int largest = 128;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
-        part[0] = even_bytes(x);
-        part[1] = shift_right(x, 8);
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) {
+        slice[0] = even_bytes(x);
+        slice[1] = shift_right(x, 8);
     }
-    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[parts]) { split(repeat<8>(from), slice); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const Words a = widen_bytes(load<HalfVector>(rows[0] + from)),
                     b = widen_bytes(load<HalfVector>(rows[1] + from));
@@ -96,20 +97,20 @@ struct Nibble : Integer {
     static constexpr int largest = 8;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
-        FUSION_UNROLL for (int i = 0; i < parts; ++i) part[i] = shift_right(shift_left(x, 12 - 4 * i), 12);
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) {
+        FUSION_UNROLL for (int i = 0; i < parts; ++i) slice[i] = shift_right(shift_left(x, 12 - 4 * i), 12);
     }
-    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[parts]) { split(repeat<8>(from), slice); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
 #if defined(__AVX512F__)
         const __m128i a = load<__m128i>(rows[0] + from), b = load<__m128i>(rows[1] + from);
-        const Words wide = widen_bytes(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+        const Words widened = widen_bytes(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
 #else
         const __m128i a = _mm_loadu_si64(rows[0] + from), b = _mm_loadu_si64(rows[1] + from);
-        const Words wide = widen_bytes(_mm_unpacklo_epi8(a, b));
+        const Words widened = widen_bytes(_mm_unpacklo_epi8(a, b));
 #endif
-        x = shift_right(shift_left(wide, 12), 12);
-        y = shift_right(wide, 4);
+        x = shift_right(shift_left(widened, 12), 12);
+        y = shift_right(widened, 4);
     }
     static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
 };

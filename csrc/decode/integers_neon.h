@@ -33,9 +33,9 @@ struct Integer {
     static constexpr std::int32_t rounding = 0;  // added to the lowest sum
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
-    static FUSION_INLINE Ints whole(Floats x) { return (Ints)vcvtnq_s32_f32((float32x4_t)x); }
+    static FUSION_INLINE Ints rounded(Floats x) { return (Ints)vcvtnq_s32_f32((float32x4_t)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
-        store(row + at / 2, vcombine_s16(vmovn_s32((int32x4_t)whole(low)), vmovn_s32((int32x4_t)whole(high))));
+        store(row + at / 2, vcombine_s16(vmovn_s32((int32x4_t)rounded(low)), vmovn_s32((int32x4_t)rounded(high))));
     }
 };
 
@@ -45,7 +45,7 @@ struct Byte : Integer {
     static constexpr int largest = 128, raised = 0;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x; }
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) { slice[0] = x; }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const int16x8_t a = vmovl_s8(load<int8x8_t>(rows[0] + from)), b = vmovl_s8(load<int8x8_t>(rows[1] + from));
         x = (Words)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
@@ -60,16 +60,16 @@ struct Nibble : Integer {
     static constexpr int largest = 8, raised = 8;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }
 
-    static FUSION_INLINE void split(Words x, Words (&part)[parts]) {
+    static FUSION_INLINE void split(Words x, Words (&slice)[parts]) {
         const Words positive = x ^ 0x88888888u;
-        part[0] = positive & 0x0f0f0f0fu;
-        part[1] = positive >> 4 & 0x0f0f0f0fu;
+        slice[0] = positive & 0x0f0f0f0fu;
+        slice[1] = positive >> 4 & 0x0f0f0f0fu;
     }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const std::uint64_t next = load<std::uint32_t>(rows[1] + from);
-        const int16x8_t wide = vmovl_s8(vcreate_s8(load<std::uint32_t>(rows[0] + from) | next << 32));
-        x = (Words)vshrq_n_s16(vshlq_n_s16(wide, 12), 12);
-        y = (Words)vshrq_n_s16(wide, 4);
+        const int16x8_t widened = vmovl_s8(vcreate_s8(load<std::uint32_t>(rows[0] + from) | next << 32));
+        x = (Words)vshrq_n_s16(vshlq_n_s16(widened, 12), 12);
+        y = (Words)vshrq_n_s16(widened, 4);
     }
     static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
 };

@@ -118,7 +118,7 @@ struct Floating {
     }
     static FUSION_INLINE void order(Floats &, Floats &) {}
     // If separate: the vectors as which a vector of words is multiplied, and the position of element i.
-    static FUSION_INLINE void read(const char *from, Words (&part)[1]) { part[0] = load<Words>(from); }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[1]) { slice[0] = load<Words>(from); }
     static std::int64_t place(std::int64_t i) { return i; }
 };
 
@@ -141,7 +141,7 @@ template <class T, Storage Stored> struct Widened : Floating {
             y = bits_of(load_floats(row + lanes, lanes));
         }
     }
-    static FUSION_INLINE void read(const char *from, Words (&part)[2]) { columns(&from, 0, part[0], part[1]); }
+    static FUSION_INLINE void read(const char *from, Words (&slice)[2]) { columns(&from, 0, slice[0], slice[1]); }
     static std::int64_t place(std::int64_t i) { return turns ? i % 2 * lanes + i / 2 : i; }
     static FUSION_INLINE void order(Floats &x, Floats &y) {
         if constexpr (turns) order_turns<1>(x, y);

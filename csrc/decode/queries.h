@@ -44,12 +44,12 @@ template <class F> struct DecodeSizes {  // sizes of rows in words
 
     explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
-        constexpr int whole = F::separate ? lanes : 4;  // least number of words per load
-        const auto fits = [](std::int64_t n) { return n % (whole * F::elements) == 0; };
+        constexpr int load_words = F::separate ? lanes : 4;  // least number of words per load
+        const auto fits = [](std::int64_t n) { return n % (load_words * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
         const bool exact_words = same && fits(p.dim_qk) && fits(p.dim_rope);
-        direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
-        direct_values = same && p.dim_v == columns && !o.values.piece;
+        direct_keys = exact_words && !o.keys.fragment && !o.key_ropes.fragment;
+        direct_values = same && p.dim_v == columns && !o.values.fragment;
         const auto words = [&](std::int64_t n) {
             const std::int64_t exact = (n + F::elements - 1) / F::elements;
             return exact_words ? exact : round_up<std::int64_t>(exact, lanes);
@@ -70,7 +70,7 @@ struct DecodeScratch {                        // scratch memory of a thread
     float *fade, *factor;                     // [2 * lanes]
     float *scores;                            // [2 * lanes][decode_tile]
     float *weights;                           // [lanes][decode_tile]
-    std::uint8_t *seen;                       // [decode_tile / 8]
+    std::uint8_t *visible;                    // [decode_tile / 8]
     float *line;                              // one query row, and its digits
     char *keys, *ropes, *values;              // [decode_tile] converted rows
 #if defined(FUSION_TILES)
@@ -94,7 +94,7 @@ struct DecodeScratch {                        // scratch memory of a thread
         carver.take(factor, 2 * lanes);
         carver.take(scores, 2 * lanes * decode_tile);
         carver.take(weights, lanes * decode_tile);
-        carver.take(seen, decode_tile / 8);
+        carver.take(visible, decode_tile / 8);
         carver.take(line, most(3 * (k + r), v));
         carver.take(keys, decode_tile * k * 4);
         carver.take(ropes, decode_tile * r * 4);
@@ -103,7 +103,7 @@ struct DecodeScratch {                        // scratch memory of a thread
         carver.take(copies, tiled_rows * most(k, r));
         carver.take(interleaved, decode_tile / 2 * v);
 #endif
-        for (float *&part : token) carver.take(part, decode_tile);
+        for (float *&buffer : token) carver.take(buffer, decode_tile);
         carver.take(key_rows, decode_tile);
         carver.take(next_rows, decode_tile);
         carver.take(rope_rows, decode_tile);
@@ -115,11 +115,11 @@ struct DecodeScratch {                        // scratch memory of a thread
 
 // The loops that multiply rows and keys.
 enum class Loop {
-    repeated,  // words of a key are repeated for all rows
-    narrow,    // three or four rows, as pairs in vectors of half the size
-    pairs,     // three or four rows of integers, as pairs in vectors with twice the words
-    wide,      // three or four long rows of floats, each in separate vectors
-    rows       // formats with `separate`: any number of rows, each in separate vectors
+    repeated,   // words of a key are repeated for all rows
+    narrow,     // three or four rows, as pairs in vectors of half the size
+    pairs,      // three or four rows of integers, as pairs in vectors with twice the words
+    long_rows,  // three or four long rows of floats, each in separate vectors
+    rows        // formats with `separate`: any number of rows, each in separate vectors
 };
 
 // Rows [row, row + rows) of a unit in `vectors` vectors, each with `lanes / phases` rows.
@@ -195,9 +195,9 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
         const bool four = has_four_row_loops && phases == 4;
         if (four && F::integer && sizes.key_words % 8 == 0) return {row, count, Loop::pairs, 8, 2};
         // For long rows of floats, separate vectors save more than the sum over their lanes costs.
-        const bool wide = F::depth == 1 && sizes.key_words >= 4 * lanes;
-        const bool whole = (sizes.key_words | sizes.rope_words) % lanes == 0;
-        if (four && wide && whole) return {row, count, Loop::wide, 16, 4};
+        const bool long_rows = F::depth == 1 && sizes.key_words >= 4 * lanes;
+        const bool full_vectors = (sizes.key_words | sizes.rope_words) % lanes == 0;
+        if (four && long_rows && full_vectors) return {row, count, Loop::long_rows, 16, 4};
         return {row, count, four && !F::integer ? Loop::narrow : Loop::repeated, phases, 1};
     }
     Words *query(std::int64_t row) const {
@@ -278,16 +278,16 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
         return false;
     }
     // Limits so that digits fit into signed bytes (for 24 bits with a margin for rounding) and sums into 32 bits.
-    const float whole = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
-    const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // rows below 1e-31 count as zeros
+    const float limit = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
+    const float step = largest_of(top) / limit, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float multiplier = inverse - inverse == 0.0f ? inverse : 0.0f;  // rows below 1e-31 count as zeros
     const float times = (scales_queries(w.p) ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
-    w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
+    w.s.row_scale[w.slot(row)] = multiplier > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;
     auto *numbers = reinterpret_cast<Digit *>(line + size);  // [digits, the highest first][size]
     for (std::int64_t d = 0; d < size; d += lanes) {
-        Ints number = F::whole(load<Floats>(line + d) * share);
+        Ints number = F::rounded(load<Floats>(line + d) * multiplier);
         for (int digit = digits - 1; digit >= 0; --digit) {
             typedef Digit Digits __attribute__((vector_size(lanes * sizeof(Digit))));
             const Ints low = number << (32 - bits) >> (32 - bits);
@@ -298,13 +298,13 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
     for (std::int64_t c = 0; c < w.sizes.key_words; ++c) {
         const std::int64_t at = place_of(c, i, b), lane = at % lanes;
-        for (int part = 0; part < parts; ++part) {
-            std::uint32_t *const vector = to + (at / lanes * parts + part) * digits * lanes + lane;
+        for (int slice = 0; slice < parts; ++slice) {
+            std::uint32_t *const vector = to + (at / lanes * parts + slice) * digits * lanes + lane;
             for (int digit = 0; digit < digits; ++digit) {
                 Digit one[together];
                 const Digit *const from = numbers + digit * size + c * word;
                 if constexpr (parts == 1) std::memcpy(one, from, 4);
-                for (int j = 0; j < together && parts > 1; ++j) one[j] = from[j * parts + part];
+                for (int j = 0; j < together && parts > 1; ++j) one[j] = from[j * parts + slice];
                 std::memcpy(vector + digit * lanes, one, 4);
             }
         }

@@ -118,9 +118,9 @@ FUSION_INLINE Meaning channel_meaning(const Quantised &q, std::int64_t b, std::i
 
 // The address of a contiguous row: a row of fragments is first copied to `to`.
 FUSION_INLINE const char *whole_row(const Cache &c, const char *row, std::int64_t bytes, char *to) {
-    if (!c.piece) return row;
-    const std::int64_t size = c.piece * c.item;
-    for (std::int64_t at = 0; at < bytes; at += size, row += c.stride_piece * c.item) {
+    if (!c.fragment) return row;
+    const std::int64_t size = c.fragment * c.item;
+    for (std::int64_t at = 0; at < bytes; at += size, row += c.stride_fragment * c.item) {
         std::memcpy(to + at, row, least(size, bytes - at));
     }
     return to;

@@ -15,7 +15,7 @@ namespace decode {
 // Scores of a block with at most P phases.
 template <class F, int P = lanes>
 void score_repeated(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
-    constexpr bool elsewhere = has_four_row_loops && P == 4 && !F::integer;  // Loop::narrow or Loop::wide
+    constexpr bool elsewhere = has_four_row_loops && P == 4 && !F::integer;  // Loop::narrow or Loop::long_rows
     if constexpr (P > 1) {
         if (b.phases < P) return score_repeated<F, P / 2>(w, b, t, ahead);
     }

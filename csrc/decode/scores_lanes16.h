@@ -105,8 +105,8 @@ FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *co
 }
 
 template <class F, int Steps>
-__attribute__((noinline)) void score_wide(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                          const LinePrefetch &ahead) {
+__attribute__((noinline)) void score_long_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                               const LinePrefetch &ahead) {
     const Words *const q = w.query(b.row);
     const std::int64_t steps = w.sizes.key_words / lanes, rope_steps = w.sizes.rope_words / lanes;
     LinePrefetch next = ahead, none;
@@ -131,13 +131,13 @@ FUSION_INLINE void add_pairs(Ints (&sum)[2][F::digits][4], const char *const (&r
                              const Words *&digits) {
     constexpr int keys = F::digits == 2 ? 1 : 4;  // keys per load of a vector of digits
     FUSION_UNROLL for (int from = 0; from < 4; from += keys) {
-        Words part[keys][F::parts];
-        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(row[from + k] + byte, part[k]);
+        Words slice[keys][F::parts];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(row[from + k] + byte, slice[k]);
         FUSION_UNROLL for (int at = 0; at < 2 * F::parts * F::digits; ++at) {
             const Words digit = load<Words>(digits + at);
             Ints *const to = sum[at / (F::parts * F::digits)][at % F::digits] + from;
             FUSION_UNROLL for (int k = 0; k < keys; ++k) {
-                to[k] = F::added(to[k], part[k][at / F::digits % F::parts], digit);
+                to[k] = F::added(to[k], slice[k][at / F::digits % F::parts], digit);
             }
         }
     }
@@ -208,10 +208,10 @@ void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, 
     if constexpr (F::integer) {
         return ahead.any() ? score_pairs<F, true>(w, b, t, ahead) : score_pairs<F, false>(w, b, t, ahead);
     } else if constexpr (F::depth == 1) {
-        if (b.loop == Loop::wide) {
-            return w.sizes.key_words == 8 * lanes   ? score_wide<F, 8>(w, b, t, ahead)
-                   : w.sizes.key_words == 4 * lanes ? score_wide<F, 4>(w, b, t, ahead)
-                                                    : score_wide<F, 0>(w, b, t, ahead);
+        if (b.loop == Loop::long_rows) {
+            return w.sizes.key_words == 8 * lanes   ? score_long_rows<F, 8>(w, b, t, ahead)
+                   : w.sizes.key_words == 4 * lanes ? score_long_rows<F, 4>(w, b, t, ahead)
+                                                    : score_long_rows<F, 0>(w, b, t, ahead);
         }
     }
     if constexpr (!F::integer) score_narrow(w, b, t, ahead);
@@ -232,12 +232,12 @@ __attribute__((noinline)) void score_both(const DecodeWork<F> &w, const RowBlock
         for (int from = 0; from < lanes; from += half) {
             Floats sum[2][half] = {};
             std::int64_t word = 0;
-            for (int part = 0; part < 2; ++part) {
-                const char *const *rows = (part ? w.s.rope_rows : w.s.key_rows) + key + from;
+            for (int rope = 0; rope < 2; ++rope) {
+                const char *const *rows = (rope ? w.s.rope_rows : w.s.key_rows) + key + from;
                 const std::int64_t begin = word;
-                for (; word < ends[part]; ++word) {
+                for (; word < ends[rope]; ++word) {
                     const Words one = load<Words>(first + word), other = load<Words>(second + word);
-                    if (!part) follow<1, half>(next, word), again.follow<1>(word);
+                    if (!rope) follow<1, half>(next, word), again.follow<1>(word);
                     FUSION_UNROLL for (int i = 0; i < half; ++i) {
                         const Words repeated = repeat<1>(rows[i] + (word - begin) * 4);
                         sum[0][i] = F::dot(sum[0][i], one, repeated);

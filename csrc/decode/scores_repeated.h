@@ -33,11 +33,11 @@ FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *st
             follow<P, half>(ahead, step);
             if (from == 0) again.follow<P>(step);
             FUSION_UNROLL for (int i = 0; i < half; ++i) {
-                Words part[F::parts];
-                F::split(repeat<P>(rows[from + i] + step * P * 4), part);
+                Words slice[F::parts];
+                F::split(repeat<P>(rows[from + i] + step * P * 4), slice);
                 FUSION_UNROLL for (int j = 0; j < F::parts * F::digits; ++j) {
                     Ints &to = digit[j % F::digits][i];
-                    to = F::dot(to, part[j / F::digits], load<Words>(query + j));
+                    to = F::dot(to, slice[j / F::digits], load<Words>(query + j));
                 }
             }
         }

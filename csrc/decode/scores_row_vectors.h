@@ -38,22 +38,22 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
     const std::int64_t lines = least((bytes + 63) / 64, ahead.row_lines());
     FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.take(lines) : rows[k];
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
-        Words part[keys][F::parts];
-        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, part[k]);
+        Words slice[keys][F::parts];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, slice[k]);
         FUSION_UNROLL for (int i = 0; i < R * F::parts; ++i) {
             const Words query = load<Words>(q + i);
             FUSION_UNROLL for (int k = 0; k < keys; ++k) {
                 Score<F> &to = sum[i / F::parts * keys + k];
-                const Words elements = part[k][i % F::parts];
+                const Words elements = slice[k][i % F::parts];
                 to = first && i % F::parts == 0 ? product_of<F>(elements, query) : F::dot(to, elements, query);
             }
         }
         q += R * F::parts;
     };
-    const auto line = [&](std::int64_t byte, auto first, bool whole) __attribute__((always_inline)) {
+    const auto line = [&](std::int64_t byte, auto first, bool full) __attribute__((always_inline)) {
         FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
         step(byte, first);
-        if (size < 64 && whole) step(byte + size, std::false_type{});
+        if (size < 64 && full) step(byte + size, std::false_type{});
     };
     std::int64_t byte = 0;
     if constexpr (First) {

@@ -70,7 +70,8 @@ inline bool needs_bias_pass(const Problem &p) {
 inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq, float *slopes = nullptr) {
     const bool capped = p.softcap > 0.0;
     if (capped) cap_scores(p, r.scores, r.count, slopes);
-    const float own = static_cast<float>(p.scale), factor = p.bias_scaled ? own : 1.0f, scale = capped ? 1.0f : own;
+    const float softmax_scale = static_cast<float>(p.scale), factor = p.bias_scaled ? softmax_scale : 1.0f,
+                scale = capped ? 1.0f : softmax_scale;
     if (p.bias == Bias::none) {
         if (capped) return;
         for (std::int64_t c = 0; c < r.count; c += lanes) store(r.scores + c, load<Floats>(r.scores + c) * all(scale));

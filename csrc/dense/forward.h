@@ -61,14 +61,14 @@ template <class Format> FUSION_INLINE BitBlock bits_of(const Work<Format> &w, co
 
 // Like hide(), with visible keys given by bits.
 template <class Format> void hide_by_bits(const Work<Format> &w, const Block &b) {
-    mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
+    mark_seen(w.s.visible, bits_of(w, b), w.p, w.o, w.seq);
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        const std::uint8_t *seen = w.s.seen + i * (most_step / 8);
+        const std::uint8_t *visible = w.s.visible + i * (most_step / 8);
         float *scores = w.s.scores + i * most_step;
         for (std::int64_t at = 0; at < b.count; at += 64) {
-            if (load<std::uint64_t>(seen + at / 8) == ~std::uint64_t{0}) continue;
+            if (load<std::uint64_t>(visible + at / 8) == ~std::uint64_t{0}) continue;
             for (std::int64_t c = at, end = least(at + 64, b.count); c < end; c += lanes) {
-                store(scores + c, pick(lane_bits(seen, c), load<Floats>(scores + c), all(-infinity)));
+                store(scores + c, pick(lane_bits(visible, c), load<Floats>(scores + c), all(-infinity)));
             }
         }
     }
@@ -96,8 +96,8 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
 // because 0 * inf is NaN and weights of visible keys are not 0.
 template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool nonfinite, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
-    alignas(64) float found[padded];
-    for (int i = 0; i < padded; i += lanes) store(found + i, all(-infinity));
+    alignas(64) float maxima[padded];
+    for (int i = 0; i < padded; i += lanes) store(maxima + i, all(-infinity));
     for (std::int64_t i = 0; i < b.rows; ++i) {
         const float *scores = w.s.scores + i * most_step;
         Floats one = all(-infinity), other = one;
@@ -105,20 +105,20 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
             one = larger(one, load<Floats>(scores + c));
             other = larger(other, load<Floats>(scores + c + lanes));
         }
-        found[i] = largest_of(larger(one, other));
+        maxima[i] = largest_of(larger(one, other));
     }
     for (int i = 0; i < padded; i += lanes) {  // lanes behind block_rows belong to the next block and do not change
         float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
-        const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
+        const Floats highest = load<Floats>(maxima + i), from = load<Floats>(shifts);
         const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
         const Floats to = shift_of<Format>(peak, w.factor);
         store(peaks, peak);
         store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
-        Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
-        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two infinite shifts
-        if (nonfinite) share = before > all(-infinity) ? larger(all(least_weight), share) : share;
-        store(fade + i, share);
+        Floats decay = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
+        if constexpr (Format::fused) decay = decay == decay ? decay : Floats{};  // two infinite shifts
+        if (nonfinite) decay = before > all(-infinity) ? larger(all(least_weight), decay) : decay;
+        store(fade + i, decay);
     }
 }
 
@@ -195,7 +195,7 @@ template <class Format> bool sees_nonfinite(const Work<Format> &w, const Block &
 // for all hidden keys.
 template <class Format> void record_seen(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
-        std::uint8_t *bits = w.s.seen + i * (most_step / 8);
+        std::uint8_t *bits = w.s.visible + i * (most_step / 8);
         std::memset(bits, 0xff, most_step / 8);
         clear_unseen(bits, w.s.scores + i * most_step, b.count);
     }
@@ -216,7 +216,7 @@ template <class Format, class T> FUSION_RARE void add_nonfinite_values(const Wor
         if (!is_nonfinite(w, b.first + c)) continue;
         alignas(64) T staged[lanes];
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (!bit_of(w.s.seen + i * (most_step / 8), c)) continue;
+            if (!bit_of(w.s.visible + i * (most_step / 8), c)) continue;
             if (w.p.dropout != Dropout::none && !bit_of(w.s.keep + i * (most_step / 8), c)) continue;
             float weight = Format::get(w.s.weights + i * (most_step / Format::depth), c);
             if (weight == 0.0f) weight = least_weight;
@@ -290,26 +290,26 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
         Floats sums_by_lane[lanes] = {};
         for (std::int64_t i = 0; i < here; ++i) sums_by_lane[i] = load<Floats>(w.s.sum + (first + i) * lanes);
-        Floats sum = sums_of(sums_by_lane), share = all(1.0f);
-        const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
+        Floats sum = sums_of(sums_by_lane), correction = all(1.0f);
+        const Floats highest = load<Floats>(w.s.peak + first), visible_sum = sum;
         if constexpr (Format::fused) {  // the rounding error of the shift is a common factor of all weights
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
-            share = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : share;
-            sum *= share;
+            correction = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : correction;
+            sum *= correction;
         }
         Floats peak = highest * w.natural;
         for (int i = 0; w.p.has_sink && i < lanes; ++i) {
             float top = peak[i], joined = sum[i];
-            share[i] *= join_sink(w.o.sink[w.head], top, joined);
+            correction[i] *= join_sink(w.o.sink[w.head], top, joined);
             peak[i] = top, sum[i] = joined;
         }
         mark_nan(peak, sum);
-        const Floats factor = share / (sum * keep_of(w.p));
+        const Floats factor = correction / (sum * keep_of(w.p));
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
-            const bool none = peaks[i] == -infinity;                        // an empty row without a sink
-            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // the row may have had no step
+            const bool none = peaks[i] == -infinity;                               // an empty row without a sink
+            const bool zeros = highest[i] == -infinity && visible_sum[i] == 0.0f;  // the row may have had no step
             float *from = w.s.out + (first + i) * w.sizes.value_columns;
             if (rest > 1.0) {
                 for (std::int64_t d = 0; d < dim; ++d) from[d] *= factors[i];
@@ -365,9 +365,9 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
         for (std::int64_t row = 0; row < rows; row += height) {
             const Block b = cut_block(w, row, least(height, rows - row), begin, begin + step);
             if (!b.count) continue;
-            for_seen_parts(w, b, [&](const Block &part) {
-                if (!sees_nonfinite(w, part) && attend_short(w, part, queue)) return;
-                attend_block(w, part, !met[row / height], met_nonfinite, queue);
+            for_seen_parts(w, b, [&](const Block &section) {
+                if (!sees_nonfinite(w, section) && attend_short(w, section, queue)) return;
+                attend_block(w, section, !met[row / height], met_nonfinite, queue);
                 met[row / height] = true;
             });
         }

@@ -34,7 +34,7 @@ template <class Format> struct Scratch {  // scratch memory of a thread
     float *shift;   // [tile_rows + lanes], subtracted from scores: the peak, or (Format::fused) peak * factor, rounded
     float *scores;  // [block_rows][most_step]
     Word *weights;  // [block_rows][most_step / depth]; shares the memory of scores if both have the same size
-    std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
+    std::uint8_t *visible, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
     Scratch(const Sizes<Format> &sizes, void *memory) {
@@ -50,7 +50,7 @@ template <class Format> struct Scratch {  // scratch memory of a thread
         } else {
             carver.take(weights, block_rows * most_step / Format::depth);
         }
-        carver.take(seen, block_rows * most_step / 8);
+        carver.take(visible, block_rows * most_step / 8);
         carver.take(keep, block_rows * most_step / 8);
         bytes = carver.bytes();
     }
@@ -105,7 +105,7 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
             full_begin, full_end, hidden, w.p.has_blocked};
 }
 
-// Calls use(block); with a mask of tiles, use(part) for each run of consecutive tiles with visible keys.
+// Calls use(block); with a mask of tiles, use(section) for each run of consecutive tiles with visible keys.
 template <class Format, class Use> void for_seen_parts(const Work<Format> &w, const Block &b, Use use) {
     if (!w.p.has_blocked_tiles) return use(b);
     const MaskRows rows = {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows};
@@ -113,10 +113,10 @@ template <class Format, class Use> void for_seen_parts(const Work<Format> &w, co
     for (std::int64_t from = b.first + b.some_begin; from < end;) {
         const KeyRun run = next_run(w.o, rows, from, end);
         if (run.begin == run.end) return;
-        Block part = cut_block(w, b.row, b.rows, run.begin, run.end);
-        part.hidden |= run.cut;
-        part.by_bits |= run.cut;
-        use(part);
+        Block section = cut_block(w, b.row, b.rows, run.begin, run.end);
+        section.hidden |= run.partial;
+        section.by_bits |= run.partial;
+        use(section);
         from = run.end;
     }
 }

@@ -25,7 +25,7 @@ namespace {
 // The factors and shifts that convert scores to weights in `depth` rows of a block, from row i on.
 template <class Format, bool SmallPeaks> struct RowFactors {
     static constexpr int depth = Format::depth;
-    float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
+    float peak[depth] = {}, inverse_sum[depth] = {}, delta[depth] = {}, shift[depth] = {};
     bool small_peak[depth] = {};
     int there;
 
@@ -33,7 +33,7 @@ template <class Format, bool SmallPeaks> struct RowFactors {
         : there(static_cast<int>(least<std::int64_t>(depth, b.rows - i))) {
         for (int e = 0; e < there; ++e) {
             peak[e] = w.r.peak[b.row + i + e];
-            share[e] = w.r.share[b.row + i + e];
+            inverse_sum[e] = w.r.inverse_sum[b.row + i + e];
             delta[e] = w.r.delta[b.row + i + e];
             if constexpr (Format::fused) {
                 shift[e] = w.r.shift[b.row + i + e];
@@ -67,40 +67,40 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     Floats weight = load<Floats>(scores + at);
                     const auto exact = [&] {
-                        return exp2(below_peak(weight * natural, all(r.peak[e])) * log2_e) * r.share[e];
+                        return exp2(below_peak(weight * natural, all(r.peak[e])) * log2_e) * r.inverse_sum[e];
                     };
                     if constexpr (Format::fused) {
                         weight = SmallPeaks || r.small_peak[e] ? Format::power(weight * factor - r.shift[e]) : exact();
                     } else {
                         weight = exact();
                     }
-                    Floats dprob = load<Floats>(dprobs + at), kept = weight;
+                    Floats dprob = load<Floats>(dprobs + at), retained = weight;
                     if constexpr (Drops) {
                         const std::uint32_t bits = lane_bits(k.keep + (i + e) * (keys / 8), c + u * lanes);
-                        kept = pick(bits, weight, Floats{});
+                        retained = pick(bits, weight, Floats{});
                         dprob = pick(bits, dprob * kept_factor, Floats{});
                     }
                     Floats dscore = weight * (dprob - r.delta[e]);
                     Floats dproduct = dscore;
                     if constexpr (Capped) dproduct *= load<Floats>(k.slopes + (i + e) * keys + c + u * lanes);
                     if constexpr (Hidden) {
-                        const std::uint32_t bits = lane_bits(k.seen + (i + e) * (keys / 8), c + u * lanes);
-                        kept = pick(bits, kept, Floats{});
+                        const std::uint32_t bits = lane_bits(k.visible + (i + e) * (keys / 8), c + u * lanes);
+                        retained = pick(bits, retained, Floats{});
                         dscore = pick(bits, dscore, Floats{});
                         dproduct = Capped ? pick(bits, dproduct, Floats{}) : dscore;
                     }
-                    p[u][e] = kept;
+                    p[u][e] = retained;
                     ds[u][e] = dproduct;
                     if (wants_dbias) store(scores + at, dscore);
                 }
                 Format::store_elements(k.dscores + (i + e) * (keys / depth), c, ds[0][e], ds[1][e]);
             }
             const std::int64_t to = weight_at<Format>(b.row + i, b.at + c);
-            Words kept[2], dscores[2];
-            Format::join(p[0], p[1], kept);
+            Words retained[2], dscores[2];
+            Format::join(p[0], p[1], retained);
             Format::join(ds[0], ds[1], dscores);
             FUSION_UNROLL for (int u = 0; u < 2; ++u) {
-                store(k.prob_rows + to + u * lanes, kept[u]);
+                store(k.prob_rows + to + u * lanes, retained[u]);
                 store(k.dscore_rows + to + u * lanes, dscores[u]);
             }
         }
@@ -148,7 +148,7 @@ template <class Format, class T> FUSION_RARE void add_nonfinite_keys(const Gradi
         if (!w.k.nonfinite[(b.at + c) / panel]) continue;
         const std::int64_t key = w.key_tile.key0 + b.at + c;
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (!bit_of(w.k.seen + i * (w.k.keys / 8), c)) continue;
+            if (!bit_of(w.k.visible + i * (w.k.keys / 8), c)) continue;
             const float weight = Format::get(w.k.dscores + i * (w.k.keys / Format::depth), c);
             float *dq = w.r.dq + (b.row + i) * w.sizes.columns;
             add_nonfinite_row(row_of<const T>(w.o.k, seq, head, key), w.p.dim_qk, weight, dq, 1);
@@ -164,7 +164,7 @@ FUSION_RARE void add_nonfinite_rows(const GradientWork<Format> &w, const Gradien
     const std::int64_t seq = w.row_tile.seq, head = w.row_tile.head, row = w.row_tile.row0 + b.row + i;
     const std::int64_t end = least(b.at + b.count, w.key_tile.key1 - w.key_tile.key0);
     for (std::int64_t at = b.at; at < end; ++at) {
-        if (!bit_of(w.k.seen + i * (w.k.keys / 8), at - b.at)) continue;
+        if (!bit_of(w.k.visible + i * (w.k.keys / 8), at - b.at)) continue;
         const std::int64_t first = at / panel * panel, lane = at % panel;
         if (w.r.nonfinite[b.row + i] & nonfinite_q) {
             const float weight = weight_of<Format>(w.k.dscore_rows, b.row + i, at);
@@ -198,14 +198,14 @@ template <class Format, class T> FUSION_RARE void add_nonfinite(const GradientWo
 // ----------------------------------------------------------------------------------------------------- from end to end
 
 // The block with the visible keys of its rows in the key tile, in complete panels; count 0 if there are none.
-template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::int64_t row, std::int64_t rows) {
+template <class Format> GradientBlock block_of(const GradientWork<Format> &w, std::int64_t row, std::int64_t rows) {
     const std::int64_t top = w.row_tile.row0 + row, bottom = top + rows - 1, begin = w.key_tile.key0;
     std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
     bool hidden = w.p.has_blocked;
     if (w.p.has_blocked_tiles) {
         const KeyRun run = next_run<true>(w.o, {w.row_tile.seq, w.row_tile.head, top, rows}, most(some_begin, begin),
                                           least(some_end, w.key_tile.key1));
-        some_begin = run.begin, some_end = run.end, hidden |= run.cut;
+        some_begin = run.begin, some_end = run.end, hidden |= run.partial;
     }
     const std::int64_t full_begin = first_key(w.seq, bottom), full_end = end_key(w.seq, top);
     const std::int64_t first = most(begin, some_begin / panel * panel);
@@ -279,10 +279,10 @@ template <class Format> bool accumulate_block(const GradientWork<Format> &w, Gra
     const BitBlock block = {w.row_tile.seq, w.row_tile.head, w.row_tile.row0 + b.row, b.rows, w.key_tile.key0 + b.at,
                             b.count,        w.k.keys / 8};
     if (b.hidden) {
-        mark_seen(w.k.seen, block, w.p, w.o, w.seq);
+        mark_seen(w.k.visible, block, w.p, w.o, w.seq);
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            if (w.r.empty[b.row + i]) std::memset(w.k.seen + i * block.stride, 0, block.stride);
-            if (b.nonfinite) clear_unseen(w.k.seen + i * block.stride, w.k.scores + i * w.k.keys, b.count);
+            if (w.r.empty[b.row + i]) std::memset(w.k.visible + i * block.stride, 0, block.stride);
+            if (b.nonfinite) clear_unseen(w.k.visible + i * block.stride, w.k.scores + i * w.k.keys, b.count);
         }
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
@@ -310,7 +310,7 @@ void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile
     const GradientWork<Format> w(job, row_tile, key_tile, turn, queue);
     for (std::int64_t i = 0; i < keys / panel; ++i) w.k.row_begin[i] = w.k.row_end[i] = 0;
     for (std::int64_t row = 0; row < rows; row += block_rows) {
-        const GradientBlock b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
+        const GradientBlock b = block_of(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) {
             if (!accumulate_block(w, b)) return;
         } else {
@@ -345,12 +345,12 @@ template <class T> void store_row(T *to, const float *from, std::int64_t n, floa
 template <class Format, class Out> void store_dq_as(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
     const Sizes<Format> sizes(p);
-    const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
+    const RowPart<Format> layout(sizes, tile.row1 - tile.row0, tile.memory);
     const float scale = static_cast<float>(p.scale);
-    if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
-    enlarge(part.dq, (tile.row1 - tile.row0) * sizes.columns, keep_rest(p));
+    if (tile.fresh) std::memset(layout.dq, 0, layout.padded * sizes.columns * sizeof *layout.dq);
+    enlarge(layout.dq, (tile.row1 - tile.row0) * sizes.columns, keep_rest(p));
     for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
-        const float *dq = part.dq + (row - tile.row0) * sizes.columns;
+        const float *dq = layout.dq + (row - tile.row0) * sizes.columns;
         store_row(row_of<Out>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
         if (!p.dim_rope) continue;
         store_row(row_of<Out>(job.gradients->dq_rope, tile.seq, tile.head, row), dq + sizes.main_columns, p.dim_rope,
@@ -425,18 +425,18 @@ void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::i
 template <class Format, class Out> void store_dk_dv_as(const Job &job, const KeyTile &tile) {
     const Problem &p = *job.problem;
     const Sizes<Format> sizes(p);
-    const KeyPart<Format> part(p, sizes, tile.memory);
+    const KeyPart<Format> layout(p, sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
     const std::int64_t panels = (tile.key1 - tile.key0 + panel - 1) / panel;
-    begin_panels(sizes, part, 0, static_cast<int>(panels));
-    enlarge(part.dk, panels * panel * sizes.columns, keep_rest(p));
-    enlarge(part.dv, panels * panel * sizes.value_columns, keep_rest(p));
-    store_keys<Format, Out>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
+    begin_panels(sizes, layout, 0, static_cast<int>(panels));
+    enlarge(layout.dk, panels * panel * sizes.columns, keep_rest(p));
+    enlarge(layout.dv, panels * panel * sizes.value_columns, keep_rest(p));
+    store_keys<Format, Out>(job.gradients->dk, tile, layout.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
-        const float *rope = part.dk + sizes.main_columns * panel;
+        const float *rope = layout.dk + sizes.main_columns * panel;
         store_keys<Format, Out>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<Format, Out>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, keep_factor(p),
+    store_keys<Format, Out>(job.gradients->dv, tile, layout.dv, sizes.value_columns, p.dim_v, keep_factor(p),
                             job.streamed);
 }
 

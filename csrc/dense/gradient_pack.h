@@ -29,7 +29,7 @@ template <class Format> struct RowPart {
     std::int64_t padded, deep;  // rows rounded up to blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                                     // [padded][columns], before scale
-    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, (dout . out - dlse) / keep_rest()
+    float *peak, *inverse_sum, *delta;             // the saved maximum, 1 / sum, (dout . out - dlse) / keep_rest()
     float *shift;                                  // if Format::fused: peak * log2_e + log2(sum)
     std::uint8_t *empty, *nonfinite, *large_peak;  // large_peak: the maximum is too large for a shift
     std::size_t bytes;
@@ -44,7 +44,7 @@ template <class Format> struct RowPart {
         carver.take(dout_rows, deep * sizes.value_columns);
         carver.take(dq, padded * sizes.columns);
         carver.take(peak, padded);
-        carver.take(share, padded);
+        carver.take(inverse_sum, padded);
         carver.take(delta, padded);
         carver.take(shift, padded);
         carver.take(empty, padded);
@@ -63,7 +63,7 @@ template <class Format> struct KeyPart {  // a tile of keys, and scratch of a th
     float *slopes;                      // with a cap, [block_rows][keys]: derivative of scores by products
     Word *dscores;                      // [block_rows][keys / depth]
     Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
-    std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
+    std::uint8_t *visible, *keep;       // [block_rows][keys / 8]
     std::uint8_t *nonfinite, *fresh;    // [panel]; fresh: sums are undefined and count as zero
     std::int64_t *row_begin, *row_end;  // [panel], the range of rows with visible keys in it
     std::size_t bytes;
@@ -80,7 +80,7 @@ template <class Format> struct KeyPart {  // a tile of keys, and scratch of a th
         carver.take(dscores, block_rows * keys / Format::depth);
         carver.take(prob_rows, keys * depth);
         carver.take(dscore_rows, keys * depth);
-        carver.take(seen, block_rows * keys / 8);
+        carver.take(visible, block_rows * keys / 8);
         carver.take(keep, block_rows * keys / 8);
         carver.take(nonfinite, keys / panel);
         carver.take(fresh, keys / panel);
@@ -192,7 +192,7 @@ bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std
 
 // Packs the words of rows from i on, at most a vector of rows; returns dout . out of each.
 template <class Format, class T>
-Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
+Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Format> &layout, const RowTile &tile,
                   std::int64_t i, std::int64_t here) {
     constexpr std::int64_t ahead =
         16;  // rows of one head are far apart in most layouts, where hardware prefetchers fail
@@ -208,22 +208,22 @@ Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Form
             prefetch(dout + ahead * job.gradients->dout.stride_token, p.dim_v);
             prefetch(out + ahead * o.out.stride_token, p.dim_v);
         }
-        pack_query<Format>(q, p.dim_qk, sizes.main_words, part.q + (i + e) * sizes.words);
-        dots[e] = pack_dout<Format>(dout, out, p.dim_v, sizes.value_words, part.dout + (i + e) * sizes.value_words);
+        pack_query<Format>(q, p.dim_qk, sizes.main_words, layout.q + (i + e) * sizes.words);
+        dots[e] = pack_dout<Format>(dout, out, p.dim_v, sizes.value_words, layout.dout + (i + e) * sizes.value_words);
         q += o.q.stride_token;
         dout += job.gradients->dout.stride_token;
         out += o.out.stride_token;
     }
     for (std::int64_t e = 0; p.dim_rope && e < here; ++e) {
         pack_query<Format>(row_of<const T>(o.q_rope, b, h, row + e), p.dim_rope, sizes.words - sizes.main_words,
-                           part.q + (i + e) * sizes.words + sizes.main_words);
+                           layout.q + (i + e) * sizes.words + sizes.main_words);
     }
     return sums_of(dots);
 }
 
 // Packs the statistics of `here` rows from i on, at most a vector of rows; missing rows count as empty.
 template <class Format>
-void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i,
+void pack_statistics(const Job &job, const RowPart<Format> &layout, const RowTile &tile, std::int64_t i,
                      std::int64_t here, Floats delta, PackedRows &packed) {
     const Operands &o = *job.operands;
     Floats peaks = all(-infinity), sums = all(1.0f);
@@ -236,22 +236,22 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
             delta[e] -= *row_of<float>(job.gradients->dlse, tile.seq, tile.head, tile.row0 + i + e);
     }
     const auto empty = peaks == all(-infinity);
-    const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;
+    const Floats peak = empty ? Floats{} : peaks, inverse_sum = empty ? Floats{} : 1.0f / sums;
     delta = empty ? Floats{} : delta;
     Floats reduced = delta;
     if (const double rest = keep_rest(*job.problem); rest > 1.0) {
         for (int e = 0; e < lanes; ++e) reduced[e] = static_cast<float>(delta[e] / rest);
     }
-    const Words nonfinite = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
-    store(part.peak + i, peak);
-    store(part.share + i, share);
-    store(part.delta + i, reduced);
-    store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
-    store(part.nonfinite + i, __builtin_convertvector(nonfinite & nonfinite_statistics, Bytes));
+    const Words nonfinite = not_finite(bits_of(peak)) | not_finite(bits_of(inverse_sum)) | not_finite(bits_of(delta));
+    store(layout.peak + i, peak);
+    store(layout.inverse_sum + i, inverse_sum);
+    store(layout.delta + i, reduced);
+    store(layout.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
+    store(layout.nonfinite + i, __builtin_convertvector(nonfinite & nonfinite_statistics, Bytes));
     if constexpr (Format::fused) {
         const auto small = (peak <= all(small_peak)) & (peak >= all(-small_peak));
-        store(part.large_peak + i, __builtin_convertvector(~(Words)small & 1, Bytes));
-        store(part.shift + i, peak * log2_e + Format::log2(sums));
+        store(layout.large_peak + i, __builtin_convertvector(~(Words)small & 1, Bytes));
+        store(layout.shift + i, peak * log2_e + Format::log2(sums));
     }
     for (int e = 0; e < here; ++e) {
         if (empty[e]) packed.means += sums[e] > 0.0f;
@@ -261,7 +261,7 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
 }
 
 template <class Format, class T>
-void record_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
+void record_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Format> &layout) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     for (std::int64_t i = 0; i < tile.row1 - tile.row0; ++i) {
@@ -269,8 +269,8 @@ void record_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Fo
         bool q = has_nonfinite(row_of<const T>(o.q, tile.seq, tile.head, row), p.dim_qk);
         if (p.dim_rope) q |= has_nonfinite(row_of<const T>(o.q_rope, tile.seq, tile.head, row), p.dim_rope);
         const bool dout = has_nonfinite(row_of<const T>(job.gradients->dout, tile.seq, tile.head, row), p.dim_v);
-        part.nonfinite[i] =
-            static_cast<std::uint8_t>(part.nonfinite[i] | (q ? nonfinite_q : 0) | (dout ? nonfinite_dout : 0));
+        layout.nonfinite[i] =
+            static_cast<std::uint8_t>(layout.nonfinite[i] | (q ? nonfinite_q : 0) | (dout ? nonfinite_dout : 0));
     }
 }
 
@@ -280,24 +280,25 @@ template <class Format, class T> PackedRows pack_rows(const Job &job, const RowT
     const Rows &dout = job.gradients->dout;
     const Sizes<Format> sizes(p);
     const std::int64_t rows = tile.row1 - tile.row0;
-    const RowPart<Format> part(sizes, rows, tile.memory);
+    const RowPart<Format> layout(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
     PackedRows packed = {};
     for (std::int64_t i = 0; i < rows; i += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - i);
-        pack_statistics(job, part, tile, i, here, pack_words<Format, T>(job, sizes, part, tile, i, here), packed);
+        pack_statistics(job, layout, tile, i, here, pack_words<Format, T>(job, sizes, layout, tile, i, here), packed);
     }
-    std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
-    std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
+    std::memset(layout.q + rows * sizes.words, 0, (layout.padded - rows) * sizes.words * sizeof *layout.q);
+    std::memset(layout.dout + rows * sizes.value_words, 0,
+                (layout.padded - rows) * sizes.value_words * sizeof *layout.dout);
     bool nonfinite = pack_transposed<Format>(row_of<const T>(o.q, b, h, tile.row0), o.q.stride_token, rows, p.dim_qk,
-                                             part.deep, part.q_rows);
+                                             layout.deep, layout.q_rows);
     if (p.dim_rope) {
         nonfinite |= pack_transposed<Format>(row_of<const T>(o.q_rope, b, h, tile.row0), o.q_rope.stride_token, rows,
-                                             p.dim_rope, part.deep, part.q_rows + sizes.main_columns * part.deep);
+                                             p.dim_rope, layout.deep, layout.q_rows + sizes.main_columns * layout.deep);
     }
     nonfinite |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v,
-                                         part.deep, part.dout_rows);
-    if (nonfinite) record_nonfinite_rows<Format, T>(job, tile, part);
+                                         layout.deep, layout.dout_rows);
+    if (nonfinite) record_nonfinite_rows<Format, T>(job, tile, layout);
     return packed;
 }
 
@@ -307,7 +308,7 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Sizes<Format> sizes(p);
-    const KeyPart<Format> part(p, sizes, tile.memory);
+    const KeyPart<Format> layout(p, sizes, tile.memory);
     const std::int64_t count = tile.key1 - tile.key0;
     for (std::int64_t at = 0; at < count; at += panel) {
         const std::int64_t here = least<std::int64_t>(panel, count - at), key = tile.key0 + at;
@@ -316,19 +317,19 @@ template <class Format, class T> void load_keys(const Job &job, const KeyTile &t
             prefetch(row_of<const T>(o.k, b, h, i), p.dim_qk);
             prefetch(row_of<const T>(o.v, b, h, i), p.dim_v);
         }
-        pack_key_panel<Format, T>(p, o, sizes, b, h, key, here, part.k + at * sizes.words);
+        pack_key_panel<Format, T>(p, o, sizes, b, h, key, here, layout.k + at * sizes.words);
         pack_keys<Format>(row_of<const T>(o.v, b, h, key), o.v.stride_token, here, p.dim_v, sizes.value_words,
-                          part.v + at * sizes.value_words);
+                          layout.v + at * sizes.value_words);
         constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
         bool nonfinite = pack_values<Format>(row_of<const T>(o.k, b, h, key), o.k.stride_token, here, p.dim_qk, deep,
-                                             at, part.k_keys);
+                                             at, layout.k_keys);
         if (p.dim_rope) {
             nonfinite |= pack_values<Format>(row_of<const T>(o.k_rope, b, h, key), o.k_rope.stride_token, here,
-                                             p.dim_rope, deep, at, part.k_keys + sizes.main_columns * deep);
+                                             p.dim_rope, deep, at, layout.k_keys + sizes.main_columns * deep);
         }
-        part.nonfinite[at / panel] = nonfinite;
+        layout.nonfinite[at / panel] = nonfinite;
     }
-    std::memset(part.fresh, 1, tile_keys<Format> / panel);
+    std::memset(layout.fresh, 1, tile_keys<Format> / panel);
 }
 
 }  // namespace

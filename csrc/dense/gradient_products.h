@@ -125,7 +125,7 @@ FUSION_INLINE void multiply_keys(const GradientBlock &b, const typename Format::
     constexpr std::int64_t keys = tile_keys<Format>;
     rows += b.row * words;
     std::int64_t at = b.from;
-    const auto cut = [&](std::int64_t end) {
+    const auto multiply_vectors = [&](std::int64_t end) {
         if (at < end) before();
         for (; at < end; at += lanes) {
             const auto *vector = panels + at / panel * panel * words + at % panel;
@@ -133,12 +133,12 @@ FUSION_INLINE void multiply_keys(const GradientBlock &b, const typename Format::
                                                                      0, false);
         }
     };
-    cut(least(b.to, round_up<std::int64_t>(at, panel)));
-    const std::int64_t whole = (b.to - at) / panel * panel, first = at - b.at;
-    multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, whole,
+    multiply_vectors(least(b.to, round_up<std::int64_t>(at, panel)));
+    const std::int64_t complete = (b.to - at) / panel * panel, first = at - b.at;
+    multiply_block<Format>(rows, words, b.rows, panels + at * words, words * panel, words, c + first, keys, complete,
                            false, before);
-    at += whole;
-    cut(b.to);
+    at += complete;
+    multiply_vectors(b.to);
 }
 
 template <class Format> void multiply_rows(const GradientWork<Format> &w, const GradientBlock &b) {
@@ -163,15 +163,15 @@ void add_dq_part(const GradientWork<Format> &w, const GradientBlock &b, std::int
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     const bool add = !w.row_tile.fresh;
     // All blocks together prefetch the transposed rows, which are read after the last block.
-    const std::int64_t word_row = b.row / Format::depth, part = block_rows / Format::depth;
-    prefetch<2>(w.r.q_rows + word_row * columns, part * columns);
-    prefetch<2>(w.r.dout_rows + word_row * w.sizes.value_columns, part * w.sizes.value_columns);
+    const std::int64_t word_row = b.row / Format::depth, height = block_rows / Format::depth;
+    prefetch<2>(w.r.q_rows + word_row * columns, height * columns);
+    prefetch<2>(w.r.dout_rows + word_row * w.sizes.value_columns, height * w.sizes.value_columns);
     multiply_block<Format>(weights, deep, b.rows, keys + skip * panel, panel * deep, depth, dq, w.sizes.columns,
                            columns, add, [] {});
     narrow_panel(columns, [&](auto vectors) {
-        const std::int64_t rest = vectors() * lanes, whole = columns - rest;
-        multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + whole * deep + skip * rest, 0, depth,
-                                                          dq + whole, w.sizes.columns, 0, add);
+        const std::int64_t rest = vectors() * lanes, complete = columns - rest;
+        multiply_panels<Format, block_rows, vectors(), 1>(weights, deep, keys + complete * deep + skip * rest, 0, depth,
+                                                          dq + complete, w.sizes.columns, 0, add);
     });
 }
 

@@ -114,10 +114,10 @@ template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x
 
 // Sets the sign bits of non-finite elements in `nonfinite`; with Zeroed, replaces them by zeros.
 template <class Format, bool Zeroed> FUSION_INLINE Words checked(Words words, Words &nonfinite) {
-    const Words found = (words & ~signs<Format>)+lowest<Format>;
-    nonfinite |= found;
+    const Words marks = (words & ~signs<Format>)+lowest<Format>;
+    nonfinite |= marks;
     if constexpr (Zeroed) {
-        const Words ones = (found & signs<Format>) >> (32 / Format::depth - 1);
+        const Words ones = (marks & signs<Format>) >> (32 / Format::depth - 1);
         words &= ~(Format::depth == 1 ? -ones : (ones << 16) - ones);
     }
     return words;

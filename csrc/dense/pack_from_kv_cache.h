@@ -13,19 +13,19 @@ namespace {
 
 // Rows of one operand (keys, values or rope) of a sequence and key/value head in a cache.
 struct StoredRows {
-    const Cache &own, &common;
+    const Cache &separate, &common;
     std::int64_t common_keys, seq, head;
 
     // Address of the row of a key, which may consist of fragments.
     const char *row(std::int64_t key) const {
         return key < common_keys ? decode::cache_row(common, 0, head, key)
-                                 : decode::cache_row(own, seq, head, key - common_keys);
+                                 : decode::cache_row(separate, seq, head, key - common_keys);
     }
-    const Cache &cache(std::int64_t key) const { return key < common_keys ? common : own; }
+    const Cache &cache(std::int64_t key) const { return key < common_keys ? common : separate; }
     // True if `count` rows from a key on are stride_token apart.
     bool even(std::int64_t key, std::int64_t count) const {
         const Cache &c = cache(key);
-        if (c.piece || (key < common_keys && key + count > common_keys)) return false;
+        if (c.fragment || (key < common_keys && key + count > common_keys)) return false;
         const std::int64_t token = key < common_keys ? key : key - common_keys;
         return !c.table || token % c.page_size + count <= c.page_size;
     }
@@ -33,13 +33,13 @@ struct StoredRows {
     void copy(std::int64_t key, std::int64_t d, std::int64_t n, void *to) const {
         const Cache &c = cache(key);
         const char *const from = row(key);
-        if (!c.piece) {
+        if (!c.fragment) {
             std::memcpy(to, from + d * c.item, n * c.item);
             return;
         }
         for (std::int64_t at = d, count; at < d + n; at += count) {
-            count = least(c.piece - at % c.piece, d + n - at);
-            const std::int64_t place = at / c.piece * c.stride_piece + at % c.piece;
+            count = least(c.fragment - at % c.fragment, d + n - at);
+            const std::int64_t place = at / c.fragment * c.stride_fragment + at % c.fragment;
             std::memcpy(static_cast<char *>(to) + (at - d) * c.item, from + place * c.item, count * c.item);
         }
     }

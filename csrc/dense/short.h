@@ -28,16 +28,16 @@ template <class Format> FUSION_INLINE std::int64_t steps_of(const Work<Format> &
 // Sets scores of hidden keys to -inf, for M rows and N vectors from the panel's vector `from` on.
 template <class Format, int M, int N>
 FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std::int64_t from, Floats (&scores)[M][N]) {
-    std::uint64_t seen[M];
+    std::uint64_t visible[M];
 #pragma GCC unroll 1
     for (int i = 0; i < M; ++i) {
         const std::int64_t row = w.tile.row0 + b.row + least<std::int64_t>(i, b.rows - 1);
         const std::int64_t begin = first_key(w.seq, row) - b.first, end = end_key(w.seq, row) - b.first;
-        seen[i] = (low_bits(end) & ~low_bits(begin)) >> (from * lanes);
+        visible[i] = (low_bits(end) & ~low_bits(begin)) >> (from * lanes);
     }
     FUSION_UNROLL for (int i = 0; i < M; ++i) {
         FUSION_UNROLL for (int j = 0; j < N; ++j) {
-            const auto bits = static_cast<std::uint32_t>(seen[i] >> (j * lanes));
+            const auto bits = static_cast<std::uint32_t>(visible[i] >> (j * lanes));
             scores[i][j] = pick(bits, scores[i][j], all(-infinity));
         }
     }

@@ -21,13 +21,13 @@ inline std::atomic<int> lease_poison = -1;
 class Lease {  // a buffer of at least `bytes`, aligned to cache lines; contents undefined
 public:
     explicit Lease(std::size_t bytes)
-        : asked_(bytes), poison_(lease_poison.load(std::memory_order_relaxed)), guard_(poison_ < 0 ? 0 : 4096),
+        : requested_(bytes), poison_(lease_poison.load(std::memory_order_relaxed)), guard_(poison_ < 0 ? 0 : 4096),
           buffer_(take(bytes + guard_)) {
         if (guard_) std::memset(data(), poison_, bytes + guard_);
     }
     ~Lease() {
         for (std::size_t i = 0; i < guard_; ++i) {
-            if (data()[asked_ + i] != static_cast<char>(poison_)) std::abort();
+            if (data()[requested_ + i] != static_cast<char>(poison_)) std::abort();
         }
         give_back(std::move(buffer_));
     }
@@ -51,8 +51,8 @@ private:
 
     // Exchanges the cached buffer. No lock, because a fork could leave it locked.
     static Owner exchange(Owner other) {
-        static std::atomic<Buffer *> kept = nullptr;  // never destroyed: a thread may still run when the process ends
-        return Owner(kept.exchange(other.release(), std::memory_order_acq_rel));
+        static std::atomic<Buffer *> spare = nullptr;  // never destroyed: a thread may still run when the process ends
+        return Owner(spare.exchange(other.release(), std::memory_order_acq_rel));
     }
 
     static Owner take(std::size_t bytes) {
@@ -87,7 +87,7 @@ private:
     // call is released in the end, but stays for large calls that alternate with small ones.
     static constexpr int most_unfit = 64;
 
-    const std::size_t asked_;
+    const std::size_t requested_;
     const int poison_;
     const std::size_t guard_;
     Owner buffer_;

@@ -105,21 +105,21 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
     }
 }
 
-BackwardPlan::~BackwardPlan() { delete kept_.load(); }
+BackwardPlan::~BackwardPlan() { delete last_schedule_.load(); }
 
 void BackwardPlan::cut_units() {
     for (std::size_t b = 0; b < units_.sequences.size(); ++b) {
         const Sequence &seq = units_.sequences[b];
         const std::int64_t rows = ceil_div(seq.q_len, gradient_rows), keys = ceil_div(seq.kv_len, kernels_.tile_keys);
-        const std::int64_t places[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
+        const std::int64_t row_slots[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
         const double work = work_of(seq, rows);
         // A short tile takes as much memory as a full one, except if it is the only one: many sequences may be short.
         const std::size_t tile = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : tile_bytes_;
-        const GradientUnit::Room shared = {places[0], units_.group * places[0] * tile},
-                                 own = {places[1], units_.group * places[1] * tile};
+        const GradientUnit::Room shared = {row_slots[0], units_.group * row_slots[0] * tile},
+                                 single = {row_slots[1], units_.group * row_slots[1] * tile};
         for (std::int64_t head = 0; (rows || keys) && head < problem_.heads_kv; ++head) {
             units_.units.push_back(
-                {static_cast<std::int64_t>(b), head, row_tiles_, key_tiles_, rows, keys, work, shared, own});
+                {static_cast<std::int64_t>(b), head, row_tiles_, key_tiles_, rows, keys, work, shared, single});
             row_tiles_ += units_.group * rows;
             key_tiles_ += keys;
             work_ += work;
@@ -162,11 +162,11 @@ std::size_t BackwardPlan::workspace_bytes(int threads) const {
 // Reuses the schedule of the last run if it had the same number of threads. No lock, because a fork could leave it
 // locked.
 std::unique_ptr<const BackwardSchedule> BackwardPlan::take_schedule(int size, const BiasOrder &order) const {
-    std::unique_ptr<const BackwardSchedule> kept(order.holds() ? nullptr : kept_.exchange(nullptr));
-    if (kept && kept->team == size) return kept;
-    auto made = std::make_unique<BackwardSchedule>(units_, size, order);
-    made->list_items(units_);
-    return made;
+    std::unique_ptr<const BackwardSchedule> previous(order.holds() ? nullptr : last_schedule_.exchange(nullptr));
+    if (previous && previous->team == size) return previous;
+    auto schedule = std::make_unique<BackwardSchedule>(units_, size, order);
+    schedule->list_items(units_);
+    return schedule;
 }
 
 // The tile of rows number `index` of a unit, counted head after head.
@@ -175,7 +175,7 @@ RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, Memory memo
     const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
     const std::int64_t q_len = units_.sequences[u.seq].q_len;
     const std::size_t bytes = u.row_tiles == 1 ? kernels_.row_bytes(problem_, q_len) : tile_bytes_;
-    char *const rows = memory.rows + (head * memory.places + tile % memory.places) * bytes;
+    char *const rows = memory.rows + (head * memory.row_slots + tile % memory.row_slots) * bytes;
     return {u.seq, u.head * units_.group + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
 }
 
@@ -204,10 +204,10 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     const BackwardSchedule &schedule = *owned;
     State state(*this, job, order, schedule, memory.data());
     std::vector<double> dsink(problem_.heads_q);
-    char *const own = state.packed + schedule.slot_bytes * schedule.slots;
+    char *const single_memory = state.packed + schedule.slot_bytes * schedule.slots;
     run_team(schedule.team, time_alone(all_work(), work_per_thread), [&](const Team &members) {
-        char *const mine = own + (schedule.own_bytes + units_.key_bytes) * members.thread;
-        work(state, members, mine, mine + schedule.own_bytes);
+        char *const mine = single_memory + (schedule.single_bytes + units_.key_bytes) * members.thread;
+        work(state, members, mine, mine + schedule.single_bytes);
 #if defined(__x86_64__)
         _mm_sfence();  // other threads read results that were written past the caches
 #endif
@@ -222,7 +222,7 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     }
     for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h)
         gradients.dsink[h] = static_cast<float>(dsink[h]);
-    if (!order.holds()) delete kept_.exchange(owned.release());
+    if (!order.holds()) delete last_schedule_.exchange(owned.release());
     return means;
 }
 
@@ -231,13 +231,13 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
 std::size_t BackwardPlan::take_early(State &state) const {
     const BackwardSchedule &schedule = state.schedule;
     std::size_t next = state.next;
-    while (next + static_cast<std::size_t>(schedule.team) <= schedule.own_tasks) {
+    while (next + static_cast<std::size_t>(schedule.team) <= schedule.single_tasks) {
         if (state.next.compare_exchange_weak(next, next + 1)) return next;
     }
     return schedule.tasks.size();
 }
 
-void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch) const {
+void BackwardPlan::work(State &state, const Team &team, char *single_memory, void *scratch) const {
     const BackwardSchedule &schedule = state.schedule;
     const std::size_t none = schedule.tasks.size();
     // Items are taken in order and wait for earlier ones only, so the first unfinished one never waits.
@@ -246,15 +246,16 @@ void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch
         after = none;
         for (std::size_t at = task.first; at < task.end; ++at) {
             const GradientItem &item = schedule.items[at];
-            const Memory memory = task.own ? Memory{own, units_[item.unit].own.places} : memory_of(state, team, item);
+            const Memory memory =
+                task.single ? Memory{single_memory, units_[item.unit].single.row_slots} : memory_of(state, team, item);
             if (team.cancelled()) return;
             if (item.packs) {
                 if (!pack_rows(item, state, team, memory)) return;
             } else {
-                if (task.own && at == task.last_keys) after = take_early(state);
+                if (task.single && at == task.last_keys) after = take_early(state);
                 const GradientTask *const then = after < none ? &schedule.tasks[after] : nullptr;
                 const Upcoming upcoming = upcoming_after(state, at, task, then);
-                if (!meet_keys(item, state, team, memory, scratch, task.own, upcoming)) return;
+                if (!meet_keys(item, state, team, memory, scratch, task.single, upcoming)) return;
             }
             state.left[item.unit].fetch_sub(1, std::memory_order_acq_rel);
         }
@@ -270,7 +271,7 @@ BackwardPlan::Memory BackwardPlan::memory_of(const State &state, const Team &tea
         const Counter &left = state.left[schedule.shared[position - slots]];
         team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; });
     }
-    return {state.packed + position % slots * schedule.slot_bytes, units_[item.unit].shared.places};
+    return {state.packed + position % slots * schedule.slot_bytes, units_[item.unit].shared.row_slots};
 }
 
 BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::size_t at, const GradientTask &task,
@@ -279,16 +280,16 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
     Upcoming upcoming = {};
     // For a shared unit, the next items in the list, which any thread may take.
     const std::size_t unit = items[at].unit, far = at + Upcoming::farthest;
-    std::size_t end = task.own ? task.end : std::min(items.size(), far);
+    std::size_t end = task.single ? task.end : std::min(items.size(), far);
     for (++at; !upcoming.keys; ++at) {
         while (at >= end) {  // a sequence without keys has no memory to prefetch
-            if (!task.own || !then) return upcoming;
+            if (!task.single || !then) return upcoming;
             at = then->first;
             end = then->end;
             then = nullptr;
         }
         const GradientItem &item = items[at];
-        if (!task.own && item.unit != unit) continue;
+        if (!task.single && item.unit != unit) continue;
         if (!item.packs) {
             upcoming.keys = &item;
         } else if (upcoming.count < Upcoming::most) {
@@ -341,9 +342,9 @@ bool BackwardPlan::pack_rows(const GradientItem &item, State &state, const Team 
     const GradientUnit &unit = units_[item.unit];
     Counter *const met = state.met.get() + unit.first_row_tile + item.tile;
     const std::int64_t tile = item.tile % unit.row_tiles;
-    if (tile >= memory.places) {  // the tile that used this memory before is finished
-        const MetKeys before = units_.met(item.unit, tile - memory.places);
-        if (!wait_for(team, *(met - memory.places), before.end - before.first)) return false;
+    if (tile >= memory.row_slots) {  // the tile that used this memory before is finished
+        const MetKeys before = units_.met(item.unit, tile - memory.row_slots);
+        if (!wait_for(team, *(met - memory.row_slots), before.end - before.first)) return false;
     }
     RowTile rows = row_tile(item.unit, item.tile, memory);
     const MetKeys keys = units_.met(item.unit, tile);
@@ -377,7 +378,7 @@ BackwardPlan::Before BackwardPlan::bias_before(const State &state, const Gradien
 }
 
 bool BackwardPlan::meet_keys(const GradientItem &item, State &state, const Team &team, Memory memory, void *scratch,
-                             bool own, const Upcoming &upcoming) const {
+                             bool single, const Upcoming &upcoming) const {
     const GradientUnit &unit = units_[item.unit];
     const std::int64_t key0 = item.tile * kernels_.tile_keys;
     const KeyTile keys = {unit.seq, unit.head, key0,
@@ -387,7 +388,7 @@ bool BackwardPlan::meet_keys(const GradientItem &item, State &state, const Team 
     for (std::int64_t i = 0; i < unit.row_tiles; ++i) {
         slices += units_.met(item.unit, i).has(item.tile) ? units_.group : 0;
     }
-    const bool watched = !own || !state.order.before.empty();
+    const bool watched = !single || !state.order.before.empty();
     Progress *const progress =
         watched ? &state.progress[unit.first_key_tile + item.tile - state.first_watched] : nullptr;
     const bool whole_head = !state.order.before.empty() && state.job.gradients->dbias.stride_row[unit.seq] == 0;

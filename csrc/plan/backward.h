@@ -59,7 +59,7 @@ private:
     struct Turn;
     struct Memory {
         char *rows;
-        std::int64_t places;  // slots for tiles of rows of each head
+        std::int64_t row_slots;  // slots for tiles of rows of each head
     };
 
     void cut_units();
@@ -70,11 +70,11 @@ private:
     std::unique_ptr<const BackwardSchedule> take_schedule(int size, const BiasOrder &order) const;
     RowTile row_tile(std::size_t unit, std::int64_t index, Memory memory) const;
     std::size_t take_early(State &state) const;
-    void work(State &state, const Team &team, char *own, void *scratch) const;
+    void work(State &state, const Team &team, char *single_memory, void *scratch) const;
     Memory memory_of(const State &state, const Team &team, const GradientItem &item) const;
     bool pack_rows(const GradientItem &item, State &state, const Team &team, Memory memory) const;
     Before bias_before(const State &state, const GradientItem &item, std::int64_t index) const;
-    bool meet_keys(const GradientItem &item, State &state, const Team &team, Memory memory, void *scratch, bool own,
+    bool meet_keys(const GradientItem &item, State &state, const Team &team, Memory memory, void *scratch, bool single,
                    const Upcoming &upcoming) const;
     Upcoming upcoming_after(const State &state, std::size_t at, const GradientTask &task,
                             const GradientTask *then) const;
@@ -89,7 +89,7 @@ private:
     std::size_t tile_bytes_ = 0;
     std::int64_t row_tiles_ = 0, key_tiles_ = 0;
     double work_ = 0, result_bytes_ = 0;
-    mutable std::atomic<const BackwardSchedule *> kept_ = nullptr;  // of the last run, unless one is running
+    mutable std::atomic<const BackwardSchedule *> last_schedule_ = nullptr;  // of the last run, unless one is running
 };
 
 }  // namespace fusion

@@ -98,22 +98,22 @@ BackwardSchedule::BackwardSchedule(const GradientUnits &units, int threads, cons
     } else {
         share_chains(units, order);
     }
-    own_tasks = own_ends_.size();
+    single_tasks = single_ends_.size();
 }
 
 std::size_t BackwardSchedule::bytes(const GradientUnits &units) const {
-    return slot_bytes * slots + (own_bytes + units.key_bytes) * static_cast<std::size_t>(team);
+    return slot_bytes * slots + (single_bytes + units.key_bytes) * static_cast<std::size_t>(team);
 }
 
 // Assigns each chain to one thread; if chains take much memory, fewer threads are used.
 void BackwardSchedule::share_chains(const GradientUnits &units, const BiasOrder &order) {
     position.assign(units.size(), 0);
-    for (const GradientUnit &unit : units.units) own_bytes = std::max(own_bytes, unit.own.bytes);
-    const std::size_t fitting = own_bytes ? most_bytes(team) / own_bytes : order.chains.size();
+    for (const GradientUnit &unit : units.units) single_bytes = std::max(single_bytes, unit.single.bytes);
+    const std::size_t fitting = single_bytes ? most_bytes(team) / single_bytes : order.chains.size();
     team = team_size(team, static_cast<std::int64_t>(std::min(fitting, order.chains.size())));
     for (const std::vector<std::size_t> &chain : order.chains) {
-        own_.insert(own_.end(), chain.begin(), chain.end());
-        own_ends_.push_back(own_.size());
+        single_units_.insert(single_units_.end(), chain.begin(), chain.end());
+        single_ends_.push_back(single_units_.size());
     }
 }
 
@@ -129,11 +129,11 @@ void BackwardSchedule::share_units(const GradientUnits &units, bool ordered) {
         position.push_back(shared.size());
         // If units wait for earlier ones, they must keep their order in the list.
         const bool late = ordered && !shared.empty();
-        if (!late && unit.work * (team + 1) <= left && unit.own.bytes * threads <= most_bytes(team)) {
-            own_bytes = std::max(own_bytes, unit.own.bytes);
+        if (!late && unit.work * (team + 1) <= left && unit.single.bytes * threads <= most_bytes(team)) {
+            single_bytes = std::max(single_bytes, unit.single.bytes);
             left -= unit.work;
-            own_.push_back(u);
-            own_ends_.push_back(own_.size());
+            single_units_.push_back(u);
+            single_ends_.push_back(single_units_.size());
         } else {
             shared.push_back(u);
             slot_bytes = std::max(slot_bytes, unit.shared.bytes);
@@ -151,9 +151,9 @@ void BackwardSchedule::list_items(const GradientUnits &units) {
     items.reserve(count);
     tasks.reserve(count);
     packed_.resize(slots);
-    for (const std::size_t end : own_ends_) {
+    for (const std::size_t end : single_ends_) {
         const std::size_t first = items.size();
-        for (; at < end; ++at) add_items(units, &own_[at], 1);
+        for (; at < end; ++at) add_items(units, &single_units_[at], 1);
         std::size_t last = items.size();
         while (last > first && items[last - 1].packs) --last;
         tasks.push_back({first, items.size(), last - 1, true});

@@ -24,14 +24,14 @@ struct MetKeys {
 
 struct GradientUnit {
     struct Room {
-        std::int64_t places;  // slots for tiles of rows of a head: tile i is in slot i % places
-        std::size_t bytes;    // of all slots
+        std::int64_t row_slots;  // slots for tiles of rows of a head: tile i is in slot i % row_slots
+        std::size_t bytes;       // of all slots
     };
     std::int64_t seq, head;
     std::int64_t first_row_tile, first_key_tile;  // counted over all units; rows head after head
     std::int64_t row_tiles, key_tiles;            // row_tiles: per head
     double work;                                  // (row, key) pairs
-    Room shared, own;                             // if shared by several threads, if computed by one
+    Room shared, single;                          // if shared by several threads, if computed by one
 };
 
 // Input of a schedule: the units of a backward and their memory.
@@ -68,19 +68,19 @@ struct GradientItem {
 
 struct GradientTask {  // consecutive items of one thread: complete units, or a single item of a shared unit
     std::size_t first, end, last_keys;  // last_keys: its last tile of keys
-    bool own;
+    bool single;
 };
 
 class BackwardSchedule {
 public:
     int team;
-    std::vector<std::size_t> shared;            // units
-    std::vector<std::size_t> position;          // per unit: number of shared units before it
-    std::size_t slots = 1;                      // rows of the i-th shared unit are in slot i % slots
-    std::size_t slot_bytes = 0, own_bytes = 0;  // memory of a slot; of a thread for units that it computes alone
+    std::vector<std::size_t> shared;               // units
+    std::vector<std::size_t> position;             // per unit: number of shared units before it
+    std::size_t slots = 1;                         // rows of the i-th shared unit are in slot i % slots
+    std::size_t slot_bytes = 0, single_bytes = 0;  // memory of a slot; of a thread for units that it computes alone
     std::vector<GradientItem> items;
     std::vector<GradientTask> tasks;  // units computed by one thread come first
-    std::size_t own_tasks = 0;
+    std::size_t single_tasks = 0;
 
     // A schedule without items.
     BackwardSchedule(const GradientUnits &units, int threads, const BiasOrder &order);
@@ -93,8 +93,8 @@ private:
     void share_units(const GradientUnits &units, bool ordered);
     void add_items(const GradientUnits &all, const std::size_t *first, std::size_t count);
 
-    std::vector<std::size_t> own_, own_ends_;  // units computed by one thread, task after task
-    std::vector<std::int64_t> packed_;         // while listing parallel units: their packed tiles of rows
+    std::vector<std::size_t> single_units_, single_ends_;  // units computed by one thread, task after task
+    std::vector<std::int64_t> packed_;                     // while listing parallel units: their packed tiles of rows
 };
 
 }  // namespace fusion

@@ -103,17 +103,17 @@ void DecodePlan::cut_common() {
 
 void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row) {
     const Sequence &seq = sequences_[b];
-    const std::int64_t group = group_of(problem_), own = problem_.common_keys;
-    const std::int64_t first = row0 / group, last = (row1 - 1) / group, keys = std::max(seq.kv_len, own);
+    const std::int64_t group = group_of(problem_), common = problem_.common_keys;
+    const std::int64_t first = row0 / group, last = (row1 - 1) / group, keys = std::max(seq.kv_len, common);
     const bool sees = seq.hi > seq.lo || seq.prefix > 0;
-    const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, own, keys);
+    const std::int64_t begin = std::clamp<std::int64_t>(first + seq.lo, common, keys);
     const std::int64_t end = sees ? std::clamp(std::max(last + seq.hi, seq.prefix), begin, keys) : begin;
-    add_block({b, row0, row1, 0, 0, 0, 0, row}, begin, end, own);
+    add_block({b, row0, row1, 0, 0, 0, 0, row}, begin, end, common);
 }
 
 // Divides the keys [begin, end) of a block into runs, whose leaves are counted from key first_own on.
-void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own) {
-    const std::int64_t heads = problem_.heads_kv, from = begin - first_own, to = end - first_own;
+void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t cache_first) {
+    const std::int64_t heads = problem_.heads_kv, from = begin - cache_first, to = end - cache_first;
     const std::int64_t run0 = from / decode_run, count = std::max<std::int64_t>(ceil_div(to, decode_run) - run0, 1);
     refuse_endless(count * heads);
     pairs_ += (to - from) * (block.row1 - block.row0) * heads;
@@ -122,7 +122,7 @@ void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, st
         const std::int64_t first = std::max(from, (run0 + c) * decode_run);
         const std::int64_t last = std::min(to, (run0 + c + 1) * decode_run);
         const std::int64_t leaves = std::max<std::int64_t>(ceil_div(last, decode_leaf) - first / decode_leaf, 1);
-        runs_.push_back({blocks_.size(), c, first_own + first, first_own + last, leaves, leaves_});
+        runs_.push_back({blocks_.size(), c, cache_first + first, cache_first + last, leaves, leaves_});
         leaves_ += leaves * heads;
     }
     block.runs = block.results = block.parts = count;
@@ -160,74 +160,74 @@ std::size_t DecodePlan::workspace_bytes(int threads) const {
 }
 
 // Takes the next work: all leaves of some heads, which are adjacent in a page, or some leaves of one head when little
-// is left, so that the last pieces of work are short.
-DecodePlan::Piece DecodePlan::take(State &state) const {
+// is left, so that the last tasks are short.
+DecodePlan::Task DecodePlan::take(State &state) const {
     const auto behind = [](std::int64_t leaf, const Run &run) { return leaf < run.first; };
     std::int64_t first = state.taken.load(std::memory_order_relaxed), count;
-    Piece piece;
+    Task task;
     do {
         if (first >= leaves_) return {nullptr, 0, 0, 0, 0};
         const Run &run = *(std::upper_bound(runs_.begin(), runs_.end(), first, behind) - 1);
         const Block &block = blocks_[run.block];
         const std::int64_t head = (first - run.first) / run.leaves, leaf = (first - run.first) % run.leaves;
         const std::int64_t least = leaves_ / (fair_share * state.members);
-        const std::int64_t share =
+        const std::int64_t quota =
             state.members == 1 ? leaves_ : std::max(ceil_div(leaves_ - first, 2 * state.members), least);
-        if (leaf == 0 && share >= run.leaves) {
+        if (leaf == 0 && quota >= run.leaves) {
             const std::int64_t fit = decode_slots / slots_of(block.row1 - block.row0);
-            piece = {&run, head, std::min({share / run.leaves, problem_.heads_kv - head, fit}), 0, run.leaves};
+            task = {&run, head, std::min({quota / run.leaves, problem_.heads_kv - head, fit}), 0, run.leaves};
         } else {  // every thread takes the same number
-            const auto even = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(share)));
-            piece = {&run, head, 1, leaf, std::min(leaf + even, run.leaves)};
+            const auto even = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(quota)));
+            task = {&run, head, 1, leaf, std::min(leaf + even, run.leaves)};
         }
-        count = piece.heads * (piece.end - piece.leaf);
+        count = task.heads * (task.end - task.leaf);
     } while (!state.taken.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
-    return piece;
+    return task;
 }
 
-DecodeUnit DecodePlan::unit_of(const Piece &piece, std::int64_t leaf) const {
-    const Run &run = *piece.run;
+DecodeUnit DecodePlan::unit_of(const Task &task, std::int64_t leaf) const {
+    const Run &run = *task.run;
     const Block &block = blocks_[run.block];
-    const std::int64_t own = block.seq < 0 ? 0 : problem_.common_keys;
-    const std::int64_t first = own + ((run.begin - own) / decode_leaf + leaf) * decode_leaf;
+    const std::int64_t offset = block.seq < 0 ? 0 : problem_.common_keys;
+    const std::int64_t first = offset + ((run.begin - offset) / decode_leaf + leaf) * decode_leaf;
     const std::int64_t begin = std::max(run.begin, first), end = std::min(run.end, first + decode_leaf);
     const std::int64_t seq = std::max<std::int64_t>(block.seq, 0);
-    DecodeUnit unit = {seq, piece.head, piece.heads, block.row0, block.row1, begin, end, false};
+    DecodeUnit unit = {seq, task.head, task.heads, block.row0, block.row1, begin, end, false};
     unit.tokens = block.seq < 0 ? tokens_.data() : nullptr;
-    unit.first_own = own;
+    unit.cache_first = offset;
     return unit;
 }
 
 // Called by every thread of a team: takes and computes work until none is left.
-void DecodePlan::work(State &state, const Team &team, char *own) const {
-    for (Piece piece = take(state), next; piece.heads && !team.cancelled(); piece = next) {
+void DecodePlan::work(State &state, const Team &team, char *memory) const {
+    for (Task task = take(state), next; task.heads && !team.cancelled(); task = next) {
         next = {};
-        if (piece.end - piece.leaf == piece.run->leaves) attend_run(state, piece, next, own);
-        else attend_leaves(state, piece, next, own);
+        if (task.end - task.leaf == task.run->leaves) attend_run(state, task, next, memory);
+        else attend_leaves(state, task, next, memory);
         if (!next.heads) next = take(state);
     }
 }
 
-// Computes a leaf. Before the last leaf of a piece of work, takes the next piece for prefetches if enough are left for
-// the other threads.
-bool DecodePlan::attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
-                             float *found) const {
-    DecodeUnit unit = unit_of(piece, leaf), then;
+// Computes a leaf. Before the last leaf of a task, takes the next task for prefetches if enough are left for the other
+// threads.
+bool DecodePlan::attend_leaf(State &state, const Task &task, std::int64_t leaf, bool placed, Task &next, char *memory,
+                             float *output) const {
+    DecodeUnit unit = unit_of(task, leaf), then;
     unit.placed = placed;
-    const bool last = leaf + 1 == piece.end;
+    const bool last = leaf + 1 == task.end;
     const bool plenty = state.taken.load(std::memory_order_relaxed) + 2 * state.members <= leaves_;
     if (last && plenty) next = take(state);
-    if (!last) then = unit_of(piece, leaf + 1);
+    if (!last) then = unit_of(task, leaf + 1);
     else if (next.heads) then = unit_of(next, next.leaf);
-    char *const scratch = own + 2 * row_floats_ * decode_slots * sizeof(float);
-    return attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, found);
+    char *const scratch = memory + 2 * row_floats_ * decode_slots * sizeof(float);
+    return attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, output);
 }
 
 // Computes a unit, and those of its rows again that are not finite. Returns true if the prepared rows are still valid
 // in scratch.
 bool DecodePlan::attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *then, void *scratch,
-                        float *found) const {
-    const DecodeNonfinite nonfinite = attend_(job, unit, then, scratch, found, false);
+                        float *output) const {
+    const DecodeNonfinite nonfinite = attend_(job, unit, then, scratch, output, false);
     const std::int64_t rows = unit.row1 - unit.row0, step = unit.tokens ? 1 : rows;  // other sequences' rows are valid
     bool finite = true;
     for (std::int64_t head = 0; head < unit.heads; ++head) {
@@ -238,7 +238,7 @@ bool DecodePlan::attend(const DecodeJob &job, const DecodeUnit &unit, const Deco
         for (std::int64_t row = 0; row < rows; row += step) {
             if (unit.tokens && !(nonfinite.rows[head] >> row & 1)) continue;
             one.row0 = unit.row0 + row, one.row1 = one.row0 + step;
-            float *const to = found + (head * rows + row) * static_cast<std::int64_t>(row_floats_);
+            float *const to = output + (head * rows + row) * static_cast<std::int64_t>(row_floats_);
             variant_.decode.attend_of(DecodeFormat::floats)(job, one, nullptr, scratch, to, true);
         }
     }
@@ -246,56 +246,56 @@ bool DecodePlan::attend(const DecodeJob &job, const DecodeUnit &unit, const Deco
 }
 
 // Computes all leaves of some heads; their partial results stay in the cache of this thread.
-void DecodePlan::attend_run(State &state, const Piece &piece, Piece &next, char *own) const {
-    auto *const sum = reinterpret_cast<float *>(own);
+void DecodePlan::attend_run(State &state, const Task &task, Task &next, char *memory) const {
+    auto *const sum = reinterpret_cast<float *>(memory);
     const auto apart = static_cast<std::int64_t>(row_floats_) * decode_slots;
-    const Block &block = blocks_[piece.run->block];
-    const std::int64_t rows = piece.heads * (block.row1 - block.row0);
+    const Block &block = blocks_[task.run->block];
+    const std::int64_t rows = task.heads * (block.row1 - block.row0);
     bool placed = false;
-    for (std::int64_t leaf = 0; leaf < piece.end; ++leaf) {
-        placed = attend_leaf(state, piece, leaf, placed, next, own, leaf ? sum + apart : sum);
-        if (leaf) variant_.decode.merge(state.job, {block.seq, piece.head, 0, rows, 0, apart, 2}, sum);
+    for (std::int64_t leaf = 0; leaf < task.end; ++leaf) {
+        placed = attend_leaf(state, task, leaf, placed, next, memory, leaf ? sum + apart : sum);
+        if (leaf) variant_.decode.merge(state.job, {block.seq, task.head, 0, rows, 0, apart, 2}, sum);
     }
-    for (std::int64_t i = 0; i < piece.heads; ++i) {
-        deliver(state, *piece.run, piece.head + i, sum + i * floats_of(block));
+    for (std::int64_t i = 0; i < task.heads; ++i) {
+        deliver(state, *task.run, task.head + i, sum + i * floats_of(block));
     }
 }
 
 // Computes some leaves of a head, of which other threads compute the others.
-void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const {
-    auto *const found = reinterpret_cast<float *>(own);
-    const Run &run = *piece.run;
+void DecodePlan::attend_leaves(State &state, const Task &task, Task &next, char *memory) const {
+    auto *const output = reinterpret_cast<float *>(memory);
+    const Run &run = *task.run;
     const Block &block = blocks_[run.block];
-    float *const leaves = state.split + (run.first + piece.head * run.leaves - state.split_from) * state.leaf_floats;
+    float *const leaves = state.split + (run.first + task.head * run.leaves - state.split_from) * state.leaf_floats;
     bool placed = false;
-    for (std::int64_t leaf = piece.leaf; leaf < piece.end; ++leaf) {
-        placed = attend_leaf(state, piece, leaf, placed, next, own, found);
+    for (std::int64_t leaf = task.leaf; leaf < task.end; ++leaf) {
+        placed = attend_leaf(state, task, leaf, placed, next, memory, output);
         // Computed in this thread's cache and then copied, because another thread may have written the target last.
-        std::memcpy(leaves + leaf * state.leaf_floats, found,
+        std::memcpy(leaves + leaf * state.leaf_floats, output,
                     static_cast<std::size_t>(floats_of(block)) * sizeof(float));
     }
-    Counter &left = state.left_of_run[(&run - runs_.data()) * problem_.heads_kv + piece.head];
-    const auto done = static_cast<std::int32_t>(piece.end - piece.leaf);
+    Counter &left = state.left_of_run[(&run - runs_.data()) * problem_.heads_kv + task.head];
+    const auto done = static_cast<std::int32_t>(task.end - task.leaf);
     if (left.fetch_sub(done, std::memory_order_acq_rel) != done) return;
     for (std::int64_t leaf = 1; leaf < run.leaves; ++leaf) {
-        const DecodeRows rows = {block.seq, piece.head, block.row0, block.row1, 0, leaf * state.leaf_floats, 2};
+        const DecodeRows rows = {block.seq, task.head, block.row0, block.row1, 0, leaf * state.leaf_floats, 2};
         variant_.decode.merge(state.job, rows, leaves);
     }
-    deliver(state, run, piece.head, leaves);
+    deliver(state, run, task.head, leaves);
 }
 
 // Stores the result of a finished run of a head; the last run of a block calls finish().
-void DecodePlan::deliver(State &state, const Run &run, std::int64_t head, float *found) const {
+void DecodePlan::deliver(State &state, const Run &run, std::int64_t head, float *output) const {
     const Block &block = blocks_[run.block];
     const std::int64_t floats = floats_of(block), apart = problem_.heads_kv * floats;
     if (block.results > 1) {
         float *const partials = state.partials + block.place + head * floats;
         const std::int64_t result = run.index + block.results - block.runs;
-        std::memcpy(partials + result * apart, found, static_cast<std::size_t>(floats) * sizeof(float));
+        std::memcpy(partials + result * apart, output, static_cast<std::size_t>(floats) * sizeof(float));
         if (!is_last(state, block, head)) return;
-        found = partials;
+        output = partials;
     }
-    finish(state, block, head, found);
+    finish(state, block, head, output);
 }
 
 bool DecodePlan::is_last(State &state, const Block &block, std::int64_t head) const {
@@ -316,7 +316,7 @@ void DecodePlan::finish(State &state, const Block &block, std::int64_t head, flo
 }
 
 // Copies the partial results of common keys to the blocks of each sequence.
-void DecodePlan::distribute(State &state, const Block &common, std::int64_t head, const float *found) const {
+void DecodePlan::distribute(State &state, const Block &common, std::int64_t head, const float *output) const {
     const auto behind = [](std::int64_t row, const Block &block) { return row < block.row; };
     const auto stride = static_cast<std::int64_t>(row_floats_);
     auto block = std::upper_bound(blocks_.begin() + common_blocks_, blocks_.end(), common.row0, behind) - 1;
@@ -324,7 +324,7 @@ void DecodePlan::distribute(State &state, const Block &common, std::int64_t head
         const std::int64_t from = std::max(common.row0, block->row);
         const std::int64_t to = std::min(common.row1, block->row + block->row1 - block->row0);
         float *const results = state.partials + block->place + head * floats_of(*block);
-        std::memcpy(results + (from - block->row) * stride, found + (from - common.row0) * stride,
+        std::memcpy(results + (from - block->row) * stride, output + (from - common.row0) * stride,
                     static_cast<std::size_t>((to - from) * stride) * sizeof(float));
         if (is_last(state, *block, head)) finish(state, *block, head, results);
     }

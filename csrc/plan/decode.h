@@ -53,7 +53,7 @@ private:
         std::int64_t index, begin, end, leaves;  // index: in its block
         std::int64_t first;                      // first leaf, counted over all runs: [head][leaf]
     };
-    struct Piece {  // work that a thread takes from a run: all leaves of some heads, or some leaves of one head
+    struct Task {  // work that a thread takes from a run: all leaves of some heads, or some leaves of one head
         const Run *run;
         std::int64_t head, heads, leaf, end;  // heads 0: nothing is left
     };
@@ -62,22 +62,22 @@ private:
     void cut_runs();
     void cut_common();
     void cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, std::int64_t row);
-    void add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own);
+    void add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t cache_first);
     double all_work() const { return static_cast<double>(pairs_) * pair_work(problem_); }  // of a run
     int team(int threads) const;
     std::int64_t split_leaves(int team) const;
     std::int64_t floats_of(const Block &block) const;
-    Piece take(State &state) const;
-    DecodeUnit unit_of(const Piece &piece, std::int64_t leaf) const;
-    void work(State &state, const Team &team, char *own) const;
+    Task take(State &state) const;
+    DecodeUnit unit_of(const Task &task, std::int64_t leaf) const;
+    void work(State &state, const Team &team, char *memory) const;
     bool attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *then, void *scratch,
-                float *found) const;
-    bool attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
-                     float *found) const;
-    void attend_run(State &state, const Piece &piece, Piece &next, char *own) const;
-    void attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const;
-    void deliver(State &state, const Run &run, std::int64_t head, float *found) const;
-    void distribute(State &state, const Block &common, std::int64_t head, const float *found) const;
+                float *output) const;
+    bool attend_leaf(State &state, const Task &task, std::int64_t leaf, bool placed, Task &next, char *memory,
+                     float *output) const;
+    void attend_run(State &state, const Task &task, Task &next, char *memory) const;
+    void attend_leaves(State &state, const Task &task, Task &next, char *memory) const;
+    void deliver(State &state, const Run &run, std::int64_t head, float *output) const;
+    void distribute(State &state, const Block &common, std::int64_t head, const float *output) const;
     bool is_last(State &state, const Block &block, std::int64_t head) const;
     void finish(State &state, const Block &block, std::int64_t head, float *results) const;
 

@@ -90,31 +90,31 @@ void ForwardPlan::cut_units() {
 // The unit that begins with tile `first` of a sequence.
 ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
     const std::int64_t panel = kernels_.panel;
-    PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
+    PlannedUnit planned = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
     const auto grow = [&](const Tile &tile) {  // adds the keys of one more tile, unless the unit would exceed a cache
         if (tile.begin == tile.end) return true;
-        Unit grown = piece.unit;
+        Unit grown = planned.unit;
         const bool bare = grown.key_begin == grown.key_end;
         grown.key_begin = std::min(bare ? tile.begin : grown.key_begin, tile.begin) / panel * panel;
         grown.key_end = std::max(grown.key_end, round_up(tile.end, panel));
         const std::size_t bytes = kernels_.packed_bytes(problem_, grown);
-        const std::int64_t wider = std::max(piece.longest, tile.end - tile.begin);
-        const bool leaves = piece.bytes <= small_unit_ && bytes > small_unit_;
-        if (leaves && 2 * wider < piece.unit.key_end - piece.unit.key_begin) return false;
-        piece.unit = grown;
-        piece.bytes = bytes;
-        piece.longest = wider;
+        const std::int64_t wider = std::max(planned.longest, tile.end - tile.begin);
+        const bool leaves = planned.bytes <= small_unit_ && bytes > small_unit_;
+        if (leaves && 2 * wider < planned.unit.key_end - planned.unit.key_begin) return false;
+        planned.unit = grown;
+        planned.bytes = bytes;
+        planned.longest = wider;
         return true;
     };
     const std::int64_t group = group_of(problem_);
-    for (; piece.end < tiles_.size() && tiles_[piece.end].seq == piece.unit.seq && grow(tiles_[piece.end]);
-         ++piece.end) {
-        const Tile &tile = tiles_[piece.end];
-        piece.work += static_cast<double>(group * (tile.row1 - tile.row0)) *
-                      (row_work + static_cast<double>(tile.end - tile.begin));
+    for (; planned.end < tiles_.size() && tiles_[planned.end].seq == planned.unit.seq && grow(tiles_[planned.end]);
+         ++planned.end) {
+        const Tile &tile = tiles_[planned.end];
+        planned.work += static_cast<double>(group * (tile.row1 - tile.row0)) *
+                        (row_work + static_cast<double>(tile.end - tile.begin));
     }
-    piece.work += key_work * static_cast<double>(piece.unit.key_end - piece.unit.key_begin);
-    return piece;
+    planned.work += key_work * static_cast<double>(planned.unit.key_end - planned.unit.key_begin);
+    return planned;
 }
 
 // Adds a chain of these units for every head, sorted by work, because short work at the end balances threads.
@@ -305,10 +305,10 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
     if (units_.empty()) return 0;
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const std::size_t count = team(threads);
-    const bool own = alone(static_cast<int>(count));
-    char *const scratch = memory.data() + (own ? count * unit_bytes_ : slots() * wave_bytes_);
+    const bool independent = alone(static_cast<int>(count));
+    char *const scratch = memory.data() + (independent ? count * unit_bytes_ : slots() * wave_bytes_);
     Shared shared{.job = job, .packed = memory.data(), .team = count};
-    if (own) {
+    if (independent) {
         shared.segment = segment(count);
     } else {
         shared.left = reinterpret_cast<std::atomic<std::int64_t> *>(scratch + count * scratch_bytes_);
@@ -321,21 +321,21 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
     std::atomic<std::int64_t> empty = 0;
     run_team(static_cast<int>(count), time_alone(all_work(), work_per_thread), [&](const Team &team) {
         char *const mine = scratch + team.thread * scratch_bytes_;
-        empty += own ? work_alone(shared, team, shared.packed + team.thread * unit_bytes_, mine)
-                     : work_together(shared, team, mine);
+        empty += independent ? work_alone(shared, team, shared.packed + team.thread * unit_bytes_, mine)
+                             : work_together(shared, team, mine);
     });
     return empty;
 }
 
 // The next unit of a thread's bundle, or of a new one.
-std::size_t ForwardPlan::take(Shared &shared, Bundle &own) const {
-    if (own.first == own.end) {
-        own.first = shared.next;
+std::size_t ForwardPlan::take(Shared &shared, Bundle &taken) const {
+    if (taken.first == taken.end) {
+        taken.first = shared.next;
         do {
-            own.end = own.first + (own.first < units_.size() ? bundle(units_[own.first], shared) : 1);
-        } while (!shared.next.compare_exchange_weak(own.first, own.end));
+            taken.end = taken.first + (taken.first < units_.size() ? bundle(units_[taken.first], shared) : 1);
+        } while (!shared.next.compare_exchange_weak(taken.first, taken.end));
     }
-    return own.first++;
+    return taken.first++;
 }
 
 // Computes units alone. Keys are packed as tiles need them. Memory of the next tile is prefetched during the current
@@ -355,14 +355,14 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         ahead.add(part_of(o.k, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_qk));
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
-    Bundle own;
+    Bundle taken;
     std::int64_t empty = 0, done = 0;  // done: packed panels of the unit
     Unit unit = {};
-    for (std::size_t i = take(shared, own), before = units_.size(), after; i < units_.size(); before = i, i = after) {
+    for (std::size_t i = take(shared, taken), before = units_.size(), after; i < units_.size(); before = i, i = after) {
         // The next unit is taken now, to prefetch its memory, if enough are left for the other threads.
         const PlannedUnit &u = units_[i];
-        const bool known = own.first < own.end || plenty(u, shared);
-        after = known ? take(shared, own) : units_.size();
+        const bool early = taken.first < taken.end || plenty(u, shared);
+        after = early ? take(shared, taken) : units_.size();
         const bool goes_on = u.left > 1 && after == i + 1;
         const PlannedUnit *const then = after < units_.size() && !goes_on ? &units_[after] : nullptr;
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
@@ -396,7 +396,7 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
                 empty += kernels_.attend(job, unit, unit.head * group + h, tiles_[t], ahead, scratch);
             }
         }
-        if (!known) after = take(shared, own);
+        if (!early) after = take(shared, taken);
     }
     return empty;
 }

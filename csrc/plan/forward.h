@@ -83,7 +83,7 @@ private:
     std::size_t slots() const;
     std::size_t segment(std::size_t team) const;
     std::size_t bundle(const PlannedUnit &u, const Shared &shared) const;
-    std::size_t take(Shared &shared, Bundle &own) const;
+    std::size_t take(Shared &shared, Bundle &taken) const;
     bool plenty(const PlannedUnit &u, const Shared &shared) const;
     std::int64_t begin_unit(const PlannedUnit &next, bool goes_on, char *packed, Unit &unit, std::int64_t done) const;
     std::int64_t work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const;

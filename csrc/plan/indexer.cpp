@@ -80,15 +80,16 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
                 *const scratch = scores + scores_bytes(threads);
     std::vector<std::vector<Tile>> tiles;  // per wave
     tiles.reserve(waves_.size());
-    for (const Wave &wave : waves_) tiles.push_back(cut(wave, threads));
+    for (const Wave &wave : waves_) tiles.push_back(divide(wave, threads));
     run_team(threads, never_alone, [&](const Team &team) {
-        char *const own = scratch + scratch_bytes_ * team.thread;
+        char *const thread_scratch = scratch + scratch_bytes_ * team.thread;
         for (std::size_t w = 0; w < waves_.size(); ++w) {
             pack(team, waves_[w], job, packed);
             if (shares_rows(waves_[w], threads)) {
-                choose_together(team, waves_[w], tiles[w], job, packed, reinterpret_cast<float *>(scores), own);
+                choose_together(team, waves_[w], tiles[w], job, packed, reinterpret_cast<float *>(scores),
+                                thread_scratch);
             } else {
-                choose(team, tiles[w], job, packed, own);
+                choose(team, tiles[w], job, packed, thread_scratch);
             }
         }
     });
@@ -96,7 +97,7 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
 
 // Divides the rows of a wave into tiles, last rows first, because they take longest with a causal band. If few tiles
 // are enough, all rows of a short sequence are one tile, which reads its keys from memory once.
-std::vector<IndexerPlan::Tile> IndexerPlan::cut(const Wave &wave, int threads) const {
+std::vector<IndexerPlan::Tile> IndexerPlan::divide(const Wave &wave, int threads) const {
     const bool together = threads == 1 || shares_rows(wave, threads);
     const std::int64_t most = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
     std::vector<Tile> tiles;
@@ -116,7 +117,7 @@ const char *IndexerPlan::keys_of(std::int64_t b, const char *packed) const {
 // Packs the keys of a wave; like the other steps of a wave, called by every thread of a team.
 void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const {
     const std::int64_t blocks = ceil_div(ceil_div(wave.longest, panel_), panels_per_item);
-    team.share(static_cast<std::int64_t>(wave.end - wave.first) * blocks, [&](std::int64_t i) {
+    team.distribute(static_cast<std::int64_t>(wave.end - wave.first) * blocks, [&](std::int64_t i) {
         const std::size_t b = wave.first + static_cast<std::size_t>(i / blocks);
         const std::int64_t first = i % blocks * panels_per_item, end = ceil_div(sequences_[b].kv_len, panel_);
         if (offset_[b] == unpacked || first >= end) return;
@@ -128,7 +129,7 @@ void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job,
 void IndexerPlan::choose(const Team &team, const std::vector<Tile> &tiles, const SparseJob &job, const char *packed,
                          char *scratch) const {
     const auto compute = problem_.select_count ? kernels_.index_rows : kernels_.index_stats;
-    team.share(tiles.size(), [&](std::size_t i) {
+    team.distribute(tiles.size(), [&](std::size_t i) {
         const Tile &tile = tiles[i];
         compute(job, tile.seq, tile.row0, tile.row1, keys_of(tile.seq, packed), scratch);
     });
@@ -138,7 +139,7 @@ void IndexerPlan::choose_together(const Team &team, const Wave &wave, const std:
                                   const SparseJob &job, const char *packed, float *scores, char *scratch) const {
     const std::int64_t parts = ceil_div(wave.longest, keys_per_share), pitch = parts * keys_per_share;
     const std::int64_t first = first_row_[wave.first];
-    team.share(static_cast<std::int64_t>(tiles.size()) * parts, [&](std::int64_t i) {
+    team.distribute(static_cast<std::int64_t>(tiles.size()) * parts, [&](std::int64_t i) {
         const Tile &tile = tiles[static_cast<std::size_t>(i / parts)];
         const std::int64_t begin = i % parts * keys_per_share;
         const std::int64_t end = std::min(begin + keys_per_share, sequences_[tile.seq].kv_len);
@@ -147,7 +148,7 @@ void IndexerPlan::choose_together(const Team &team, const Wave &wave, const std:
                               keys_of(tile.seq, packed), scores + (first_row_[tile.seq] + tile.row0 - first) * pitch,
                               pitch, scratch);
     });
-    team.share(wave.rows, [&](std::int64_t i) {
+    team.distribute(wave.rows, [&](std::int64_t i) {
         const std::int64_t b = sequence_of(first_row_, first + i);
         kernels_.index_choose(job, b, first + i - first_row_[b], scores + i * pitch, scratch);
     });

@@ -36,7 +36,7 @@ private:
     struct Tile {  // rows whose keys one thread selects
         std::int64_t seq, row0, row1;
     };
-    std::vector<Tile> cut(const Wave &wave, int threads) const;
+    std::vector<Tile> divide(const Wave &wave, int threads) const;
     const char *keys_of(std::int64_t b, const char *packed) const;  // packed keys of a sequence; null: not packed
     bool shares_rows(const Wave &wave, int threads) const;
     std::size_t scores_bytes(int threads) const;

@@ -68,10 +68,10 @@ public:
               std::int64_t *capacity) {
         for (std::int64_t task; (task = team.take(taken_)) < tasks_;) {
             const auto after = [](std::int64_t t, const Segment &segment) { return t < segment.task; };
-            const Segment &found = *(std::upper_bound(segments_.begin(), segments_.end(), task, after) - 1);
-            const std::int64_t index = task - found.task;
-            if (found.adds) add_range(team, found.first, index, add);
-            else compute_item(team, found.first + index, compute, starts_of, capacity);
+            const Segment &segment = *(std::upper_bound(segments_.begin(), segments_.end(), task, after) - 1);
+            const std::int64_t index = task - segment.task;
+            if (segment.adds) add_range(team, segment.first, index, add);
+            else compute_item(team, segment.first + index, compute, starts_of, capacity);
         }
     }
 
@@ -127,10 +127,10 @@ private:
             for (std::int64_t strip = 0; strip <= batch.strips; ++strip) before[strip] += starts[strip];
         }
         const std::int64_t keys = before[batch.strips], items = batch.end - batch.first;
-        const std::int64_t share = std::max(keys / batch.ranges + 1, least_keys_ * items);
+        const std::int64_t quota = std::max(keys / batch.ranges + 1, least_keys_ * items);
         std::int64_t *const edges = &edges_[batch.first_edge], strip = 0;
         for (std::int64_t range = 0; range < batch.ranges; ++range) {
-            while (strip < batch.strips && before[strip] < range * share) ++strip;
+            while (strip < batch.strips && before[strip] < range * quota) ++strip;
             edges[range] = strip;
         }
         edges[batch.ranges] = batch.strips;

@@ -96,11 +96,11 @@ void PoolCall::forward(const PoolOperands &operands, int threads) const {
     int size = division.team(threads);
     const Lease memory = lease_for(size, [&](int n) { return sizeof(float) * static_cast<std::size_t>(scratch * n); });
     run_team(size, division.alone(), [&](const Team &team) {
-        float *const own = reinterpret_cast<float *>(memory.data()) + scratch * team.thread;
-        team.share(division.items(), [&](std::int64_t i) {
-            division.each(i, [&](const PoolItem &item) { kernels.forward(job, item, own); });
+        float *const thread_scratch = reinterpret_cast<float *>(memory.data()) + scratch * team.thread;
+        team.distribute(division.items(), [&](std::int64_t i) {
+            division.each(i, [&](const PoolItem &item) { kernels.forward(job, item, thread_scratch); });
         });
-        team.share(sequences.size(), [&](std::size_t b) {
+        team.distribute(sequences.size(), [&](std::size_t b) {
             for (std::int64_t h = 0; h < problem.heads; ++h) {
                 clear(operands.out, problem.dtype, static_cast<std::int64_t>(b), h, sequences[b].results,
                       sequences[b].room, 0, problem.dim);
@@ -163,18 +163,18 @@ void PoolCall::backward(PoolOperands operands, int threads) const {
     const Lease memory =
         lease_for(size, [&](int n) { return sizeof(float) * static_cast<std::size_t>(scratch * n + sums * items); });
     run_team(size, division.alone(), [&](const Team &team) {
-        float *const shared = reinterpret_cast<float *>(memory.data()), *const own = shared + sums * items +
-                                                                                     scratch * team.thread;
-        team.share(items, [&](std::int64_t i) {
+        float *const shared = reinterpret_cast<float *>(memory.data()), *const thread_scratch = shared + sums * items +
+                                                                                                scratch * team.thread;
+        team.distribute(items, [&](std::int64_t i) {
             float *const dbias = operands.dbias ? shared + sums * i : nullptr;
             std::fill_n(dbias, dbias ? sums : 0, 0.0f);
-            division.each(i, [&](const PoolItem &item) { kernels.backward(job, item, dbias, own); });
+            division.each(i, [&](const PoolItem &item) { kernels.backward(job, item, dbias, thread_scratch); });
         });
-        team.share(sequences.size(), [&](std::size_t b) {
+        team.distribute(sequences.size(), [&](std::size_t b) {
             clear_unpooled(problem, sequences[b], operands, static_cast<std::int64_t>(b));
         });
-        team.share(operands.dbias ? problem.ratio : 0,
-                   [&](std::int64_t position) { add_sums(problem, shared, items, position, operands.dbias); });
+        team.distribute(operands.dbias ? problem.ratio : 0,
+                        [&](std::int64_t position) { add_sums(problem, shared, items, position, operands.dbias); });
 #if defined(__x86_64__)
         _mm_sfence();  // other threads read results that were written past the caches
 #endif

@@ -75,8 +75,8 @@ struct SparsePlan::State {
         const Progress *const progress = view.state->progress;
         std::int64_t from = finished.load(std::memory_order_acquire);
         while (from < item && progress[from].next.load(std::memory_order_acquire) == never) ++from;
-        std::int64_t known = finished.load(std::memory_order_relaxed);
-        while (known < from && !finished.compare_exchange_weak(known, from, std::memory_order_acq_rel)) {
+        std::int64_t reached = finished.load(std::memory_order_relaxed);
+        while (reached < from && !finished.compare_exchange_weak(reached, from, std::memory_order_acq_rel)) {
         }
         for (std::int64_t other = std::max(from, view.first_item); other < item; ++other) {
             const Progress &its = progress[other];
@@ -89,9 +89,9 @@ struct SparsePlan::State {
         return !view.team->cancelled();
     }
     static void done(void *self, std::int64_t item, std::int64_t next, std::int64_t last) {
-        Progress &own = static_cast<View *>(self)->state->progress[item];
-        own.last.store(last, std::memory_order_relaxed);
-        own.next.store(next > last ? never : next, std::memory_order_release);
+        Progress &progress = static_cast<View *>(self)->state->progress[item];
+        progress.last.store(last, std::memory_order_relaxed);
+        progress.next.store(next > last ? never : next, std::memory_order_release);
     }
 };
 
@@ -254,24 +254,24 @@ template <class Body>
 void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &state, Body body) const {
     const auto units = static_cast<std::int64_t>(wave.end - wave.first);
     const std::int64_t blocks = ceil_div(longest_, keys_per_item);
-    const auto share = [&](std::int64_t i) {
+    const auto compute = [&](std::int64_t i) {
         const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
         const std::int64_t first = i % blocks * keys_per_item, keys = keys_of(sequences_[unit.seq]);
         const std::int64_t end = std::min(first + keys_per_item, keys);
         if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
     };
-    team.share(units * blocks, share, 4);
+    team.distribute(units * blocks, compute, 4);
 }
 
 void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) const {
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
-    char *const found = memory.data() + at.sums, *const progress = found + at.shares;
+    char *const sums = memory.data() + at.sums, *const progress = sums + at.shares;
     char *const contributions = progress + at.progress;
     char *const scratch = contributions + at.contributions * static_cast<std::size_t>(at.pace.slots);
     State state{.job = job, .sums = memory.data(), .contributions = contributions};
-    state.shares = reinterpret_cast<float *>(found);
-    state.losses = reinterpret_cast<double *>(found);
+    state.shares = reinterpret_cast<float *>(sums);
+    state.losses = reinterpret_cast<double *>(sums);
     state.progress = reinterpret_cast<Progress *>(progress);
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
     std::deque<Batches> batches;  // per wave
@@ -284,13 +284,13 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
         state.taken = state.finished = 0;
         for (std::int64_t i = 0; at.progress && i < wave.items; ++i) new (&state.progress[i]) Progress{{0}, {never}};
         run_team(at.team, never_alone, [&](const Team &team) {
-            char *const own = scratch + at.scratch * team.thread;
+            char *const thread_scratch = scratch + at.scratch * team.thread;
             share_keys(team, wave, state, [&](const Unit &, float *sums, std::int64_t first, std::int64_t end) {
                 std::memset(sums + first * columns, 0,
                             static_cast<std::size_t>((end - first) * columns) * sizeof(float));
             });
-            if (in_turns()) descend_tiles(team, wave, state, own);
-            else descend_lists(team, wave, state, batches[&wave - waves_.data()], at, own);
+            if (in_turns()) descend_tiles(team, wave, state, thread_scratch);
+            else descend_lists(team, wave, state, batches[&wave - waves_.data()], at, thread_scratch);
             team.barrier();
             share_keys(team, wave, state, [&](const Unit &unit, float *sums, std::int64_t first, std::int64_t end) {
                 kernels_.store_keys(job, unit.seq, unit.head_kv, {sums}, first, end);
@@ -310,11 +310,11 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
 void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, const Layout &at) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = ceil_div(group, tile);
     run_team(at.team, never_alone, [&](const Team &team) {
-        void *const own = scratch + at.scratch * team.thread;
-        team.share(rows_ * problem_.heads_kv * tiles, [&](std::int64_t i) {
+        void *const thread_scratch = scratch + at.scratch * team.thread;
+        team.distribute(rows_ * problem_.heads_kv * tiles, [&](std::int64_t i) {
             const std::int64_t row = i / tiles % rows_, head_kv = i / tiles / rows_, head = i % tiles * tile;
             const std::int64_t b = sequence_of(first_row_, row), heads = std::min(tile, group - head);
-            kernels_.attend(job, {b, head_kv, head_kv * group + head, heads, row - first_row_[b]}, own);
+            kernels_.attend(job, {b, head_kv, head_kv * group + head, heads, row - first_row_[b]}, thread_scratch);
         });
     });
 }

@@ -49,13 +49,13 @@ thread_local Waits waits;
 
 // The state that the threads of a team share. Counters that all threads write are in separate cache lines.
 struct Team::Run {
-    alignas(64) std::atomic<std::int64_t> next = 0;  // next index of share(); every barrier resets it
+    alignas(64) std::atomic<std::int64_t> next = 0;  // next index of distribute(); every barrier resets it
     alignas(64) std::atomic<int> arrived = 0;        // threads at the next barrier
     std::atomic<int> left = 0;                       // finished threads, without the calling one
     std::atomic<std::int64_t> saved = 0;             // nanoseconds that those computed
     alignas(64) std::atomic<unsigned> barriers = 0;  // number of passed barriers
     std::atomic<bool> cancelled = false;
-    Clock::time_point asked;  // last check for interruption
+    Clock::time_point checked;  // last check for interruption
 };
 
 void Backoff::pause() {
@@ -83,11 +83,11 @@ Backoff::~Backoff() {
 bool Team::cancelled() const {
     if (thread == 0 && asks_to_stop && !run.cancelled.load(std::memory_order_relaxed)) {
         const Clock::time_point now = Clock::now();
-        if (run.asked == Clock::time_point{}) run.asked = now;
-        if (now - run.asked >= between_questions) {
-            const KeptTiles kept;  // a kernel is waiting, and signal handlers may use tiles
+        if (run.checked == Clock::time_point{}) run.checked = now;
+        if (now - run.checked >= between_questions) {
+            const KeptTiles tiles;  // a kernel is waiting, and signal handlers may use tiles
             if (asks_to_stop()) run.cancelled.store(true, std::memory_order_relaxed);
-            run.asked = Clock::now();
+            run.checked = Clock::now();
         }
     }
     return run.cancelled.load(std::memory_order_relaxed);
@@ -114,10 +114,11 @@ std::int64_t Team::next(int count) const { return take(run.next, count); }
 
 // True if FUSION_ATTENTION_TEAM=always: measurements then always use teams, whatever recent calls showed.
 static bool always_teams() {
-    const char *const told = std::getenv("FUSION_ATTENTION_TEAM");
-    if (!told || !*told) return false;
-    if (std::string_view(told) == "always") return true;
-    throw std::invalid_argument("FUSION_ATTENTION_TEAM: expected 'always' or nothing, got '" + std::string(told) + "'");
+    const char *const setting = std::getenv("FUSION_ATTENTION_TEAM");
+    if (!setting || !*setting) return false;
+    if (std::string_view(setting) == "always") return true;
+    throw std::invalid_argument("FUSION_ATTENTION_TEAM: expected 'always' or nothing, got '" + std::string(setting) +
+                                "'");
 }
 
 void run_team(int size, Alone alone, void (*work)(const void *context, const Team &), const void *context) {
@@ -126,14 +127,14 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
     const Clock::time_point begun = Clock::now();
     if (little && !experience.recommends_team(alone, begun)) size = 1;
     Team::Run run;
-    Alone own;  // CPU time of this thread's work, without waits
+    Alone work_time;  // CPU time of this thread's work, without waits
     on_threads(size, [&](int thread, int members) {
         const Team team{thread, members, run};
         if (thread == 0) {
             const Clock::time_point at = Clock::now();
             const Alone before = waits.passed;
             work(context, team);
-            own = Clock::now() - at - (waits.passed - before);
+            work_time = Clock::now() - at - (waits.passed - before);
             // The calling thread waits here, where it can be interrupted, and not at the end of the parallel region.
             team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
         } else {
@@ -150,7 +151,7 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
     if (run.cancelled.load(std::memory_order_relaxed)) throw Interrupted();
     if (!little || size == 1) return;
     const Clock::time_point end = Clock::now();
-    experience.learn(std::chrono::nanoseconds(run.saved), end - begun - own, end);
+    experience.learn(std::chrono::nanoseconds(run.saved), end - begun - work_time, end);
 }
 
 }  // namespace fusion

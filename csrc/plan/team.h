@@ -44,7 +44,7 @@ private:
     static constexpr Alone never_computed = Alone(-1);
 };
 
-// The interface of a team for one of its threads. Every thread calls barrier() and share() in the same order.
+// The interface of a team for one of its threads. Every thread calls barrier() and distribute() in the same order.
 struct Team {
     struct Run;  // shared state
 
@@ -72,7 +72,7 @@ struct Team {
     bool barrier() const;
 
     // Calls body(i) for every i < count, each on one thread, in ascending order; returns when all are done.
-    template <class Index, class Body> void share(Index count, const Body &body, int at_a_time = 1) const {
+    template <class Index, class Body> void distribute(Index count, const Body &body, int at_a_time = 1) const {
         const auto all = static_cast<std::int64_t>(count);
         for (std::int64_t i; (i = next(at_a_time)) < all;) {
             for (const std::int64_t end = std::min(i + at_a_time, all); i < end; ++i) body(static_cast<Index>(i));
@@ -81,7 +81,7 @@ struct Team {
     }
 
 private:
-    std::int64_t next(int count) const;  // next index of share()
+    std::int64_t next(int count) const;  // next index of distribute()
 };
 
 constexpr Alone never_alone = Alone::max();

@@ -41,7 +41,7 @@ public:
             const std::lock_guard<std::mutex> lock(mutex_);
             try {
                 for (; threads_ < size - 1; ++threads_) {
-                    std::thread([own = shared_from_this(), number = threads_ + 1] { own->serve(number); }).detach();
+                    std::thread([self = shared_from_this(), number = threads_ + 1] { self->serve(number); }).detach();
                 }
             } catch (const std::system_error &) {  // the system allows no more of them
                 size = threads_ + 1;
@@ -125,8 +125,8 @@ void in_region(const OpenMP &runtime, int size, Work work, const void *context) 
         const void *context;
     } region{runtime, size, work, context};
     region.runtime.parallel(
-        [](void *told) noexcept {
-            const Region &r = *static_cast<const Region *>(told);
+        [](void *argument) noexcept {
+            const Region &r = *static_cast<const Region *>(argument);
             const int members = std::min(r.size, r.runtime.members()), thread = r.runtime.thread();
             if (thread < members) r.work(r.context, thread, members);
         },

@@ -32,9 +32,9 @@ FUSION_INLINE Floats fused_difference(Floats a, Floats b, Floats product) {
 // Mantissa in [0.75, 1.5) and exponent of x >= 0, with x = mantissa * 2^exponent; the exponent of 0 is -inf.
 FUSION_INLINE Floats mantissa_of(Floats x, Floats &exponent) {
     const __m512 m = _mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_nan);
-    const __m512 whole = _mm512_getexp_ps((__m512)x);
+    const __m512 floored = _mm512_getexp_ps((__m512)x);
     const __mmask16 below = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.0f), _CMP_LT_OQ);
-    exponent = (Floats)_mm512_mask_add_ps(whole, below, whole, _mm512_set1_ps(1.0f));
+    exponent = (Floats)_mm512_mask_add_ps(floored, below, floored, _mm512_set1_ps(1.0f));
     return (Floats)m;
 }
 

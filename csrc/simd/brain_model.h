@@ -36,8 +36,8 @@ FUSION_INLINE Floats fused_difference(Floats a, Floats b, Floats product) {
 // floor(x) for x in the range of int32; the caller replaces all other results.
 FUSION_INLINE Floats floor_of(Floats x) {
     x = larger(all(-0x1p30f), x);
-    const Floats whole = __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
-    const Floats down = whole > x ? whole - 1.0f : whole;
+    const Floats truncated = __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
+    const Floats down = truncated > x ? truncated - 1.0f : truncated;
     return x == x ? down : x;
 }
 

@@ -28,8 +28,8 @@ class Carver {  // divides memory into arrays aligned to cache lines; with a nul
 public:
     explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
 
-    template <class T> FUSION_INLINE void take(T *&part, std::int64_t count) {
-        part = reinterpret_cast<T *>(at_);
+    template <class T> FUSION_INLINE void take(T *&array, std::int64_t count) {
+        array = reinterpret_cast<T *>(at_);
         at_ += round_up<std::size_t>(count * sizeof(T), 64);
     }
     FUSION_INLINE std::size_t bytes() const { return at_ - start_; }

@@ -7,10 +7,10 @@ namespace {
 
 FUSION_INLINE Floats mantissa_of(Floats x, Floats &exponent) {
     const Ints bits = (Ints)x, above = bits - 0x3f400000;  // 0.75
-    const Ints whole = above >> 23;
-    const Floats m = (Floats)(bits - (whole << 23));
+    const Ints integer = above >> 23;
+    const Floats m = (Floats)(bits - (integer << 23));
     const auto normal = (x > Floats{}) & (x < all(infinity));  // for other numbers the logarithm is the exponent
-    exponent = normal ? __builtin_convertvector(whole, Floats) : x == Floats{} ? all(-infinity) : x;
+    exponent = normal ? __builtin_convertvector(integer, Floats) : x == Floats{} ? all(-infinity) : x;
     return normal ? m : all(1.0f);
 }
 

@@ -83,10 +83,10 @@ inline void copy_keep_bits(std::uint8_t *bits, const Matrix &keep, const Sequenc
     const int shift = static_cast<int>(start & 7);
     for (std::int64_t at = 0; at < count; at += 64) {
         const std::int64_t byte = (start + at) >> 3, left = ((end + 7) >> 3) - byte;
-        std::uint8_t part[16] = {};
-        if (left > 0) std::memcpy(part, bytes + byte, least<std::int64_t>(left, 9));
-        const std::uint64_t low = load<std::uint64_t>(part) >> shift;
-        store(bits + at / 8, shift ? low | std::uint64_t{part[8]} << (64 - shift) : low);
+        std::uint8_t buffer[16] = {};
+        if (left > 0) std::memcpy(buffer, bytes + byte, least<std::int64_t>(left, 9));
+        const std::uint64_t low = load<std::uint64_t>(buffer) >> shift;
+        store(bits + at / 8, shift ? low | std::uint64_t{buffer[8]} << (64 - shift) : low);
     }
 }
 
@@ -144,14 +144,14 @@ struct Philox {
                 k0 += weyl[0];
                 k1 += weyl[1];
             }
-            Words kept = {};
+            Words retained = {};
             const Words draws[4] = {c0, c1, c2, c3};
             FUSION_UNROLL for (int i = 0; i < 4; ++i) {
                 const Ints low = (Ints)(draws[i] & 0xffff), high = (Ints)(draws[i] >> 16);
                 const Ints below = all(static_cast<std::int32_t>(keep_below));
-                kept |= ((Words)(low < below) & (1u << 2 * i)) | ((Words)(high < below) & (2u << 2 * i));
+                retained |= ((Words)(low < below) & (1u << 2 * i)) | ((Words)(high < below) & (2u << 2 * i));
             }
-            store(bits + at / 8, __builtin_convertvector(kept, Bytes));
+            store(bits + at / 8, __builtin_convertvector(retained, Bytes));
         }
     }
 };

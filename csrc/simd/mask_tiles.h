@@ -46,26 +46,26 @@ struct SeenKeys {
 };
 
 inline SeenKeys seen_keys(const Operands &o, const MaskRows &rows, std::int64_t key) {
-    SeenKeys seen;
+    SeenKeys visible;
     for (std::int64_t row = rows.row, end = rows.row + rows.rows, next; row < end; row = next) {
         next = least(end, (row / mask_side + 1) * mask_side);
         const MaskTile tile = mask_tile(o, rows.seq, rows.head, row, key);
         if (!tile.bits) {
             const std::uint64_t left = tile.all ? 0 : ~std::uint64_t{0};
-            seen.add(left, left);
+            visible.add(left, left);
             continue;
         }
         for (; row < next; ++row) {
-            seen.add(~load<std::uint64_t>(tile.row(row)), ~load<std::uint64_t>(tile.row(row) + 8));
+            visible.add(~load<std::uint64_t>(tile.row(row)), ~load<std::uint64_t>(tile.row(row) + 8));
         }
     }
-    return seen;
+    return visible;
 }
 
 // A range of keys of consecutive tiles whose first and last key are visible to some row; empty if begin = end.
 struct KeyRun {
     std::int64_t begin, end;
-    bool cut;  // true if some key is hidden from some row
+    bool partial;  // true if some key is hidden from some row
 };
 
 // The first run in keys [from, end) without a blocked tile between visible ones; `through`: runs continue through
@@ -76,24 +76,24 @@ KeyRun next_run(const Operands &o, const MaskRows &rows, std::int64_t from, std:
     for (std::int64_t key = from, next; key < end; key = next) {
         const std::int64_t first = key / mask_side * mask_side;
         next = least(end, first + mask_side);
-        const SeenKeys seen = seen_keys(o, rows, key);
+        const SeenKeys visible = seen_keys(o, rows, key);
         std::uint64_t some[2], missed = 0;
         for (int i = 0; i < 2; ++i) {
             const std::uint64_t here = low_bits(next - first - 64 * i) & ~low_bits(key - first - 64 * i);
-            some[i] = seen.some[i] & here;
-            missed |= here & ~seen.every[i];
+            some[i] = visible.some[i] & here;
+            missed |= here & ~visible.every[i];
         }
         if (!(some[0] | some[1])) {
             if (run.begin == end) continue;
             if (!through) break;
-            run.cut = true;
+            run.partial = true;
             continue;
         }
         if (run.begin == end) {
             run.begin = first + (some[0] ? std::countr_zero(some[0]) : 64 + std::countr_zero(some[1]));
         }
         run.end = first + (some[1] ? 128 - std::countl_zero(some[1]) : 64 - std::countl_zero(some[0]));
-        run.cut |= missed != 0;
+        run.partial |= missed != 0;
     }
     return run;
 }

@@ -23,10 +23,10 @@ FUSION_INLINE PrefetchRows prefetch_rows(const Rows &rows, std::int64_t b, std::
 
 class PrefetchQueue {
 public:
-    void add(const PrefetchRows &part) {
-        if (part.rows <= 0) return;
-        PrefetchRows &added = parts_[count_++] = part;
-        if (part.stride == part.bytes) added = {part.first, 0, 1, part.rows * part.bytes};
+    void add(const PrefetchRows &range) {
+        if (range.rows <= 0) return;
+        PrefetchRows &added = parts_[count_++] = range;
+        if (range.stride == range.bytes) added = {range.first, 0, 1, range.rows * range.bytes};
         lines_ += added.rows * ((added.bytes + line - 1) / line);
     }
     void add(const void *first, std::int64_t bytes) { add({static_cast<const char *>(first), 0, 1, bytes}); }
@@ -56,21 +56,21 @@ private:
     // The address of the next rows; null after the last ones, and later steps then do nothing. Not inlined, because the
     // calling loop over panels needs its registers.
     __attribute__((noinline)) const char *next_part() {
-        if (part_ == count_) {
+        if (current_ == count_) {
             pace_ = 0;
             return nullptr;
         }
-        const PrefetchRows &part = parts_[part_++];
-        row_ = part.first, stride_ = part.stride, left_ = part.rows, bytes_ = part.bytes;
+        const PrefetchRows &range = parts_[current_++];
+        row_ = range.first, stride_ = range.stride, left_ = range.rows, bytes_ = range.bytes;
         end_ = row_ + bytes_;
         return row_;
     }
 
     PrefetchRows parts_[Prefetches::most];
     const char *at_ = nullptr, *end_ = nullptr, *row_ = nullptr;  // of the current row
-    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // of the current part; left_: remaining rows
+    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // of the current range; left_: remaining rows
     std::int64_t lines_ = 0, pace_ = 0;
-    int count_ = 0, part_ = 0;
+    int count_ = 0, current_ = 0;
 };
 
 }  // namespace

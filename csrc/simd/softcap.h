@@ -29,16 +29,16 @@ FUSION_INLINE Floats tanh(Floats x) {
 __attribute__((noinline)) inline void cap_scores(const Problem &p, float *scores, std::int64_t count, float *slopes) {
     constexpr double most = 3.4e38;  // limit of float32: 0 times an infinity would be NaN
     constexpr double least = 1e-30;  // smaller factors might be subnormal and inaccurate, so the cap divides separately
-    const double share = p.scale / p.softcap;
-    const bool small = -least < share && share < least;
-    const auto factor = static_cast<float>(small ? p.scale : share > most ? most : share < -most ? -most : share);
+    const double ratio = p.scale / p.softcap;
+    const bool small = -least < ratio && ratio < least;
+    const auto factor = static_cast<float>(small ? p.scale : ratio > most ? most : ratio < -most ? -most : ratio);
     const auto divisor = static_cast<float>(small ? 1 / p.softcap : 1.0);
     const auto cap = static_cast<float>(p.softcap);
     for (std::int64_t c = 0; c < count; c += lanes) {
-        const Floats part =
+        const Floats tangent =
             rounded(tanh(load<Floats>(scores + c) * factor * divisor));  // the same bits with and without slopes
-        store(scores + c, part * cap);
-        if (slopes) store(slopes + c, 1.0f - part * part);
+        store(scores + c, tangent * cap);
+        if (slopes) store(slopes + c, 1.0f - tangent * tangent);
     }
 }
 

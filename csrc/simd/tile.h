@@ -241,15 +241,15 @@ template <class Body> FUSION_INLINE void for_panels(std::int64_t columns, Body b
     narrow_panel(columns, [&](auto vectors) __attribute__((always_inline)) { body(vectors, at); });
 }
 
-// Calls body(height) with the least compiled height, a fraction of `whole` rows, that is at least `rows`.
-template <int whole = block_rows, class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
-    constexpr int part = whole / block_parts;
+// Calls body(height) with the least compiled height, a fraction of `full` rows, that is at least `rows`.
+template <int full = block_rows, class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
+    constexpr int unit = full / block_parts;
     static_assert(block_parts == 2 || block_parts == 3);
-    if (rows > (block_parts - 1) * part) return body(std::integral_constant<int, whole>{});
+    if (rows > (block_parts - 1) * unit) return body(std::integral_constant<int, full>{});
     if constexpr (block_parts == 3) {
-        if (rows > part) return body(std::integral_constant<int, 2 * part>{});
+        if (rows > unit) return body(std::integral_constant<int, 2 * unit>{});
     }
-    body(std::integral_constant<int, part>{});
+    body(std::integral_constant<int, unit>{});
 }
 
 }  // namespace

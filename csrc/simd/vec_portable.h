@@ -25,8 +25,8 @@ FUSION_INLINE Floats rounded(Floats x) {
 
 // Lane i is yes[i] if bit i is set, else no[i].
 FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
-    const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
-    return (all(bits) & own) != 0 ? yes : no;
+    const Words bit = all(std::uint32_t{1}) << (Words)lane_numbers();
+    return (all(bits) & bit) != 0 ? yes : no;
 }
 
 // Stores the lanes whose bits are set contiguously; may write a complete vector.
@@ -52,21 +52,21 @@ template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
 
 #if !defined(FUSION_AVX2)
 FUSION_INLINE float sum_of(Floats x) {
-    float part[lanes];
-    store(part, x);
+    float elements[lanes];
+    store(elements, x);
     for (int n = lanes / 2; n; n /= 2) {
-        for (int i = 0; i < n; ++i) part[i] += part[i + n];
+        for (int i = 0; i < n; ++i) elements[i] += elements[i + n];
     }
-    return part[0];
+    return elements[0];
 }
 
 FUSION_INLINE float largest_of(Floats x) {
-    float part[lanes];
-    store(part, x);
+    float elements[lanes];
+    store(elements, x);
     for (int n = lanes / 2; n; n /= 2) {
-        for (int i = 0; i < n; ++i) part[i] = part[i] > part[i + n] ? part[i] : part[i + n];
+        for (int i = 0; i < n; ++i) elements[i] = elements[i] > elements[i + n] ? elements[i] : elements[i + n];
     }
-    return part[0];
+    return elements[0];
 }
 
 FUSION_INLINE bool any(Words x) {
@@ -99,12 +99,12 @@ FUSION_INLINE Floats to_floats(Half, Halves x) {
 #if defined(__aarch64__)
     return (Floats)vcvt_f32_f16((float16x4_t)x);
 #else
-    const Words wide = widen(x);
-    const Words magnitude = (wide & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    const Words widened = widen(x);
+    const Words magnitude = (widened & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
     Floats out = floats_of(magnitude + (112u << 23));
     out = exponent == 0x0f800000 ? floats_of(magnitude + (224u << 23)) : out;                      // inf, NaN
     out = exponent == 0 ? floats_of(magnitude + (113u << 23)) - floats_of(all(113u << 23)) : out;  // subnormal
-    return floats_of(bits_of(out) | (wide & 0x8000) << 16);
+    return floats_of(bits_of(out) | (widened & 0x8000) << 16);
 #endif
 }
 

@@ -77,20 +77,20 @@ template <class Format> void raise_head_peaks(const SparseWork<Format> &w, std::
     const std::int64_t pitch = w.s.padded_heads;
     for (std::int64_t h = 0; h < pitch; h += lanes) {
         const float *at = w.s.scores + h;
-        Floats found[4];
-        for (Floats &f : found) f = all(-infinity);
+        Floats maxima[4];
+        for (Floats &f : maxima) f = all(-infinity);
         for (std::int64_t c = 0; c < padded; c += 4, at += 4 * pitch) {
-            FUSION_UNROLL for (int i = 0; i < 4; ++i) found[i] = larger(found[i], load<Floats>(at + i * pitch));
+            FUSION_UNROLL for (int i = 0; i < 4; ++i) maxima[i] = larger(maxima[i], load<Floats>(at + i * pitch));
         }
-        const Floats top = larger(larger(found[0], found[1]), larger(found[2], found[3]));
+        const Floats top = larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3]));
         const Floats peak = load<Floats>(w.s.peak + h), from = load<Floats>(w.s.shift + h);
         const Floats now = top > peak ? top : peak, to = shift_of<Format>(now, w.factor);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
-        Floats share = now == peak ? all(1.0f) : exp2(apart);
-        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two infinite shifts
+        Floats decay = now == peak ? all(1.0f) : exp2(apart);
+        if constexpr (Format::fused) decay = decay == decay ? decay : Floats{};  // two infinite shifts
         store(w.s.peak + h, now);
         store(w.s.shift + h, to);
-        store(w.s.fade + h, share);
+        store(w.s.fade + h, decay);
     }
 }
 
@@ -172,8 +172,8 @@ FUSION_RARE void recompute(const SparseWork<Format> &w, std::int64_t i, std::int
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {
-        const float found = score_of<T>(w.p, w.o, item.seq, head, item.row, item.head_kv, key);
-        return w.scale_pass ? found * static_cast<float>(w.p.scale) : found;
+        const float product = score_of<T>(w.p, w.o, item.seq, head, item.row, item.head_kv, key);
+        return w.scale_pass ? product * static_cast<float>(w.p.scale) : product;
     };
     const float peak = w.s.peak[i], shift = peak == -infinity ? 0.0f : w.s.shift[i];  // as in weigh_heads()
     const bool large = peak - peak == 0.0f && shift - shift != 0.0f;
@@ -182,10 +182,10 @@ FUSION_RARE void recompute(const SparseWork<Format> &w, std::int64_t i, std::int
     float *const out = w.s.out + i * w.sizes.value_columns;
     std::memset(out, 0, w.sizes.value_columns * sizeof *out);
     for (std::int64_t at = 0; at < count; ++at) {
-        const float found = score(w.s.keys[at]);
-        if (found == -infinity) continue;
-        const float power = Format::fused ? __builtin_fmaf(found, w.factor, -shift) : (found - shift) * w.factor;
-        const Floats weight = large ? all(found == top ? 1.0f : 0.0f) : exp2(all(power));
+        const float product = score(w.s.keys[at]);
+        if (product == -infinity) continue;
+        const float power = Format::fused ? __builtin_fmaf(product, w.factor, -shift) : (product - shift) * w.factor;
+        const Floats weight = large ? all(product == top ? 1.0f : 0.0f) : exp2(all(power));
         const Floats lasting = larger(all(least_weight), weight);
         const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
@@ -199,23 +199,23 @@ FUSION_RARE void recompute(const SparseWork<Format> &w, std::int64_t i, std::int
 template <class Format, class T> void store_heads(const SparseWork<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
-        float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
+        float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, correction = 1.0f;
         if constexpr (Format::fused) {  // the rounding error of the shift is a common factor of all weights
             const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
-            if (rounding - rounding == 0.0f) share = __builtin_exp2f(-rounding);
-            sum *= share;
+            if (rounding - rounding == 0.0f) correction = __builtin_exp2f(-rounding);
+            sum *= correction;
         }
-        if (w.p.has_sink) share *= join_sink(w.o.sink[head], peak, sum);
+        if (w.p.has_sink) correction *= join_sink(w.o.sink[head], peak, sum);
         mark_nan(peak, sum);
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;
         if (sum == sum && !none && any_nan(from, w.p.dim_v)) recompute<Format, T>(w, i, count);
-        const float factor = share / sum;
+        const float factor = correction / sum;
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
             const Floats x = load<Floats>(from + d);  // an infinity stays one, even if the factor underflows
-            const Floats found = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
-            store_floats(out + d, none ? Floats{} : found, w.p.dim_v - d);
+            const Floats result = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
+            store_floats(out + d, none ? Floats{} : result, w.p.dim_v - d);
         }
         if (!w.o.max.base) continue;
         *row_of<float>(w.o.max, w.item.seq, head, w.item.row) = peak;

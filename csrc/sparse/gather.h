@@ -190,7 +190,7 @@ void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int
     const std::int64_t padded = round_up(rows, head_unit<Format>);
     for (std::int64_t i0 = 0; i0 < padded; i0 += lanes) {
         const std::int64_t width = least<std::int64_t>(panel, padded - i0 / panel * panel);
-        auto *const own = to + i0 / panel * panel * deep + first_word * width + i0 % panel;
+        auto *const destination = to + i0 / panel * panel * deep + first_word * width + i0 % panel;
         for (std::int64_t d = 0; d < words; d += lanes) {
             Words block[lanes];
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
@@ -198,7 +198,7 @@ void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int
             }
             transpose(block);
             for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
-                store(own + (d + i) * width, block[i]);
+                store(destination + (d + i) * width, block[i]);
         }
     }
 }
@@ -242,10 +242,10 @@ __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::in
 // Calls body(M, first row) for blocks of at most M rows. Two blocks of two thirds are used instead of a full one and
 // one of a third, which uses registers badly.
 template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body) {
-    constexpr int part = block_rows / block_parts;
+    constexpr int unit = block_rows / block_parts;
     for (std::int64_t at = 0; at < rows;) {
-        const std::int64_t left = rows - at, parts = (left + part - 1) / part;
-        with_height(block_parts == 3 && parts == 4 ? 2 * part : left, [&](auto height) __attribute__((always_inline)) {
+        const std::int64_t left = rows - at, parts = (left + unit - 1) / unit;
+        with_height(block_parts == 3 && parts == 4 ? 2 * unit : left, [&](auto height) __attribute__((always_inline)) {
             body(height, at);
             at += height();
         });
@@ -316,14 +316,14 @@ public:
     // cost: number of words multiplied per key.
     KeyPrefetch(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count,
                 std::int64_t lead, std::int64_t cost)
-        : item_(item), wide_(job.problem->dtype == Dtype::float32), keys_(keys), count_(count), lead_(lead),
+        : item_(item), is_float32_(job.problem->dtype == Dtype::float32), keys_(keys), count_(count), lead_(lead),
           cost_(cost) {
         const SparseProblem &p = *job.problem;
         const SparseOperands &o = *job.operands;
         parts_[shown_++] = {&o.k, p.dim_qk};
         if (p.dim_rope) parts_[shown_++] = {&o.k_rope, p.dim_rope};
         if (!p.indexes && !same_rows(o.k, o.v, item.seq, item.head_kv)) parts_[shown_++] = {&o.v, p.dim_v};
-        while (asked_ < least(count_, few)) ask();
+        while (prefetched_ < least(count_, few)) ask();
     }
 
     void gathered(std::int64_t keys) { gathered_ += keys; }
@@ -335,31 +335,31 @@ public:
 
 private:
     static constexpr std::int64_t few = 2 * block_rows;
-    struct Part {
+    struct Operand {
         const Keys *keys;
         std::int64_t n;
     };
 
     __attribute__((noinline)) void spend() {
-        const std::int64_t price = asked_ < gathered_ + 2 * few ? cost_ / 2 : cost_ * 3 / 4;
+        const std::int64_t price = prefetched_ < gathered_ + 2 * few ? cost_ / 2 : cost_ * 3 / 4;
         const std::int64_t end = least(count_, gathered_ + lead_);
-        for (; budget_ >= price && asked_ < end; budget_ -= price) ask();
+        for (; budget_ >= price && prefetched_ < end; budget_ -= price) ask();
         budget_ = least(budget_, price);
     }
     void ask() {
-        const std::int64_t key = keys_[asked_++];
+        const std::int64_t key = keys_[prefetched_++];
         for (int i = 0; i < shown_; ++i) {
             const auto [keys, n] = parts_[i];
-            if (wide_) prefetch<2>(row_of<float>(*keys, item_.seq, item_.head_kv, key), n);
+            if (is_float32_) prefetch<2>(row_of<float>(*keys, item_.seq, item_.head_kv, key), n);
             else prefetch<2>(row_of<Half>(*keys, item_.seq, item_.head_kv, key), n);
         }
     }
 
     const SparseItem &item_;
-    const bool wide_;  // elements of 4 bytes, else of 2
+    const bool is_float32_;  // elements of 4 bytes, else of 2
     const std::int32_t *keys_;
-    std::int64_t count_, lead_, cost_, asked_ = 0, gathered_ = 0, budget_ = 0;
-    Part parts_[3];
+    std::int64_t count_, lead_, cost_, prefetched_ = 0, gathered_ = 0, budget_ = 0;
+    Operand parts_[3];
     int shown_ = 0;
 };
 

@@ -28,16 +28,17 @@ template <class Format> struct GradientScratch {
     std::uint64_t *list, *spare;  // (key, slot)
     std::int32_t *keys;
     std::uint32_t *histogram;
-    Word *q, *dout, *q_rows;             // heads, packed as in sparse/gather.h; q_rows: of the indexer
-    Word *rows, *value_rows, *across;    // keys: two blocks, one block, a chunk
-    Word *dscores;                       // [key][head_words], of the indexer
-    Word *dscore_heads;                  // [head][deep]
-    float *scores, *dprobs;              // [key][pitch]
-    float *dq;                           // [head][columns]
-    float *peak, *share, *delta, *ones;  // [head]; for the indexer, share has weights and delta sums dweights
-    float *given;                        // [key], dI of the indexer
-    float *nowhere;                      // a dummy row of sums that is not read
-    float **sums;                        // [key]
+    Word *q, *dout, *q_rows;           // heads, packed as in sparse/gather.h; q_rows: of the indexer
+    Word *rows, *value_rows, *across;  // keys: two blocks, one block, a chunk
+    Word *dscores;                     // [key][head_words], of the indexer
+    Word *dscore_heads;                // [head][deep]
+    float *scores, *dprobs;            // [key][pitch]
+    float *dq;                         // [head][columns]
+    float *peak, *head_factor, *delta,
+        *ones;       // [head]; for the indexer, head_factor has weights and delta sums dweights
+    float *given;    // [key], dI of the indexer
+    float *nowhere;  // a dummy row of sums that is not read
+    float **sums;    // [key]
     std::size_t bytes;
 
     GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, void *memory)
@@ -59,7 +60,7 @@ template <class Format> struct GradientScratch {
         carver.take(dprobs, p.indexes ? 0 : chunk * pitch);
         carver.take(dq, rounded * sizes.columns);
         carver.take(peak, rounded);
-        carver.take(share, rounded);
+        carver.take(head_factor, rounded);
         carver.take(delta, rounded);
         carver.take(ones, rounded);
         carver.take(given, chunk);
@@ -119,10 +120,10 @@ void load_heads(const SparseGradientWork<Format> &w, typename Format::Word *q_ro
     pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, dout_rows);
 }
 
-// Loads the saved statistics; empty or missing heads get share 0 and delta 0.
+// Loads the saved statistics; empty or missing heads get head_factor 0 and delta 0.
 template <class Format, class T> void load_statistics(const SparseGradientWork<Format> &w, float *dsink) {
     const auto &item = w.item;
-    for (std::int64_t i = 0; i < w.s.pitch; ++i) w.s.peak[i] = w.s.share[i] = w.s.delta[i] = 0.0f;
+    for (std::int64_t i = 0; i < w.s.pitch; ++i) w.s.peak[i] = w.s.head_factor[i] = w.s.delta[i] = 0.0f;
     for (std::int64_t i = 0; i < item.heads; ++i) {
         const std::int64_t head = item.head0 + i;
         const float peak = *row_of<float>(w.o.max, item.seq, head, item.row);
@@ -131,7 +132,7 @@ template <class Format, class T> void load_statistics(const SparseGradientWork<F
         if (peak == -infinity || sum == 0.0f) continue;
         const T *dout = row_of<const T>(w.o.dout, item.seq, head, item.row);
         w.s.peak[i] = peak;
-        w.s.share[i] = 1.0f / sum;
+        w.s.head_factor[i] = 1.0f / sum;
         w.s.delta[i] = sum_of(dot_rows(dout, row_of<const T>(w.o.out, item.seq, head, item.row), w.p.dim_v));
         if (w.o.dlse.base) w.s.delta[i] -= *row_of<float>(w.o.dlse, item.seq, head, item.row);
         if (w.p.has_sink) dsink[i] = -w.s.delta[i] * (__builtin_expf(w.o.sink[head] - peak) / sum);
@@ -144,25 +145,25 @@ template <class Format, class T> void load_statistics(const SparseGradientWork<F
 // exactly 0, and no other P is 0, because non-finite elements must not vanish if a weight underflows.
 template <bool Careful> struct SoftmaxWeights {
     const float *scores, *dprobs;
-    const float *peak, *share, *delta;
+    const float *peak, *inverse_sum, *delta;
     std::int64_t pitch;
     float natural;
 
     FUSION_INLINE void operator()(std::int64_t key, std::int64_t h, Floats &prob, Floats &dscore) const {
-        const Floats shares = load<Floats>(share + h);
+        const Floats shares = load<Floats>(inverse_sum + h);
         const Floats score = load<Floats>(scores + key * pitch + h) * natural;
         const Floats weight = exp2(below_peak(score, load<Floats>(peak + h)) * log2_e) * shares;
         const Floats apart = load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h);
         if constexpr (Careful) {
             const auto hidden = (shares == Floats{}) | (score == all(-infinity));
             const Floats lasting = larger(all(least_weight), weight);
-            const Floats found = (not_finite(bits_of(apart)) != 0 ? lasting : weight) * apart;
+            const Floats product = (not_finite(bits_of(apart)) != 0 ? lasting : weight) * apart;
             prob = hidden ? Floats{} : lasting;
-            dscore = hidden ? Floats{} : found;
+            dscore = hidden ? Floats{} : product;
         } else {
-            const Floats found = weight * apart;
+            const Floats product = weight * apart;
             prob = shares == Floats{} ? Floats{} : weight;
-            dscore = shares == Floats{} ? Floats{} : found;
+            dscore = shares == Floats{} ? Floats{} : product;
         }
     }
 };
@@ -230,15 +231,15 @@ template <class Format> struct GradientContributions {
 
 // Adds the contributions of non-finite elements of heads to the sums of keys.
 template <class Format, class T>
-FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const GradientContributions<Format> &own,
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const GradientContributions<Format> &terms,
                                      const KeysInRange &in_range, const KeySums &table) {
     const auto &item = w.item;
     const auto scale = static_cast<float>(w.p.scale);
     for (std::int64_t at = in_range.first; at < in_range.stop; ++at) {
-        float *const sums = table.memory + own.keys[at] * sum_columns<Format>(w.p);
+        float *const sums = table.memory + terms.keys[at] * sum_columns<Format>(w.p);
         for (std::int64_t i = 0; i < item.heads; ++i) {
-            const float prob = Format::get(own.probs + at * own.head_words, i);
-            const float dscore = Format::get(own.dscores + at * own.head_words, i);
+            const float prob = Format::get(terms.probs + at * terms.head_words, i);
+            const float dscore = Format::get(terms.dscores + at * terms.head_words, i);
             const auto add = [&](const Rows &rows, std::int64_t n, float weight, std::int64_t column) {
                 add_row<false>(row_of<const T>(rows, item.seq, item.head0 + i, item.row), n, weight, sums + column);
             };
@@ -260,7 +261,7 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Contributi
     const std::int64_t main = w.sizes.main_columns, hw = s.head_words;
     const std::int64_t depth = words_of<Format>(item.heads);
     const auto scale = static_cast<float>(w.p.scale);
-    const GradientContributions<Format> own(w.p, w.sizes, s, stored.memory);
+    const GradientContributions<Format> terms(w.p, w.sizes, s, stored.memory);
     const KeysInRange in_range(stored, range);
     PrefetchQueue queue;  // other cores may have written the contributions that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
@@ -275,20 +276,20 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Contributi
         queue.spread(in_range.blocks() * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
     }
     by_key_blocks(
-        own.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
+        terms.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
         [&](auto height, std::int64_t at, float *const *sums, float *const *after) __attribute__((always_inline)) {
             constexpr int M = height();
-            const auto *dscores = own.dscores + at * hw;
-            add_block_to_sums<Format, M>(dscores, hw, own.q_rows, depth, sums, after, 0, main, scale, meanwhile);
+            const auto *dscores = terms.dscores + at * hw;
+            add_block_to_sums<Format, M>(dscores, hw, terms.q_rows, depth, sums, after, 0, main, scale, meanwhile);
             if (w.p.dim_rope) {
-                add_block_to_sums<Format, M>(dscores, hw, own.q_rows + main * depth, depth, sums, after, main,
+                add_block_to_sums<Format, M>(dscores, hw, terms.q_rows + main * depth, depth, sums, after, main,
                                              w.sizes.columns - main, scale, meanwhile);
             }
-            add_block_to_sums<Format, M>(own.probs + at * hw, hw, own.dout_rows, depth, sums, after,
+            add_block_to_sums<Format, M>(terms.probs + at * hw, hw, terms.dout_rows, depth, sums, after,
                                          w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f, meanwhile);
         });
-    if (!*own.nonfinite) return;
-    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, in_range, table); });
+    if (!*terms.nonfinite) return;
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, terms, in_range, table); });
 }
 
 // ----------------------------------------------------------------------------------------------------- from end to end
@@ -430,7 +431,7 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Contrib
                           meets_nonfinite(s.dprobs, s.pitch, chunk.count, s.padded_heads);
         const auto weigh = [&](auto careful) {
             const SoftmaxWeights<careful()> weights = {
-                s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
+                s.scores, s.dprobs, s.peak, s.head_factor, s.delta, s.pitch, static_cast<float>(w.p.scale)};
             weigh_chunk<Format, true>(s, chunk.count, weights, left.probs + at * s.head_words,
                                       left.dscores + at * s.head_words);
         };

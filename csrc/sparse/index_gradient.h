@@ -75,7 +75,7 @@ template <class Format, class T> void score_list(const IndexListWork<Format> &wo
     const auto &s = w.s;
     std::memcpy(work.left.keys, s.keys, count * sizeof *s.keys);
     load_heads<Format, T>(w, work.left.q_rows);
-    load_weights(w.p, w.o.weights, w.item.seq, w.item.row, s.pitch, s.share);
+    load_weights(w.p, w.o.weights, w.item.seq, w.item.row, s.pitch, s.head_factor);
     ListReader<Format, T> reader(w.job, w.item, w.sizes, s.keys, count, suits_stream<Format>(w.p), 2 * s.chunk,
                                  s.padded_heads * w.sizes.words, s.rows, nullptr, s.deep, w.p.dim_qk);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
@@ -147,7 +147,7 @@ void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, con
 template <class Format, class Body>
 void where_positive(const SparseGradientWork<Format> &w, const IndexContributions<Format> &stored, std::int64_t at,
                     std::int64_t i, Body body) {
-    if (bit_of(stored.positive + at * w.s.pitch / 8, i)) body(stored.given[at] * w.s.share[i]);
+    if (bit_of(stored.positive + at * w.s.pitch / 8, i)) body(stored.given[at] * w.s.head_factor[i]);
 }
 
 // As in sparse/gradient.h: computes heads of dq that are NaN again, and the contributions.
@@ -179,7 +179,7 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
     Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const std::int64_t here = least<std::int64_t>(s.chunk, count - at), depth = words_of<Format>(here);
-        weigh_list<Format>(work.list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
+        weigh_list<Format>(work.list.products + at * s.pitch, left.given + at, here, s.pitch, s.head_factor, s.delta,
                            left.positive + at * s.pitch / 8, work.list.dscores);
         const auto *across = work.list.across + at / Format::depth * columns;
         if constexpr (Format::step > 1) {
@@ -224,7 +224,7 @@ template <class Format>
 void recall_weights(const IndexContributions<Format> &stored, std::int64_t first, std::int64_t count,
                     const GradientScratch<Format> &s) {
     for (std::int64_t h = 0; h < s.pitch; h += 2 * lanes) {
-        const Floats weights[2] = {load<Floats>(s.share + h), load<Floats>(s.share + h + lanes)};
+        const Floats weights[2] = {load<Floats>(s.head_factor + h), load<Floats>(s.head_factor + h + lanes)};
         for (std::int64_t i = 0; i < count; ++i) {
             const std::uint8_t *const row = stored.positive + (first + i) * s.pitch / 8;
             Floats dscore[2];
@@ -237,12 +237,12 @@ void recall_weights(const IndexContributions<Format> &stored, std::int64_t first
 
 // Adds the contributions of non-finite elements of heads to the sums of keys.
 template <class Format, class T>
-FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexContributions<Format> &own,
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexContributions<Format> &terms,
                                      const KeysInRange &in_range, const KeySums &table) {
     for (std::int64_t at = in_range.first; at < in_range.stop; ++at) {
-        float *const sums = table.memory + own.keys[at] * w.sizes.columns;
+        float *const sums = table.memory + terms.keys[at] * w.sizes.columns;
         for (std::int64_t i = 0; i < w.item.heads; ++i) {
-            where_positive(w, own, at, i, [&](float dscore) {
+            where_positive(w, terms, at, i, [&](float dscore) {
                 add_row<false>(row_of<const T>(w.o.q, w.item.seq, i, w.item.row), w.p.dim_qk, dscore, sums);
             });
         }
@@ -258,7 +258,7 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Cont
     const auto &s = w.s;
     const std::int64_t columns = w.sizes.columns;
     const std::int64_t depth = words_of<Format>(item.heads);
-    const IndexContributions<Format> own(w.p, s, stored.memory);
+    const IndexContributions<Format> terms(w.p, s, stored.memory);
     const KeysInRange in_range(stored, range);
     PrefetchQueue queue;  // other cores may have written the contributions that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
@@ -271,17 +271,17 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Cont
         queue.add(other.positive + there.first * s.pitch / 8, there.count() * s.pitch / 8);
         queue.spread(in_range.blocks() * panels_of(columns));
     }
-    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-    by_key_blocks(own.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
+    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.head_factor);
+    by_key_blocks(terms.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
                   [&](auto height, std::int64_t at, float *const *sums, float *const *after)
                       __attribute__((always_inline)) {
                           constexpr int M = height();
-                          recall_weights(own, at, M, s);
-                          add_block_to_sums<Format, M>(s.dscores, s.head_words, own.q_rows, depth, sums, after, 0,
+                          recall_weights(terms, at, M, s);
+                          add_block_to_sums<Format, M>(s.dscores, s.head_words, terms.q_rows, depth, sums, after, 0,
                                                        columns, 1.0f, meanwhile);
                       });
-    if (!*own.nonfinite) return;
-    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, in_range, table); });
+    if (!*terms.nonfinite) return;
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, terms, in_range, table); });
 }
 
 }  // namespace

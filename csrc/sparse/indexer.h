@@ -25,13 +25,13 @@ struct IndexSizes {
 
 template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
-    Word *q;               // [row][head][word]
-    Word *keys;            // [word][key] of a panel, if keys are not packed before
-    float *weights;        // [row][head]
-    float *scores;         // [index_chunk + lanes]
-    std::int32_t *ranks;   // [row][capacity + lanes] of candidates: scores as integers in the same order
-    std::int32_t *places;  // [row][capacity + lanes], keys of candidates
-    std::int32_t *rest;    // [capacity + lanes]
+    Word *q;                  // [row][head][word]
+    Word *keys;               // [word][key] of a panel, if keys are not packed before
+    float *weights;           // [row][head]
+    float *scores;            // [index_chunk + lanes]
+    std::int32_t *ranks;      // [row][capacity + lanes] of candidates: scores as integers in the same order
+    std::int32_t *positions;  // [row][capacity + lanes], keys of candidates
+    std::int32_t *rest;       // [capacity + lanes]
     std::int64_t *counts;
     std::int32_t *floors;  // [row], ranks of candidates must be larger
     std::uint64_t *list, *spare;
@@ -46,7 +46,7 @@ template <class Format> struct IndexScratch {
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
-        carver.take(places, rows * (sizes.capacity + lanes));
+        carver.take(positions, rows * (sizes.capacity + lanes));
         carver.take(rest, sizes.capacity + lanes);
         carver.take(counts, rows);
         carver.take(floors, rows);
@@ -229,10 +229,10 @@ inline float score_of(std::int32_t rank) {
 
 // The number of ranks that are at least `bound` among n, a multiple of lanes.
 inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::int32_t bound) {
-    Ints found = {};
-    for (std::int64_t i = 0; i < n; i += lanes) found -= load<Ints>(ranks + i) >= bound;
+    Ints lane_counts = {};
+    for (std::int64_t i = 0; i < n; i += lanes) lane_counts -= load<Ints>(ranks + i) >= bound;
     std::int64_t sum = 0;
-    for (int i = 0; i < lanes; ++i) sum += found[i];
+    for (int i = 0; i < lanes; ++i) sum += lane_counts[i];
     return sum;
 }
 
@@ -259,24 +259,24 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
     while (low < high) {
         const auto half = (static_cast<std::uint32_t>(high) - static_cast<std::uint32_t>(low) + 1) / 2;
         const auto middle = static_cast<std::int32_t>(static_cast<std::uint32_t>(low) + half);
-        const std::int64_t found = gone + count_from(rest, n, middle);
-        if (found >= k) {
+        const std::int64_t at_least = gone + count_from(rest, n, middle);
+        if (at_least >= k) {
             low = middle;
-            from_low = found;
+            from_low = at_least;
         } else {
             high = middle - 1;
-            above_high = found;
+            above_high = at_least;
         }
         if (from_low - above_high > n / 2) continue;
-        std::int64_t kept = 0;
+        std::int64_t remaining = 0;
         for (std::int64_t i = 0; i < n; i += lanes) {
             const Ints x = load<Ints>(rest + i);
             const std::uint32_t mask = mask_of((x >= low) & (x <= high));
-            compress(rest + kept, x, mask);
-            kept += __builtin_popcount(mask);
+            compress(rest + remaining, x, mask);
+            remaining += __builtin_popcount(mask);
         }
-        store(rest + kept, all(below));
-        n = kept;
+        store(rest + remaining, all(below));
+        n = remaining;
         gone = above_high;
     }
     larger_ones = above_high;
@@ -286,23 +286,23 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
 // Keeps the `chosen` largest candidates, the first ones among equals.
 template <class Format> void prune(const IndexWork<Format> &w, std::int64_t slot) {
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
-                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
+                 *positions = w.s.positions + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
-    std::int64_t larger_ones, kept = 0;
+    std::int64_t larger_ones, retained = 0;
     const std::int32_t floor = select_rank(ranks, count, w.sizes.chosen, w.s.rest, larger_ones);
     std::int64_t equals = w.sizes.chosen - larger_ones;
     for (std::int64_t i = 0; i < count; i += lanes) {
-        const Ints rank = load<Ints>(ranks + i), place = load<Ints>(places + i);
+        const Ints rank = load<Ints>(ranks + i), place = load<Ints>(positions + i);
         const std::uint32_t there = i + lanes <= count ? ~0u : (1u << (count - i)) - 1;
         std::uint32_t same = mask_of(rank == floor) & there;
         const std::uint32_t above = mask_of(rank > floor) & there;
         while (__builtin_popcount(same) > equals) same &= ~(0x80000000u >> __builtin_clz(same));
         equals -= __builtin_popcount(same);
-        compress(ranks + kept, rank, above | same);
-        compress(places + kept, place, above | same);
-        kept += __builtin_popcount(above | same);
+        compress(ranks + retained, rank, above | same);
+        compress(positions + retained, place, above | same);
+        retained += __builtin_popcount(above | same);
     }
-    w.s.counts[slot] = kept;
+    w.s.counts[slot] = retained;
     w.s.floors[slot] = floor;
 }
 
@@ -311,7 +311,7 @@ template <class Format>
 void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
     if (w.s.counts[slot] + (end - first) > w.sizes.capacity) prune(w, slot);
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
-                 *places = w.s.places + slot * (w.sizes.capacity + lanes);
+                 *positions = w.s.positions + slot * (w.sizes.capacity + lanes);
     const std::int32_t floor = w.s.floors[slot];
     std::int64_t count = w.s.counts[slot];
     for (std::int64_t j = first; j < end; j += lanes) {
@@ -320,7 +320,7 @@ void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std
         if (end - j < lanes) mask &= (1u << (end - j)) - 1;
         if (!mask) continue;
         compress(ranks + count, rank, mask);
-        compress(places + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
+        compress(positions + count, lane_numbers() + static_cast<std::int32_t>(j), mask);
         count += __builtin_popcount(mask);
     }
     w.s.counts[slot] = count;
@@ -330,11 +330,11 @@ void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std
 template <class Format, class T> void store_choice(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
     const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
-                       *places = w.s.places + slot * (w.sizes.capacity + lanes);
+                       *positions = w.s.positions + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
     for (std::int64_t i = 0; i < count; ++i) {  // inverted ranks, so that an ascending sort gives descending scores
         const std::uint32_t order = ~static_cast<std::uint32_t>(ranks[i]) ^ 0x80000000;
-        w.s.list[i] = static_cast<std::uint64_t>(order) << 32 | static_cast<std::uint32_t>(places[i]);
+        w.s.list[i] = static_cast<std::uint64_t>(order) << 32 | static_cast<std::uint32_t>(positions[i]);
     }
     const std::uint64_t *sorted = sort_upward(w.s.list, w.s.spare, count, 32, 64, w.s.histogram);
     auto *const indices = row_of<std::int32_t>(w.job.operands->indices, w.seq, 0, row);
@@ -358,14 +358,14 @@ template <class Format, class T> void store_choice(const IndexWork<Format> &w, s
 // has room for one more vector.
 inline void join_scores(float *scores, std::int64_t count, float &peak, float &sum) {
     store(scores + count, all(-infinity));
-    Floats found = all(-infinity), added = {};
+    Floats maxima = all(-infinity), added = {};
     Words strange = {};
     for (std::int64_t i = 0; i < count; i += lanes) {
         const Floats x = load<Floats>(scores + i);
-        found = larger(x, found);
+        maxima = larger(x, maxima);
         strange |= (Words)(x != x);
     }
-    const float top = largest_of(found), now = any(strange) ? __builtin_nanf("") : top > peak ? top : peak;
+    const float top = largest_of(maxima), now = any(strange) ? __builtin_nanf("") : top > peak ? top : peak;
     const float shift = now == -infinity ? 0.0f : now;
     for (std::int64_t i = 0; i < count; i += lanes) added += exp2<6>((load<Floats>(scores + i) - shift) * log2_e);
     sum = (now == peak ? sum : sum * exp2<6>(all((peak - now) * log2_e))[0]) + sum_of(added);

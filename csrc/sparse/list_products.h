@@ -35,9 +35,9 @@ __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const type
         SumBlock<Format, block_rows, N, N, false> block({c + at, c_stride});
         const std::int64_t end = times * (at / panel + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
         const auto *row = b + at * depth;
-        for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
+        for (std::int64_t segment = 1, k = 0; segment <= pieces; ++segment) {
             if (next < end) side(next++);
-            const std::int64_t stop = depth * piece / pieces / Format::step * Format::step;
+            const std::int64_t stop = depth * segment / pieces / Format::step * Format::step;
             if constexpr (Format::step > 1) {  // tails follow the rest
                 const auto *const first = reinterpret_cast<const Word *>(rows.main[0]);
                 row = block.add(k, stop, RowMajor<Word>{first, rows.apart}, row, N * lanes);
@@ -84,15 +84,15 @@ public:
     void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride,
                   std::int64_t columns) {
         const std::int64_t after = i + block_rows;
-        if (held_ != i) begin(i);
+        if (loaded_ != i) begin(i);
         take(i);
         at_ = at / Format::depth;
         next_ = after + block_rows <= count_ ? words_of(after) : nullptr;
         aim(after + ahead);
-        to_ = &places(after);
-        later_ = &places(after + ahead);
+        to_ = &addresses(after);
+        later_ = &addresses(after + ahead);
         block_by_panels<Format>(now_, b, c, c_stride, columns, times_, *this);
-        held_ = next_ ? after : -1;
+        loaded_ = next_ ? after : -1;
     }
 
     // Multiplies the first `words` of the same block's rows by another operand.
@@ -126,11 +126,11 @@ private:
         else return load<Words>(from);
     }
 
-    Parts &places(std::int64_t i) { return places_[i / block_rows % (ahead / block_rows + 2)]; }
+    Parts &addresses(std::int64_t i) { return addresses_[i / block_rows % (ahead / block_rows + 2)]; }
     Word *words_of(std::int64_t i) { return buffer_ + i / block_rows % 2 * block_rows * words_; }
 
     void aim(std::int64_t i) {
-        Parts &at = places(i);
+        Parts &at = addresses(i);
         std::int64_t keys[block_rows];
         for (int r = 0; r < block_rows; ++r) keys[r] = keys_[least(i + r, count_ - 1)];
         point(o_.k, keys, at.main);
@@ -153,7 +153,7 @@ private:
         next_ = words_of(i);
         for (std::int64_t k = i; k < i + block_rows + ahead; k += block_rows) {
             aim(k);
-            to_ = later_ = &places(k);
+            to_ = later_ = &addresses(k);
             for (std::int64_t s = 0; s < times_; s += 2) (*this)(s);
             next_ = nullptr;
         }
@@ -167,7 +167,7 @@ private:
                 now_.tail[r] = reinterpret_cast<const char *>(copy + now_.main_words);
             }
         } else {
-            const Parts &from = places(i);
+            const Parts &from = addresses(i);
             std::memcpy(now_.main, from.main, sizeof now_.main);
             std::memcpy(now_.tail, p_.dim_rope ? from.rope : from.main, sizeof now_.tail);
         }
@@ -210,10 +210,10 @@ private:
     Word *buffer_, *across_;
     std::int64_t deep_, rope_base_;
     BlockRows now_;
-    Parts places_[ahead / block_rows + 2];  // of the current and the following blocks
+    Parts addresses_[ahead / block_rows + 2];  // of the current and the following blocks
     const Parts *to_ = nullptr, *later_ = nullptr;
     Word *next_ = nullptr;  // destination of the next block's rows
-    std::int64_t at_ = 0, held_ = -1;
+    std::int64_t at_ = 0, loaded_ = -1;
 };
 
 // Products of a list's keys with heads: rows are read in place if possible, else gathered block by block, each of which
@@ -248,15 +248,15 @@ template <class Format, class T> struct ListReader {
         const std::int64_t words = sizes.words;
         for (std::int64_t at = 0; at < chunk.count; at += block_rows, to += block_rows * pitch) {
             const std::int64_t here = least<std::int64_t>(block_rows, chunk.count - at);
-            const bool whole = streams && here == block_rows;
-            if (whole) {
+            const bool in_place = streams && here == block_rows;
+            if (in_place) {
                 stream.multiply(chunk.keys - keys + at, at, q, to, pitch, columns);
             } else {
                 gather_keys(chunk, at, here, across);
                 ahead.gathered(here);
                 by_panels<Format, block_rows, false>(rows, words, q, words, words, to, pitch, columns, nullptr, ahead);
             }
-            rest(at, here, whole);
+            rest(at, here, in_place);
         }
     }
 

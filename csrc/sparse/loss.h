@@ -23,19 +23,20 @@ constexpr float least_share = 1e-8f, log_least = -18.4206807f;  // least probabi
 FUSION_INLINE Floats natural_log(Floats x) {
     const Ints bits = (Ints)x, n = (bits - 0x3f3504f3) >> 23;  // x = 2^n * (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)
     const Floats f = floats_of((Words)(bits - (n << 23))) - 1.0f, f2 = f * f;
-    const Floats whole = __builtin_convertvector(n, Floats);
+    const Floats exponent = __builtin_convertvector(n, Floats);
     constexpr float c[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
                            -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
     Floats p = all(c[0]);
     FUSION_UNROLL for (int i = 1; i < 9; ++i) p = p * f + all(c[i]);
-    return whole * 0.693359375f + (f + (f2 * -0.5f + (p * f * f2 + whole * -2.12194440e-4f)));  // ln 2 in two parts
+    return exponent * 0.693359375f +
+           (f + (f2 * -0.5f + (p * f * f2 + exponent * -2.12194440e-4f)));  // ln 2 in two parts
 }
 
 // ---------------------------------------------------------------------------------------------------- the attention
 
 // Factors that convert a product of a head and row to a probability.
 struct Saved {
-    float shift, share;
+    float shift, inverse_sum;
 };
 
 template <class Format>
@@ -51,12 +52,12 @@ template <class Format> struct Probability {
     explicit Probability(const SparseProblem &attention)
         : natural(static_cast<float>(attention.scale)), factor(natural * log2_e) {}
 
-    FUSION_INLINE Floats operator()(Floats product, Floats shift, Floats share) const {
+    FUSION_INLINE Floats operator()(Floats product, Floats shift, Floats inverse_sum) const {
         if constexpr (Format::fused) {
-            (void)share;
+            (void)inverse_sum;
             return exp2(product * factor - shift);
         } else {
-            return exp2<6>((rounded(product * natural) - shift) * log2_e) * share;
+            return exp2<6>((rounded(product * natural) - shift) * log2_e) * inverse_sum;
         }
     }
 };
@@ -94,9 +95,9 @@ void form_target_anew(const SparseProblem &p, const SparseOperands &o, std::int6
 // to[i] = sum_of(terms(i)) for i < count; terms() is also called for up to a vector of larger i.
 template <class Terms> FUSION_INLINE void sum_up(std::int64_t count, float *to, Terms terms) {
     for (std::int64_t i = 0; i < count; i += lanes) {
-        Floats found[lanes];
-        for (int k = 0; k < lanes; ++k) found[k] = terms(i + k);
-        store_floats(to + i, sums_of(found), count - i);
+        Floats vectors[lanes];
+        for (int k = 0; k < lanes; ++k) vectors[k] = terms(i + k);
+        store_floats(to + i, sums_of(vectors), count - i);
     }
 }
 
@@ -115,22 +116,23 @@ inline void weigh_scores(const float *products, std::int64_t pitch, std::int64_t
     });
 }
 
-struct Likelihood {  // y = exp(I - top) * share, ln y = I - top - log_sum
-    float top, share, log_sum;
+struct Likelihood {  // y = exp(I - top) * inverse_sum, ln y = I - top - log_sum
+    float top, inverse_sum, log_sum;
     float head_share;   // 1 / N
     bool clamped;       // p as a factor is clamped too
     float mass = 1.0f;  // sum of p
 
     Likelihood(float top_, float sum, float head_share_, bool clamped_)
-        : top(top_), share(1.0f / sum), log_sum(__builtin_logf(sum)), head_share(head_share_), clamped(clamped_) {}
+        : top(top_), inverse_sum(1.0f / sum), log_sum(__builtin_logf(sum)), head_share(head_share_), clamped(clamped_) {
+    }
 };
 
 // The softmax of a row; the array of its scores has room for one more vector.
 inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_share, bool clamped) {
     store(scores + count, all(-infinity));
-    Floats found = all(-infinity), sum = {};
-    for (std::int64_t i = 0; i < count; i += lanes) found = larger(found, load<Floats>(scores + i));
-    const float top = largest_of(found);
+    Floats maxima = all(-infinity), sum = {};
+    for (std::int64_t i = 0; i < count; i += lanes) maxima = larger(maxima, load<Floats>(scores + i));
+    const float top = largest_of(maxima);
     for (std::int64_t i = 0; i < count; i += lanes) sum += exp2<6>((load<Floats>(scores + i) - top) * log2_e);
     return {top, sum_of(sum), head_share, clamped};
 }
@@ -139,7 +141,7 @@ inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_sh
 template <class Take> FUSION_INLINE void each_likelihood(const float *scores, std::int64_t count, const Likelihood y,
                                                          Take take) {
     for (std::int64_t i = 0; i < count; i += lanes) {
-        take(i, exp2<6>((load_floats(scores + i, count - i) - y.top) * log2_e) * y.share);
+        take(i, exp2<6>((load_floats(scores + i, count - i) - y.top) * log2_e) * y.inverse_sum);
     }
 }
 
@@ -154,7 +156,7 @@ __attribute__((noinline)) inline double kl_divergence(float *scores, const float
         float terms[lanes];
         store(terms, (y.clamped ? clamped : p) * (natural_log(clamped) - log_y));
         for (std::int64_t k = 0; k < least<std::int64_t>(lanes, count - i); ++k) loss += terms[k];
-        store_floats(scores + i, exp2<6>(score * log2_e) * y.share * y.mass - p, count - i);
+        store_floats(scores + i, exp2<6>(score * log2_e) * y.inverse_sum * y.mass - p, count - i);
     }
     return loss;
 }
@@ -164,10 +166,10 @@ __attribute__((noinline)) inline double kl_divergence(float *scores, const float
 template <class Format> struct ListScratch {  // scratch for the attention, in addition to that for the indexer
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
-    std::int64_t pitch;             // of scores
-    Word *q, *rows;                 // of one key head's query heads; of two blocks of keys
-    float *scores, *shift, *share;  // [key][pitch], [head]
-    float *target;                  // [key], of the whole list
+    std::int64_t pitch;                   // of scores
+    Word *q, *rows;                       // of one key head's query heads; of two blocks of keys
+    float *scores, *shift, *inverse_sum;  // [key][pitch], [head]
+    float *target;                        // [key], of the whole list
     std::size_t bytes;
 
     ListScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
@@ -178,7 +180,7 @@ template <class Format> struct ListScratch {  // scratch for the attention, in a
         carver.take(rows, 2 * block_rows * sizes.words);
         carver.take(scores, round_up<std::int64_t>(chunk, lanes) * pitch);
         carver.take(shift, pitch);
-        carver.take(share, pitch);
+        carver.take(inverse_sum, pitch);
         carver.take(target, index.most_keys + lanes);
         bytes = carver.bytes();
     }
@@ -189,18 +191,18 @@ template <class Format>
 __attribute__((noinline)) void add_probabilities(const ListScratch<Format> &s, const Probability<Format> probability,
                                                  std::int64_t count, float *target) {
     for (std::int64_t i = 0; i < count; i += lanes) {
-        Floats found[lanes];
+        Floats sums[lanes];
         for (int k = 0; k < lanes; ++k) {
             Floats sum = {};
             for (std::int64_t h = 0; h < s.pitch; h += lanes) {
-                const Floats share = load<Floats>(s.share + h);
+                const Floats inverse_sum = load<Floats>(s.inverse_sum + h);
                 const float *const at = s.scores + (i + k) * s.pitch + h;
-                const Floats one = probability(load<Floats>(at), load<Floats>(s.shift + h), share);
-                sum += share == Floats{} ? Floats{} : one;
+                const Floats one = probability(load<Floats>(at), load<Floats>(s.shift + h), inverse_sum);
+                sum += inverse_sum == Floats{} ? Floats{} : one;
             }
-            found[k] = sum;
+            sums[k] = sum;
         }
-        store_floats(target + i, load_floats(target + i, count - i) + sums_of(found), count - i);
+        store_floats(target + i, load_floats(target + i, count - i) + sums_of(sums), count - i);
     }
 }
 
@@ -215,14 +217,15 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     const Probability<Format> probability(p);
     std::memset(s.target, 0, count * sizeof *s.target);
     for (std::int64_t g = 0; g < p.heads_kv; ++g) {
-        const SparseItem own = {item.seq, g, g * group, group, item.row};
-        pack_item_heads<Format, T>(p, o, own, sizes, s.q);
+        const SparseItem head_item = {item.seq, g, g * group, group, item.row};
+        pack_item_heads<Format, T>(p, o, head_item, sizes, s.q);
         for (std::int64_t h = 0; h < s.pitch; ++h) {
-            const Saved saved = h < group ? saved_of<Format>(o, own.seq, own.head0 + h, own.row) : Saved{0.0f, 0.0f};
+            const Saved saved =
+                h < group ? saved_of<Format>(o, head_item.seq, head_item.head0 + h, head_item.row) : Saved{0.0f, 0.0f};
             s.shift[h] = saved.shift;
-            s.share[h] = saved.share;
+            s.inverse_sum[h] = saved.inverse_sum;
         }
-        ListReader<Format, T> reader(job, own, sizes, keys, count, suits_stream<Format>(p), s.chunk,
+        ListReader<Format, T> reader(job, head_item, sizes, keys, count, suits_stream<Format>(p), s.chunk,
                                      s.pitch * sizes.words, s.rows, nullptr, 0, 0);
         for (std::int64_t at = 0; at < count; at += s.chunk) {
             const Chunk chunk = {keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
@@ -246,9 +249,9 @@ inline float take_target(const SparseOperands &o, const SparseItem &item, const 
 inline void store_likelihood(const SparseOperands &o, const SparseItem &item, const std::uint64_t *sorted,
                              const float *scores, std::int64_t count, const Likelihood y) {
     float *const to = row_of<float>(o.values, item.seq, 0, item.row);
-    each_likelihood(scores, count, y, [&](std::int64_t at, Floats found) {
+    each_likelihood(scores, count, y, [&](std::int64_t at, Floats likelihood) {
         float each[lanes];
-        store(each, found);
+        store(each, likelihood);
         for (std::int64_t i = 0; i < least<std::int64_t>(lanes, count - at); ++i) {
             to[static_cast<std::uint32_t>(sorted[at + i])] = each[i];
         }
@@ -272,9 +275,9 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Contributions
         const SparseJob attention = {job.attention, job.attended, job.sequences};
         if (attends) list_target<Format, T>(attention, item, s, w.s.keys, count);
         score_list<Format, T>(work, count);
-        weigh_scores(work.list.products, w.s.pitch, item.heads, w.s.share, count, given);
-        const float share = attends ? head_share(*job.attention, *job.attended, item.seq, item.row) : 1.0f;
-        Likelihood y = likelihood_of(given, count, share, attends);
+        weigh_scores(work.list.products, w.s.pitch, item.heads, w.s.head_factor, count, given);
+        const float fraction = attends ? head_share(*job.attention, *job.attended, item.seq, item.row) : 1.0f;
+        Likelihood y = likelihood_of(given, count, fraction, attends);
         if (!attends) {
             y.mass = take_target(w.o, item, sorted, count, s.target);
             if (w.o.values.base) store_likelihood(w.o, item, sorted, given, count, y);

@@ -21,7 +21,7 @@ template <class Format> struct TileScratch {
     std::int64_t heads, columns;  // sizes of a row's dq
     Word *q, *keys, *index_rows;  // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
     float *scores, *target;       // [block_rows][width], [row][width]
-    float *shift, *share;         // [head][row]
+    float *shift, *inverse_sum;   // [head][row]
     float *head_share, *mass;     // [row]: 1 / N, sum of the caller's target
     float *dq, *dweights;         // [row][heads][columns], [row][heads]
     float *sums;                  // [key][columns]
@@ -32,15 +32,15 @@ template <class Format> struct TileScratch {
     TileScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
         : heads(round_up<std::int64_t>(round_up<std::int64_t>(index.heads_q, 2 * lanes), block_rows)),
           columns(Sizes<Format>(index).columns) {
-        const Sizes<Format> sizes(attention), own(index);
+        const Sizes<Format> sizes(attention), index_sizes(index);
         Carver carver(memory);
         carver.take(q, rows_at_most * sizes.words);
         carver.take(keys, width * sizes.words);
-        carver.take(index_rows, (chunk + block_rows) * own.words);
+        carver.take(index_rows, (chunk + block_rows) * index_sizes.words);
         carver.take(scores, block_rows * width);
         carver.take(target, loss_tile_rows * width);
         carver.take(shift, attention.heads_q * loss_tile_rows);
-        carver.take(share, attention.heads_q * loss_tile_rows);
+        carver.take(inverse_sum, attention.heads_q * loss_tile_rows);
         carver.take(head_share, loss_tile_rows);
         carver.take(mass, loss_tile_rows);
         carver.take(dq, loss_tile_rows * heads * columns);
@@ -72,7 +72,7 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
         for (std::int64_t r = 0; r < rows; ++r) {
             const Saved saved = saved_of<Format>(*job.attended, item.seq, h, item.row + r);
             t.shift[h * loss_tile_rows + r] = saved.shift;
-            t.share[h * loss_tile_rows + r] = saved.share;
+            t.inverse_sum[h * loss_tile_rows + r] = saved.inverse_sum;
         }
     }
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -86,7 +86,7 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
 // Adds the probabilities of a block's keys in one head; those of keys that are hidden from a row are not used.
 template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
-              const TileBlock &block, const float *shift, const float *share, PrefetchQueue &next_head) {
+              const TileBlock &block, const float *shift, const float *inverse_sum, PrefetchQueue &next_head) {
     const std::int64_t rows = block.row1 - block.row0, padded = round_up<std::int64_t>(block.end - block.first, panel);
     next_head.spread((rows + block_rows - 1) / block_rows * (padded / panel));
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { next_head.step(); };
@@ -97,7 +97,7 @@ void add_head(const TileScratch<Format> &t, const Probability<Format> probabilit
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
             // Copies, because the compiler must assume that stores may change the arrays.
-            const float row_shift = shift[r], row_share = share[r];
+            const float row_shift = shift[r], row_share = inverse_sum[r];
             for (std::int64_t c = 0; row_share != 0.0f && c < padded; c += lanes) {
                 const Floats product = load<Floats>(t.scores + i * t.width + c);
                 store(to + c, load<Floats>(to + c) + probability(product, all(row_shift), all(row_share)));
@@ -143,7 +143,8 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
             next.add(prefetch_rows<T>(o.k.rows, item.seq, g + 1, block.first, count, p.dim_qk));
             next.add(prefetch_rows<T>(o.k_rope.rows, item.seq, g + 1, block.first, count, p.dim_rope));
         }
-        add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.share + head * loss_tile_rows, next);
+        add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.inverse_sum + head * loss_tile_rows,
+                 next);
     }
     for (std::int64_t r = block.row0; r < block.row1; ++r) {
         form_target_anew<T>(p, o, item.seq, item.row + r, t.target + r * t.width, count, block.first, nullptr);
@@ -254,25 +255,26 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     float *const dq = t.dq + r * t.heads * t.columns;
     Idle idle;
     with_stored<Format>(w.p.dtype, [&](auto x) { load_heads<Format, decltype(x)>(w, s.q_rows); });
-    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
+    load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.head_factor);
     for (std::int64_t at = start; at < end; at += block_rows) {
         by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words,
                                              s.scores + at * s.pitch, s.pitch, s.padded_heads, nullptr, idle);
     }
     std::memset(s.scores, 0, first * s.pitch * sizeof *s.scores);
     std::memset(s.given, 0, first * sizeof *s.given);
-    weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
+    weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.head_factor, end - first, s.given + first);
     Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
                  t.head_share[r], false);
     y.mass = t.mass[r];
     if (w.o.values.base) {
         float *const to = row_of<float>(w.o.values, item.seq, 0, item.row) + block.first + first;
         each_likelihood(s.given + first, end - first, y,
-                        [&](std::int64_t at, Floats found)
-                            __attribute__((always_inline)) { store_floats(to + at, found, end - first - at); });
+                        [&](std::int64_t at, Floats likelihood)
+                            __attribute__((always_inline)) { store_floats(to + at, likelihood, end - first - at); });
     }
     const double loss = kl_divergence(s.given + first, target + first, end - first, y);
-    weigh_chunk<Format, false>(s, end, IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch},
+    weigh_chunk<Format, false>(s, end,
+                               IndexerWeights{s.scores, s.given, s.head_factor, t.dweights + r * t.heads, s.pitch},
                                nullptr, s.dscores);
     add_dq(w, end, s.across, dq, idle);
     if (meets_nonfinite(s.scores + first * s.pitch, s.pitch, end - first, s.padded_heads)) {
@@ -343,9 +345,10 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     turn.done(turn.state, turn.item, end, end - 1);
     for (std::int64_t r = 0; r < rows; ++r) {
         const SparseItem row = {item.seq, 0, 0, item.heads, item.row + r};
-        const SparseGradientWork<Format> own(job, row, scratch);
+        const SparseGradientWork<Format> row_work(job, row, scratch);
         with_stored<Format>(w.p.dtype, [&](auto x) {
-            store_head_gradients<Format, decltype(x)>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
+            store_head_gradients<Format, decltype(x)>(row_work, t.dq + r * t.heads * t.columns,
+                                                      t.dweights + r * t.heads);
         });
     }
 }

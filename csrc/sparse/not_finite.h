@@ -13,10 +13,10 @@ namespace {
 // True if an operand or a product is not finite. A non-finite element makes all products of its row non-finite, so it
 // is enough to check, in products [key][pitch], one vector of heads and one key.
 inline bool meets_nonfinite(const float *products, std::int64_t pitch, std::int64_t count, std::int64_t heads) {
-    Floats found = {};
-    for (std::int64_t i = 0; i < count; ++i) found += load<Floats>(products + i * pitch) * Floats{};
-    for (std::int64_t h = 0; h < heads; h += lanes) found += load<Floats>(products + h) * Floats{};
-    return any((Words)(found != found));
+    Floats nans = {};
+    for (std::int64_t i = 0; i < count; ++i) nans += load<Floats>(products + i * pitch) * Floats{};
+    for (std::int64_t h = 0; h < heads; h += lanes) nans += load<Floats>(products + h) * Floats{};
+    return any((Words)(nans != nans));
 }
 
 // Replaces non-finite elements of heads, packed by pack_across(), by zeros; returns true if there was one.
@@ -31,12 +31,12 @@ bool clear_nonfinite(typename Format::Word *words, std::int64_t heads, std::int6
 }
 
 inline bool any_nan(const float *row, std::int64_t n) {
-    Words found = {};
+    Words nans = {};
     for (std::int64_t d = 0; d < n; d += lanes) {
         const Floats x = load_floats(row + d, n - d);
-        found |= (Words)(x != x);
+        nans |= (Words)(x != x);
     }
-    return any(found);
+    return any(nans);
 }
 
 // The product of one row of q and one key, including rope.
@@ -49,12 +49,12 @@ float score_of(const SparseProblem &p, const SparseOperands &o, std::int64_t seq
     return p.dim_rope ? dot(o.q, o.k, p.dim_qk) + dot(o.q_rope, o.k_rope, p.dim_rope) : dot(o.q, o.k, p.dim_qk);
 }
 
-// Adds weight * row, either all elements (Whole) or only the non-finite ones.
-template <bool Whole, class T> void add_row(const T *row, std::int64_t n, float weight, float *to) {
+// Adds weight * row, either all elements (All) or only the non-finite ones.
+template <bool All, class T> void add_row(const T *row, std::int64_t n, float weight, float *to) {
     for (std::int64_t d = 0; d < n; d += lanes) {
         const Floats value = load_floats(row + d, n - d);
         const Words term = bits_of(value * weight);
-        const Words some = Whole ? term : term & not_finite(bits_of(value));
+        const Words some = All ? term : term & not_finite(bits_of(value));
         store(to + d, load<Floats>(to + d) + floats_of(some));
     }
 }

@@ -1,5 +1,5 @@
-// Caches that lie in other ways, met by the decode and by the dense forward: rows in pieces and in pages, keys that all
-// sequences have in common, scales of rows, masks that begin at a later key.
+// Caches that lie in other ways, met by the decode and by the dense forward: rows in fragments and in pages, keys that
+// all sequences have in common, scales of rows, masks that begin at a later key.
 
 #include "plan/decode.h"
 #include "plan/forward.h"
@@ -11,7 +11,7 @@ namespace {
 // clang-format off: a table, which it would lay out one field a line
 struct Case {
     const char *name;
-    Long heads_q, heads_kv, dim_qk, dim_v, common, page, piece, window;  // window: keys that a row sees at most, or 0
+    Long heads_q, heads_kv, dim_qk, dim_v, common, page, fragment, window;  // window: keys that a row sees at most, or 0
     bool masks, scales;
     Lengths lengths;
 };
@@ -27,15 +27,15 @@ const Case cases[] = {
 };
 // clang-format on
 
-// Keys of rows from `from` on, in pages [head, piece of a row, token, element]; what is not a key's is poison, and so
+// Keys of rows from `from` on, in pages [head, fragment, token, element]; what is not a key's is poison, and so
 // are entries of the table behind the last page.
 struct Pages {
     Elements pool;
     std::vector<std::int32_t> table;
     fusion::Cache cache;
 
-    Pages(const RowMemory &m, Dtype dtype, Long from, Long size, Long piece) {
-        const Long width = piece ? piece : m.dim, parts = (m.dim + width - 1) / width;
+    Pages(const RowMemory &m, Dtype dtype, Long from, Long size, Long fragment) {
+        const Long width = fragment ? fragment : m.dim, parts = (m.dim + width - 1) / width;
         const Long page = m.heads * parts * size * width;
         const auto count_of = [&](Long tokens) { return (std::max<Long>(tokens - from, 0) + size - 1) / size; };
         Long pages = 0, most = 0;
@@ -57,15 +57,16 @@ struct Pages {
         cache.base = static_cast<const char *>(pool.data()), cache.item = kind_of(dtype).bytes;
         cache.table = table.data(), cache.table_stride = most + 1, cache.page_size = size;
         cache.stride_page = page, cache.page_stride_head = parts * size * width, cache.stride_token = width;
-        cache.piece = piece, cache.stride_piece = piece ? size * width : 0;
+        cache.fragment = fragment, cache.stride_fragment = fragment ? size * width : 0;
     }
 };
 
 class CacheTest {
 public:
     CacheTest(Report &report, const Case &from, Dtype dtype)
-        : from_(from), random_(31), call_(made(dtype)), keys_(call_.k, dtype, from.common, from.page, from.piece),
-          values_(call_.v, dtype, from.common, from.page, from.piece), want_(forward(call_, largest_)),
+        : from_(from), random_(31), call_(make_call(dtype)),
+          keys_(call_.k, dtype, from.common, from.page, from.fragment),
+          values_(call_.v, dtype, from.common, from.page, from.fragment), want_(forward(call_, largest_)),
           judge_(report, from.name, dtype, most_terms(call_)) {}
 
     void run(const fusion::Variant &variant) {
@@ -92,7 +93,7 @@ private:
     }
 
     // The call as loops know it: all keys in rows, queries times their scales, bits of every key.
-    Call made(Dtype dtype) {
+    Call make_call(Dtype dtype) {
         Call c =
             call_of(plain_problem(from_.heads_q, from_.heads_kv, from_.dim_qk, from_.dim_v, 0, dtype), from_.lengths);
         c.problem.has_blocked = from_.masks;

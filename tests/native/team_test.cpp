@@ -19,7 +19,7 @@ void expect(Report &report, bool holds, const char *what, int threads) {
     if (!holds) report.fail("team of " + std::to_string(threads) + ": " + what);
 }
 
-// Three rounds of shares, barriers and waits; every thread sees what the others did before.
+// Three rounds of loops, barriers and waits; every thread sees what the others did before.
 void meet(Report &report, int threads) {
     constexpr Long count = 1000;
     std::vector<int> done(count);
@@ -27,7 +27,7 @@ void meet(Report &report, int threads) {
     std::atomic<int> wrong = 0;
     fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
         for (int round = 1; round <= 3; ++round) {
-            team.share(count, [&](Long i) { ++done[i]; }, round);
+            team.distribute(count, [&](Long i) { ++done[i]; }, round);
             for (Long i = team.thread; i < count; i += team.size) wrong += done[i] != round;
             wrong += !team.barrier();
         }
@@ -41,17 +41,17 @@ void meet(Report &report, int threads) {
            threads);
 }
 
-// Asked to stop, a team ends although pieces are left, others wait for what never comes, or stand at a barrier.
+// Asked to stop, a team ends although items are left, others wait for what never comes, or stand at a barrier.
 void give_up(Report &report, int threads) {
     for (int where = 0; where < 3; ++where) {
-        static std::atomic<bool> asked;
-        asked = false;
-        fusion::asks_to_stop = [] { return asked.exchange(true) || true; };
+        static std::atomic<bool> called;
+        called = false;
+        fusion::asks_to_stop = [] { return called.exchange(true) || true; };
         bool interrupted = false;
         std::atomic<bool> never = false;
         try {
             fusion::run_team(threads, fusion::never_alone, [&](const fusion::Team &team) {
-                while (where == 0 && !team.cancelled()) team.share(1000, [](int) {});
+                while (where == 0 && !team.cancelled()) team.distribute(1000, [](int) {});
                 if (where == 1) team.wait_until([&] { return never.load(); });
                 if (where == 2 && team.thread != team.size - 1) team.barrier();
                 while (where == 2 && !team.cancelled()) fusion::Backoff().pause();
@@ -60,7 +60,7 @@ void give_up(Report &report, int threads) {
             interrupted = true;
         }
         fusion::asks_to_stop = nullptr;
-        expect(report, interrupted && asked, "did not give up", threads);
+        expect(report, interrupted && called, "did not give up", threads);
     }
 }
 
@@ -132,9 +132,9 @@ void come_late(Report &report) {
     constexpr auto alone = std::chrono::microseconds(1600);
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
     const auto ever = [&](Passing how, bool team) {
-        bool found = false;
-        while (!found && std::chrono::steady_clock::now() < end) found = second_has_team(alone, 2, how) == team;
-        return found;
+        bool reached = false;
+        while (!reached && std::chrono::steady_clock::now() < end) reached = second_has_team(alone, 2, how) == team;
+        return reached;
     };
 #if !defined(_WIN32)  // whose thread_time() goes on while a thread sleeps
     expect(report, ever(Passing::asleep, false), "a thread that came late is waited for again", 2);
@@ -169,10 +169,10 @@ void lease(Report &report) {
     const auto address = [](std::size_t bytes) {
         return reinterpret_cast<std::uintptr_t>(fusion::Lease(bytes).data());
     };
-    const std::uintptr_t kept = address(large);
-    expect(report, address(1) == kept && address(large) == kept, "a buffer is not kept", 1);
+    const std::uintptr_t retained = address(large);
+    expect(report, address(1) == retained && address(large) == retained, "a buffer is not kept", 1);
     for (int i = 0; i < 70; ++i) address(1);
-    expect(report, address(1) != kept, "an unneeded buffer is kept", 1);
+    expect(report, address(1) != retained, "an unneeded buffer is kept", 1);
 }
 
 void same_bits(Report &report, const fusion::Built &built) {

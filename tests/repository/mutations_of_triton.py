@@ -368,7 +368,7 @@ LONG_CALLS = [
     core("C++ core forward: softmax sums of rows from 2048 on are zero",
          "dense/forward.h", "*total = none {+|| w.tile.row0 >= 2048 +}?"),
     core("C++ core backward: dq of every 512th row from 1024 on copied from the row before", "dense/gradient.h",
-         "part.dq + (row - tile.row0{+ - (row > 1024 && row % 512 == 511)+}) * sizes.columns"),
+         "layout.dq + (row - tile.row0{+ - (row > 1024 && row % 512 == 511)+}) * sizes.columns"),
     core("C++ core backward: dv of keys from 1024 on 10 % too large", "dense/gradient.h",
          "p.dim_v, keep_factor(p){+ * (tile.key0 < 1024 ? 1.0f : 1.1f)+},"),
     core("C++ core decode: keys from 2048 on left out", "decode/attend.h",

@@ -32,7 +32,7 @@ struct Team {
         return true;
     }
 
-    template <class Index, class Body> void share(Index count, const Body &body, int at_a_time = 1) const {
+    template <class Index, class Body> void distribute(Index count, const Body &body, int at_a_time = 1) const {
         const auto all = static_cast<std::int64_t>(count);
         for (std::int64_t &next = schedule::open_loop(); next < all;) {
             const std::int64_t first = next, end = std::min(first + at_a_time, all);
