@@ -117,6 +117,25 @@ def seen(part, rows):
     assert list(wrong_openings("wide.py", nodes)) == ["wide.py: What a row sees."]
 
 
+# A comment or a literal of a C++ source: raw string, string, character (not a digit separator).
+LITERAL = re.compile(
+    r"//[^\n]*|/\*.*?\*/|R\"(\w*)\(.*?\)\1\"|\"(?:\\.|[^\"\\\n])*\"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'", re.DOTALL
+)
+
+
+def cpp_identifiers(text: str) -> set[str]:
+    return set(re.findall(r"\b[A-Za-z_]\w*\b", LITERAL.sub(" ", text)))
+
+
+def test_cpp_identifiers_are_not_vague() -> None:
+    planted = 'int own = 1\'000; char c = \'"\'; // seen\nauto s = "told\\""; /* cut */ Part held_;'
+    assert {name for name in cpp_identifiers(planted) if VAGUE.fullmatch(name)} == {"own", "Part", "held_"}
+    sources = [name for name in texts() if re.match(r"(csrc|tests/native)/.*\.(h|cpp)$", name)]
+    wrong = [f"{n}: {i}" for n in sources for i in sorted(cpp_identifiers(texts()[n])) if VAGUE.fullmatch(i)]
+    assert len(sources) > 100
+    assert not wrong, "\n".join(wrong)
+
+
 def comments(path: Path) -> Iterator[str]:
     """The first line of every full-line comment of a C++ source."""
     inside = False
