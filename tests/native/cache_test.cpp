@@ -11,7 +11,7 @@ namespace {
 // clang-format off: a table, which it would lay out one field a line
 struct Case {
     const char *name;
-    Long heads_q, heads_kv, dim_qk, dim_v, common, page, fragment, window;  // window: keys that a row sees at most, or 0
+    Long heads_q, heads_kv, dim_qk, dim_v, common, page, fragment, window;  // window: most keys that a row sees, or 0
     bool masks, scales;
     Lengths lengths;
 };
