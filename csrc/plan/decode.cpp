@@ -111,7 +111,7 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, 
     add_block({b, row0, row1, 0, 0, 0, 0, row}, begin, end, common);
 }
 
-// Divides the keys [begin, end) of a block into runs, whose leaves are counted from key first_own on.
+// Divides the keys [begin, end) of a block into runs, whose leaves are counted from key cache_first on.
 void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t cache_first) {
     const std::int64_t heads = problem_.heads_kv, from = begin - cache_first, to = end - cache_first;
     const std::int64_t run0 = from / decode_run, count = std::max<std::int64_t>(ceil_div(to, decode_run) - run0, 1);
