@@ -126,15 +126,18 @@ def compress(
     """
     args: dict[str, Any] = {
         "kv": kv, "gate": gate, "ratio": ratio, "position_bias": position_bias, "overlap": overlap, "layout": layout,
-        "kv_len": kv_len, "before": False,
+        "kv_len": kv_len, **computed_arguments(layout, kv_len, ratio),
     }  # fmt: skip
     if state is not None:
         if not isinstance(state, CompressionState):
             raise _refused("a CompressionState", repr(state), "pass the same object to all calls of a sequence")
         return state.continued(args, backend)
-    if layout == "TND":
-        args["windows"] = _windows(kv_len, ratio)
     return dispatch.results(RECORD, args, backend)["out"]
+
+
+def computed_arguments(layout: Any, kv_len: Any, ratio: Any) -> dict[str, Any]:
+    """Returns the arguments of the definition that compress() computes from its own."""
+    return {"before": False} | ({"windows": _windows(kv_len, ratio)} if layout == "TND" else {})
 
 
 def _windows(kv_len: Any, ratio: Any) -> int:

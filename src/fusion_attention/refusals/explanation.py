@@ -206,6 +206,10 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
     for word in extra:
         bound.arguments.pop(word, None)
     values = _cache_apart(bound.arguments) if op.name == "decode_attention" else dict(bound.arguments)
+    if op.name == "compress":
+        from fusion_attention.api.compress import computed_arguments
+
+        values |= computed_arguments(values.get("layout"), values.get("kv_len"), values.get("ratio"))
     args = {p.name: _as_taken(p, values[p.shown]) for p in op.params if p.shown in values}
     return args, []
 
@@ -223,9 +227,9 @@ def _function(op: Op) -> Any:
         from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
 
         return FROM_RECORDS[op.name]
-    from fusion_attention.api import attention, compressed, decode, sparse
+    from fusion_attention.api import attention, compress, compressed, decode, sparse
 
-    modules = (attention, compressed, decode, sparse)
+    modules = (attention, compress, compressed, decode, sparse)
     return next(getattr(module, op.name) for module in modules if hasattr(module, op.name))
 
 
