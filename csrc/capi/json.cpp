@@ -110,7 +110,7 @@ private:
         return text;
     }
 
-    // Returns the UTF-8 of \uXXXX, or of a surrogate pair.
+    // Returns the UTF-8 of an escape, \u and four hexadecimal digits, or of a surrogate pair.
     std::string character() {
         unsigned code = unit();
         if (code >= 0xD800 && code < 0xE000) {
@@ -132,11 +132,12 @@ private:
     unsigned unit() {
         unsigned code = 0;
         for (int digit = 0; digit < 4; ++digit) {
-            const char *digits = "0123456789abcdef";
+            const char *digits = "0123456789abcdefABCDEF";
             if (++at_ == end_) fail("four hexadecimal digits");
-            const char *match = std::strchr(digits, *at_ | 32);
-            if (*at_ == 0 || match == nullptr || *match == 0) fail("a hexadecimal digit");
-            code = code * 16 + static_cast<unsigned>(match - digits);
+            const char *match = std::strchr(digits, *at_);
+            if (match == nullptr || *match == 0) fail("a hexadecimal digit");
+            const auto value = static_cast<unsigned>(match - digits);
+            code = code * 16 + (value < 16 ? value : value - 6);
         }
         return code;
     }

@@ -76,6 +76,8 @@ def test_acl_finalize_without_init_returns_error_code() -> None:
     ('{"fusion_attention": {"checked": "perhaps"}}', 100008, "expected true, false or abort"),
     ('{"fusion_attention": {"device": "npu:0"}}', 207004, "expected cpu, cuda or cuda:<number>, got 'npu:0'"),
     ('{"fusion_attention": {"device": "\\ud83d\\ude00"}}', 207004, "got '\U0001f600'"),
+    ('{"fusion_attention": {"device": "\\uD83D\\uDE00"}}', 207004, "got '\U0001f600'"),
+    ('{"a": "\\u\x11\x11\x11\x11"}', 100006, "a hexadecimal digit"),
     ('{"a": "\\ud83d"}', 100006, "both halves of a surrogate pair"),
     ('{"a": "\\ude00\\ud83d"}', 100006, "both halves of a surrogate pair"),
     ('{"a": "\\ud83d\\u0041"}', 100006, "both halves of a surrogate pair"),
