@@ -17,6 +17,7 @@ from fusion_attention.contract import Array, Op, Tensor
 from fusion_attention.contract.sampling import InvalidSample, invalid_samples, sample
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals import explanation
 from fusion_attention.refusals.call_parser import parse_call
 from fusion_attention.refusals.cann_logs import CODES, read_log
 from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
@@ -84,6 +85,15 @@ def test_legal_call_of_every_operator_has_no_findings(name: str) -> None:
     assert result.results
     assert set(result.computes) == {"cpu", "golden", "triton"}
     assert result.computes["golden"] == "yes"
+
+
+def test_explain_finds_the_function_of_every_operator() -> None:
+    assert all(callable(explanation._function(op)) for op in RECORDS.values())
+
+
+def test_legal_call_of_compress_has_no_findings() -> None:
+    result = explain('fa.compress(f32[9,1,16], f32[9,1,16], ratio=4, layout="TND", kv_len=[4, 5])')
+    assert (sentences(result), result.results) == ([], {"out": "float32[2, 1, 16]"})
 
 
 def broken_calls(op: Op, every: int) -> list[InvalidSample]:
