@@ -1,12 +1,10 @@
 """Random calls of every family, compared with formulas; the slow test draws new calls in every run."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 
 import pytest
-from support.sources import ROOT
 
 from .core import FAMILIES, description, drawn, judge
 
@@ -41,11 +39,3 @@ def test_many_random_calls_match_formulas(
     noted.append(f"hostile: {family}: {len(calls)} calls from --seed {calls.start}")
     run(family, calls, bool(pytestconfig.getoption("--describe", False)))
     noted[-1] += f", {time.perf_counter() - start:.0f} s"
-
-
-@pytest.mark.slow
-def test_fuzz_command_reruns_a_call_by_number() -> None:
-    command = [sys.executable, "-m", "tests.fuzz", "attention", "1234"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 passed" in run.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from . import attention, caches, decode, dense, formulas, indexer, loss, sparse, training
-from .core import Drawn, Mismatch, Value, compare, drawn, exact, judge
+from .core import Mismatch, Value, drawn, judge
 from .formulas import Rows
 
 Patch = pytest.MonkeyPatch
@@ -187,7 +187,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[Mistake, ...]]] = {
         (big_endian, next_seed, first_head_alone, no_delta, other_order),
     ),
     "decode": (("scale", "heads", "a key less", "no bias"), (swapped_nibbles, no_window, wrong_rounding)),
-    "infer": (("scale", "heads", "a key less", "no bias"), ()),
     "sparse": (
         ("scale", "heads", "a key less", "a tile more", "another sink", "duplicates once"),
         (holes_are_passed, no_delta),
@@ -209,37 +208,3 @@ def test_planted_mistake_is_detected_within_150_calls(family: str, mistake: Mist
         number = next((n for n in range(CALLS) if wrong(family, n)), None)
     assert number is not None
     judge(drawn(family, number))  # without the mistake it is right
-
-
-def test_compare_raises_on_wrong_values_shapes_dtypes_and_names() -> None:
-    want = {"out": Value(torch.tensor([1.0, torch.inf, torch.nan, 0.0]).double(), torch.full((4,), 1e-3).double())}
-    compare({"out": torch.tensor([1.0005, torch.inf, torch.nan, -0.0])}, want)
-    for place, value in ((0, 1.002), (0, torch.nan), (1, -torch.inf), (1, 3e38), (2, 0.0), (3, 0.01)):
-        got = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
-        got[place] = value
-        with pytest.raises(Mismatch, match=rf"out\[{place}\]: expected .* \(off by .* 1 of 4 elements are wrong\)"):
-            compare({"out": got}, want)
-    with pytest.raises(Mismatch, match="shape"):
-        compare({"out": torch.zeros(3)}, want)
-    with pytest.raises(Mismatch, match="no \\['out'\\]"):
-        compare({}, want)
-    with pytest.raises(Mismatch, match=r"torch.float32 for torch.int32"):
-        compare({"out": torch.zeros(1)}, {"out": exact(torch.zeros(1, dtype=torch.int32))})
-
-
-def test_random_call_is_reproducible_from_the_number() -> None:
-    for family in ("attention", "training", "decode", "sparse"):
-        first, second = (drawn(family, 7) for _ in range(2))
-        results = [call.run() for call in (first, second)]
-        assert [*results[0]] == [*results[1]]
-        for name in results[0]:
-            a, b = (result[name].detach().double().nan_to_num(7) for result in results)
-            assert torch.equal(a, b), (family, name)
-
-
-def test_error_raised_by_a_legal_call_is_a_failure() -> None:
-    def refused() -> dict[str, torch.Tensor]:
-        raise ValueError("expected something else")
-
-    with pytest.raises(ValueError, match="something else"):
-        judge(Drawn({}, refused, lambda _: {}))
