@@ -1,29 +1,17 @@
 """Empty arrays and masks as arguments of the two-phase interface."""
 
-import warnings
-from typing import Any
-
 import pytest
 import torch
 from support.bits import same
-from support.two_phase import V2, Args, done, handles_of, outputs_of
+from support.two_phase import call, done, outputs_of
 
-from fusion_attention import ContractError, acl, aclnn, npu
+from fusion_attention import ContractError, acl, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
 
-
-def refused(name: str, args: Args, **options: Any) -> tuple[int, str]:
-    """Calls phase 1 alone; returns its code and the error text."""
-    op = RECORDS[name]
-    handles = handles_of(op, args, outputs_of(op, args)).values()
-    return getattr(aclnn, name + "GetWorkspaceSize")(*handles, **options)[0], acl.get_recent_err_msg()
-
-
-# ------------------------------------------------------------------------------------- empty arguments count as absent
 
 ABSENT = {
     "left padding": ("aclnnIncreFlashAttentionV4", {"actual_seq_lengths": [4, 5]}, ("kv_padding_size",)),
@@ -46,12 +34,12 @@ def test_empty_array_argument_equals_omitted_argument(case: str, blank: str) -> 
 
 
 def test_empty_required_lengths_are_refused_as_missing() -> None:
-    args = sample(RECORDS["aclnnSparseFlashAttentionGrad"], layout="TND")
-    ret, text = refused("aclnnSparseFlashAttentionGrad", args | {"actual_seq_qlen": BLANKS["empty"]})
-    assert ret == 161001
+    op = RECORDS["aclnnSparseFlashAttentionGrad"]
+    args = sample(op, layout="TND") | {"actual_seq_qlen": BLANKS["empty"]}
+    assert call(op, args, outputs_of(op, args)) == (161001, 0)
     assert (
         "actual_seq_lengths_query (actualSeqLengthsQueryOptional): expected the lengths of packed sequences, got None"
-        in text
+        in acl.get_recent_err_msg()
     )
 
 
@@ -63,26 +51,3 @@ def test_npu_function_accepts_empty_kv_padding_size_and_refuses_scalar() -> None
     assert same(npu.npu_incre_flash_attention(**given, **more, kv_padding_size=BLANKS["empty"]), want)
     with pytest.raises(ContractError, match="kv_padding_size: expected integers"):
         npu.npu_incre_flash_attention(**given, **more, kv_padding_size=BLANKS["without dimensions"])
-
-
-# ------------------------------------------------------------------------------------------------ training attention
-
-
-def test_null_layout_is_refused_unless_the_operator_has_a_default() -> None:
-    # CANN names the parameter layoutOptional in the first operator and layout in the second.
-    for name, code in (("aclnnSparseFlashAttentionGrad", 0), ("aclnnSparseLightningIndexerGradKLLoss", 161001)):
-        op, args = RECORDS[name], sample(RECORDS[name])
-        handles = handles_of(op, args | {"layout": None}, outputs_of(op, args)).values()
-        assert getattr(aclnn, name + "GetWorkspaceSize")(*handles)[0] == code
-
-
-@pytest.mark.parametrize("mask", ["S1 S2", "1 1 S1 S2", "B 1 S1 S2", "B N1 S1 S2"])
-def test_sparse_mode_5_accepts_every_documented_mask_shape(mask: str) -> None:
-    """The mask and the prefix each remove keys; one mask for sequences with different prefixes causes a warning."""
-    args = sample(V2, atten_mask=(mask, "zeros"), sparse_mode=5, prefix=[4, 6])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert refused(V2.name, args)[0] == 0, acl.get_recent_err_msg()
-        assert refused(V2.name, args | {"prefix": [5, 5]})[0] == 0
-    shared = mask[0] != "B"
-    assert ["expected a mask for every sequence" in str(w.message) for w in caught] == [True] * shared

@@ -5,9 +5,7 @@ signatures, cached signatures, error texts, pages.
 import inspect
 import pickle
 import re
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning
-from fusion_attention.contract import INVALID, LEVELS, NULL_POINTER, STAGES, TILING, Array, Op, Rule, Tensor, bind
+from fusion_attention.contract import INVALID, LEVELS, STAGES, Array, bind
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.ops.training import definitions as training
@@ -27,12 +25,10 @@ from fusion_attention.plan import Plan
 # --------------------------------------------------------------------------------------------- samples, invalid samples
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_sample_calls_of_every_operator_are_legal(name: str) -> None:
-    op = CONTRACTS[name]
-    for layout in layouts(op):
-        assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), layout
+def test_sample_calls_of_every_operator_are_legal() -> None:
+    for op in CONTRACTS.values():
+        for layout in layouts(op):
+            assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), (op, layout)
 
 
 @pytest.mark.sampled(8)
@@ -70,35 +66,13 @@ def test_each_broken_rule_is_the_only_reported_failure(name: str) -> None:
         assert bool(outcome(op, case.args, check_content=True)[0]) is (always or case.level == "content"), case.id
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_operator_rules_have_unique_ids_levels_stages_and_advice(name: str) -> None:
-    op = CONTRACTS[name]
-    assert len({rule.id for rule in op.applicable_rules}) == len(op.applicable_rules), "two rules of one name"
-    for rule in op.rules:
-        assert rule.level in LEVELS
-        assert rule.stage in STAGES
-        assert rule.advice, f"{rule.id}: say why, or what to do"
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "code"),
-    [
-        ("head_num", {"head_num": 0}, INVALID),
-        ("head_num", {"head_num": None}, NULL_POINTER),
-        ("key", {"key": None}, NULL_POINTER),
-        ("key", {"key": ("B S2 N2 D", "float32")}, INVALID),
-        ("value", {"value": "B S1 N2 D"}, INVALID),
-        ("sink", {"sink": ("N1", "float16")}, INVALID),
-        ("keep_prob", {"keep_prob": 0.0}, TILING),
-        ("softmax_layout", {"softmax_layout": "same_as_input"}, INVALID),
-        ("pse_type", {"pse_type": 4}, TILING),
-        ("inner_precise", {"inner_precise": 1.5}, INVALID),
-    ],
-)
-def test_invalid_argument_has_error_code_of_its_check_stage(name: str, settings: Args, code: int) -> None:
-    failures, _ = outcome(training.TORCH_V2, sample(training.TORCH_V2, **settings))
-    assert [(f.param, f.code) for f in failures] == [(name, code)]
+def test_operator_rules_have_unique_ids_levels_stages_and_advice() -> None:
+    for op in CONTRACTS.values():
+        assert len({rule.id for rule in op.applicable_rules}) == len(op.applicable_rules), f"{op}: two of one name"
+        for rule in op.rules:
+            assert rule.level in LEVELS
+            assert rule.stage in STAGES
+            assert rule.advice, f"{op}: {rule.id}: say why, or what to do"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +157,6 @@ def test_first_failing_check_stage_reports_all_its_failures() -> None:
     assert params(**dtype) == ["key", "sink", "input_layout"]
     presence = dtype | {"value": None, "head_num": None, "pse": "x", "sync": 1, "prefix": [0.5]}
     assert params(**presence) == ["value", "head_num", "pse", "prefix", "sync"]
-
-
-def test_error_message_has_one_line_per_failure() -> None:
-    with pytest.raises(ContractError) as caught:
-        bind(training.TORCH_V1, sample(training.TORCH_V1, sparse_mode=7, N2=3))
-    assert [str(f) for f in caught.value.failures] == str(caught.value).split("\n")
-    assert len(caught.value.failures) == 2
 
 
 def test_contract_error_survives_pickling() -> None:
@@ -293,31 +260,3 @@ def test_warning_has_the_file_name_of_the_caller() -> None:
             ) as caught:
                 ask()
             assert [w.filename for w in caught] == [caller]
-
-
-def test_warning_is_shown_once_per_calling_line() -> None:
-    args = sample(training.TORCH_V1, sparse_mode=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            bind(training.TORCH_V1, args)
-    assert len(caught) == 1
-
-
-def test_operator_drops_rules_of_parameters_that_are_missing() -> None:
-    assert not any(r.param == "pse_type" for r in training.SCORE_V1.applicable_rules)
-    assert not any(r.only == ("TND",) for r in training.SCORE_V3.applicable_rules)
-    op = training.SCORE_V1.version("v", "s", after={"value": (training.SINK,)})
-    assert [p.name for p in op.params[:5]] == ["query", "key", "value", "sink", "pse"]
-    op = replace(op, params=tuple(p for p in op.params if p.name != "pse"))
-    assert not any(r.param == "pse" for r in op.applicable_rules)
-
-
-def test_shape_rule_generates_its_error_text() -> None:
-    rule = Rule("fits(x, 'B N | 1 N')", "x", "why")
-    op = Op("op", "s", (Tensor("x", "t.", shape="B N"), Array("n", "a.", True)), (replace(rule, level="limit"),))
-    assert rule.expected == "shape [B, N] or [1, N]"
-    assert rule.code == TILING
-    legal = torch.ones(2, 3)
-    assert bind(op, {"x": legal}, strict=True).names["x"] is legal
-    assert one(op, {"x": torch.ones(3)}) == "op: x: expected 2 dimensions [B, N], got 1 dimensions [3]"

@@ -158,7 +158,7 @@ def fuzz(op: Op, examples: int) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=of_versions(name)) for name in CONTRACTS])
 def test_random_argument_values_are_refused_or_computed(name: str) -> None:
-    fuzz(CONTRACTS[name], 50 if name in RECORDS else 15)
+    fuzz(CONTRACTS[name], 30 if name in RECORDS else 15)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def given(op: Op) -> list[str]:
 PARAMETERS = [(op, name) for op in CONTRACTS.values() for name in given(op)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @damages
 @pytest.mark.parametrize(("op", "name"), PARAMETERS, ids=lambda value: getattr(value, "name", value))
 def test_tensor_argument_with_resized_storage_is_refused(

@@ -1,6 +1,5 @@
 """Settings per block or process (strict mode, checks of content, back end), also in threads and traces."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -241,10 +240,3 @@ def test_use_backend_inside_compiled_function_applies() -> None:
             return fa.attention(q, q, q)
 
     assert torch.compile(layer, backend="aot_eager")(DOUBLE).dtype == torch.float64
-
-
-def test_legal_call_in_strict_mode_does_not_warn() -> None:
-    with warnings.catch_warnings(), npu.strict(check_content=True):
-        warnings.simplefilter("error")
-        query = rows(1, 4, 2, 64)
-        npu.npu_fusion_attention(query, query, query, 2, "BSND", scale=0.125)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.compiled import compiled
-from support.two_phase import handles_of
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
-from fusion_attention import acl, aclnn, npu
-from fusion_attention.contract.sampling import sample
+from fusion_attention import npu
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
 
@@ -60,15 +58,6 @@ def test_packed_lengths_shorter_than_tensor_warn_and_strict_mode_raises(name: st
     assert re.search(rf"got {axis}=300, (q|kv)_len=\[", refused(call))
 
 
-def test_warning_suggests_that_cumulative_ends_may_be_lengths() -> None:
-    """Common mistake: [100, 250] of 300 rows, taken as cumulative ends, means sequences of 100 and 150 rows."""
-    call = lambda: npu.npu_fusion_attention(  # noqa: E731
-        ROWS, ROWS, ROWS, 2, "TND", scale=0.25, actual_seq_qlen=[100, 250], actual_seq_kvlen=[100, 250]
-    )
-    assert all("did you pass lengths?" in text for text in warned(call))
-    assert "q_len=[100, 150]" in refused(call)
-
-
 def test_packed_lengths_that_fill_the_tensor_do_not_warn() -> None:
     def calls() -> None:
         npu.npu_fusion_attention(ROWS, ROWS, ROWS, 2, "TND", scale=0.25, **ends(300))
@@ -92,19 +81,6 @@ def test_default_filter_shows_short_lengths_warning_once_for_all_lengths() -> No
     assert len(warned(steps, "default")) == 1
     assert len(warned(steps, "always")) == 4
     assert warned(steps, "ignore") == []
-
-
-@pytest.mark.usefixtures("runtime")
-def test_two_phase_interface_is_strict_by_default() -> None:
-    op = RECORDS["aclnnFlashAttentionVarLenScore"]
-    results = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
-    results["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
-    handles = handles_of(op, sample(op, actual_seq_qlen=[3, 7]), results).values()
-    assert aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*handles)[0] == 561002
-    assert "got T1=8, q_len=[3, 4]" in acl.get_recent_err_msg()
-    with pytest.warns(fa.ContractWarning, match="all T1 rows"):
-        ret, *_ = aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*handles, strict=False)
-    assert ret == 0
 
 
 # ---------------------------------------------------------------------------------------------------- dropped gradients
@@ -178,17 +154,6 @@ def test_unused_lse_under_reentrant_checkpoint_keeps_the_gradient(
     assert torch.equal(through.grad, alone.grad)  # type: ignore[arg-type]
 
 
-def test_unused_lse_of_rows_without_keys_keeps_the_gradient_finite() -> None:
-    def few_keys(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return fa.attention(q, Q[:, :2], Q[:, :2], band=fa.Band.causal(), return_lse=True)
-
-    q = Q.clone().requires_grad_()
-    out, lse = checkpoint(few_keys, q, use_reentrant=True)
-    assert lse.isneginf().any()
-    out.sum().backward()
-    assert q.grad.isfinite().all()  # type: ignore[union-attr]
-
-
 def test_indexer_loss_treats_attention_rows_and_lse_as_constants() -> None:
     """The loss's backward pass must not refuse lse, nor free tensors that the backward pass of attention needs."""
     q = Q.clone().requires_grad_()
@@ -220,24 +185,6 @@ def test_omitted_scale_of_wide_heads_warns() -> None:
         result = warned(call)
         assert len(result) == count
         assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in result)
-
-
-def test_undocumented_compressed_mask_warns_and_strict_mode_raises() -> None:
-    q = torch.randn(1, 8, 2, 24)
-    right = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-
-    def call(mask: torch.Tensor, mode: int = 3) -> Any:
-        return npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.2, atten_mask=mask, sparse_mode=mode)
-
-    for mask in (~right, right.T, torch.zeros_like(right)):
-        RECORDS["npu_fusion_attention"].signatures.clear()
-        (result,) = warned(lambda mask=mask: call(mask))
-        assert "atten_mask: expected the documented content of a compressed mask" in result
-        with npu.strict(), pytest.raises(fa.ContractError, match="the documented content"):
-            call(mask)
-    assert warned(lambda: call(right)) == []
-    with npu.strict():
-        call(right)
 
 
 def test_key_list_entry_after_minus_one_warns_and_strict_mode_raises() -> None:
@@ -296,17 +243,6 @@ def test_same_failure_of_two_parameters_is_one_line_of_the_error() -> None:
     assert line.endswith("; actual_seq_kvlen likewise")
 
 
-def test_top_k_far_beyond_the_keys_warns_and_strict_mode_raises() -> None:
-    q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
-    calls = {
-        count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (2048, 8193)
-    }
-    assert warned(calls[2048]) == []
-    (result,) = warned(calls[8193])
-    assert "top_k: expected at most max(S2, 8192)" in result
-    assert "top_k=8193, S2=3" in refused(calls[8193])
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -325,13 +261,6 @@ def test_float_mask_error_suggests_inverted_mask_or_bias(call: Callable[..., Any
     with pytest.raises(fa.ContractError) as caught:
         call(torch.zeros(6, 6))
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_packed_rows_without_lengths_raise_with_an_example() -> None:
-    with pytest.raises(
-        fa.ContractError, match=r"q_len: expected the lengths of packed .*e\.g\. q_len=\[100, 150, 50\]"
-    ):
-        fa.attention(ROWS, ROWS, ROWS, layout="TND")
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
