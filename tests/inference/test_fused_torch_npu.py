@@ -279,16 +279,6 @@ def test_aclnn_fused_attention_writes_softmax_lse_only_on_request(op: Op) -> Non
     same_bits(given["attention_out"], result["attention_out"])
 
 
-@pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("op", fused.ACLNN, ids=lambda op: op.name)
-def test_aclnn_fused_attention_runs_every_layout_in_two_phases(op: Op) -> None:
-    for layout in op.layouts:
-        args = sample(op, input_layout=layout)
-        out = torch.full(bind(op, args).names["shape_out"], torch.nan).half()
-        assert call_phases(op, args, {"attention_out": out}) == (0, 0), layout
-        same_bits(out, results(op, args)[0])
-
-
 # ------------------------------------------------------------------------------------------- two or three rules at once
 
 
@@ -312,7 +302,7 @@ def together(op: Op, chance: random.Random) -> Args | None:
 @pytest.mark.parametrize("op", TORCH, ids=lambda op: op.name)
 def test_random_fused_calls_are_refused_or_have_same_shapes_on_meta(op: Op) -> None:
     chance, ran = random.Random(7), 0
-    for _ in range(400):
+    for _ in range(200):
         args = together(op, chance)
         if args is None:
             continue
@@ -326,7 +316,7 @@ def test_random_fused_calls_are_refused_or_have_same_shapes_on_meta(op: Op) -> N
         lists = {name: [t.to("meta") for t in value] for name, value in args.items() if is_list(value)}
         for real, meta in zip(result, results(op, bare | lists), strict=True):
             assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
-    assert ran > 60
+    assert ran > 30
 
 
 def is_list(value: Any) -> bool:

@@ -35,15 +35,6 @@ def test_paged_kv_cache_rows_equal_keys_and_values_read_by_decode(stored: str, s
             assert torch.equal(got[0, 0], v[token])
 
 
-def test_rows_of_shared_kv_cache_return_key_prefix_as_values() -> None:
-    cache = fa.PagedKVCache(1, 24, 4, dim_v=16, page_size=4, shares_kv=True)
-    a = cache.allocate()
-    k = torch.randn(1, 6, 1, 24)
-    cache.append([a], k)
-    assert torch.equal(cache.rows(a)[0], k[0])
-    assert torch.equal(cache.rows(a)[1], k[0, ..., :16])
-
-
 @pytest.mark.parametrize("stored", STORES)
 @pytest.mark.parametrize("removed", [0, 1, 2, 5, 9, 12])
 def test_append_after_crop_replaces_the_cropped_tokens(removed: int, stored: str) -> None:
@@ -105,20 +96,6 @@ def test_add_pages_keeps_stored_rows_and_block_table() -> None:
         assert cache.free_pages == 0
         assert all(map(torch.equal, cache.rows(a), before))
         assert cache.lengths() == [4, 16]
-
-
-def test_append_to_several_sequences_across_pages_stores_all_rows() -> None:
-    cache = paged(40)
-    sequences = [cache.allocate() for _ in range(3)]
-    for sequence, first in zip(sequences, (3, 0, 6), strict=True):
-        cache.append([sequence], rows(first, sequence), rows(first, sequence))
-    new = torch.cat([rows(13, seed) for seed in (7, 8, 9)])
-    cache.append(sequences, new, -new)
-    for i, (sequence, first) in enumerate(zip(sequences, (3, 0, 6), strict=True)):
-        k, v = cache.rows(sequence)
-        assert torch.equal(k[first:], new[i])
-        assert torch.equal(v[first:], -new[i])
-        assert torch.equal(k[:first], rows(first, sequence)[0])
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "2"])

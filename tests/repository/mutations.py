@@ -13,7 +13,7 @@ GOLDEN = "training/test_golden.py::test_golden_matches_autograd_through_plain_fo
 BLOCKS = "training/test_block_sparse.py::test_block_mask_tiles_hide_exactly_the_masked_blocks"
 TILES = "training/test_blocked_tiles_mask.py::test_golden_with_blocked_tiles_matches_dense_mask_formula"
 MODES = ("training/test_modes.py::test_band_of_each_sparse_mode_matches_literal_loops", FORMULAS)
-DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
+DECODE = "inference/test_decode.py::test_golden_and_cpu_back_end_match_dense_formulas"
 SELECTION = "sparse/test_sparse.py::test_golden_sparse_attention_matches_autograd"
 LOSS = "sparse/test_indexer_loss.py::test_golden_indexer_loss_matches_slot_by_slot_formula"
 
@@ -140,8 +140,7 @@ DECODING = [
             "[-pool[pages[-1] // self._ranks] = pool[old // self._ranks]-]{+pass+}",
             "inference/test_decode.py::test_forked_paged_kv_cache_sequences_share_pages_until_append"),
 ]  # fmt: skip
-FUSED = "inference/test_fused.py::test_golden_agrees_with_dense_formulas"
-CPU_FUSED = "inference/test_fused.py::test_the_cpu_back_end_agrees_with_golden"
+FUSED = "inference/test_fused.py::test_golden_and_cpu_back_end_match_dense_formulas"
 INFERENCE = [
     package("paged view: fragments of a cache row read as one contiguous row",
             "ir/memory_views.py", "fragment = self.[-fragment or self.-]dim", FUSED),
@@ -158,7 +157,7 @@ INFERENCE = [
             FUSED),
     package("CPU: int8 weights use the maximum of a key chunk, not of the row", "backends/cpu/full_int8.py",
             "weights = (self._scores(keys) - [-peak.masked_fill(empty, 0.0)-]{+self._scores(keys).amax(-1, keepdim="
-            "True).clamp(min=-99)+}).exp()", CPU_FUSED),
+            "True).clamp(min=-99)+}).exp()", FUSED),
     package("fused inference: window of sparse_mode 0 aligned lower right, not upper left", "ops/fused/lower.py",
             'Band.window(n["pre"], n["next"][-, "start"-])', FUSED),
     package("fused inference: dequantisation scale of keys used for values", "ops/fused/lower.py",
@@ -289,7 +288,7 @@ FLEX = [
 
 CALLERS = [
     package("fused inference: one-token queries keep a sparse mode that CANN ignores", "ops/fused/geometry.py",
-            '"mode": [-0 if one_token else -]mode,', "inference/test_fused.py::test_golden_agrees_with_dense_formulas"),
+            '"mode": [-0 if one_token else -]mode,', FUSED),
     package("fused inference: common prefix counted twice in the mask columns", "ops/fused/geometry.py",
             '"columns": {+2 * +}common + int(',
             "inference/test_fused_callers.py::test_call_of_serving_program_matches_reference"),

@@ -104,11 +104,7 @@ INTEGERS = [
 PROMPTS = [FusedCase(layout="SH", q_len=(3, 0, 4), kv_len=(3, 0, 4), dtype=dtype) for dtype in ("float16", "float32")]
 # Decode calls with the options of IncreFlashAttention.
 DECODES = [
-    *(
-        FusedCase(q_len=(1, 1), layout=x, store=s)
-        for x in ("BSH", "BSND", "BNSD")
-        for s in ("stack", "list", *PAGES[:2])
-    ),
+    *(FusedCase(q_len=(1, 1), layout=x, store=s) for x, s in zip(PADDED[:3], ("stack", "list", "heads"), strict=True)),
     FusedCase(q_len=(1, 1), mask=True, blank=True, pse="batch"),
     FusedCase(q_len=(1, 1), left=(0, 2), slots=12),
     *(FusedCase(q_len=(1, 1), keys=k, values=k, joint=True, offsets=True) for k in ("tensor", "channel")),
