@@ -172,9 +172,13 @@ def test_block_sparse_backward_function_is_bitwise_equal_to_autograd(case: Block
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (128, 128), (260, 129), (300, 700), (0, 5), (5, 0)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (256, 384), (100, 37), (1, 3), (1000, 1000), (32, 16)])
-def test_block_mask_tiles_hide_exactly_the_masked_blocks(rows: int, keys: int, block: tuple[int, int]) -> None:
+def test_block_mask_tiles_hide_exactly_the_masked_blocks(block: tuple[int, int]) -> None:
+    for rows, keys in [(1, 1), (260, 129), (300, 700), *([(0, 5), (5, 0)] if block == (100, 37) else [])]:
+        hides_masked_blocks(rows, keys, block)
+
+
+def hides_masked_blocks(rows: int, keys: int, block: tuple[int, int]) -> None:
     case = BlockCase(block, q_len=(rows,), kv_len=(keys,))
     mask = torch.rand(1, 4, -(-rows // block[0]), -(-keys // block[1])) < 0.6
     extents = RECORD.lower(  # type: ignore[misc]
@@ -218,26 +222,6 @@ def test_block_mask_lowers_to_tiles_on_cpu_and_to_matrix_on_other_devices() -> N
     assert replace(lowered["cpu"], has_blocked_tiles=False, has_blocked=True) == lowered["meta"]
 
 
-def test_block_sparse_results_ignore_nan_and_infinity_in_hidden_keys() -> None:
-    """A NaN in a query stays in the row of the query."""
-    case = BlockCase((64, 128), q_len=(256,), kv_len=(256,), rest=0)
-    args = given(case)
-    args["block_mask"] = torch.ones(1, 4, 4, 2, dtype=torch.int8)
-    args["block_mask"][:, :, :, 1] = 0
-    clean = run(case, args)
-    args["key"][128:], args["value"][128:] = torch.nan, torch.inf
-    results = run(case, args)
-    for name in ("out", "lse", "dq"):
-        same_bits(results[name], clean[name], name)
-    for name in ("dk", "dv"):
-        same_bits(results[name][:128], clean[name][:128], name)
-        assert not results[name][128:].any()
-    args["query"][70] = torch.nan
-    results = run(case, args)
-    assert results["out"][70].isnan().all()
-    assert results["out"].isnan().sum() == results["out"][70].numel()
-
-
 def test_block_sparse_lse_gradient_matches_formula() -> None:
     q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]], dtype=torch.int8).expand(1, 2, 3, 2).contiguous()
@@ -275,37 +259,6 @@ def test_block_mask_accepts_every_dtype_and_default_lengths_and_block_shape() ->
     same_bits(npu.npu_block_sparse_attention_backward(out, q, k, k, out, lse, mask, None, **layout), want)
 
 
-@pytest.mark.parametrize(
-    "name", ["aclnnBlockSparseAttention", "aclnnBlockSparseAttentionV2", "aclnnBlockSparseAttentionV3"]
-)
-@pytest.mark.parametrize("layout", definitions.LAYOUTS)
-@pytest.mark.usefixtures("runtime")
-def test_aclnn_block_sparse_functions_are_bitwise_equal_to_torch_npu(name: str, layout: str) -> None:
-    """softmax_lse is written only if softmax_lse_flag is 1."""
-    op, grad = RECORDS[name], RECORDS["aclnnBlockSparseAttentionGrad"]
-    if layout not in op.layouts:
-        return
-    case = BlockCase((128, 128), layout, "float16")
-    args, results = given(case), None
-    results = run(case, args)
-    common = {**{p.name: getattr(p, "default", None) for p in (*op.params, *grad.params) if p.name not in args}, **args,
-              "layout": layout, "layout_kv": layout, "num_key_value_heads": 2, "scale_value": SCALE,
-              "inner_precise": 0, "block_shape": [128, 128], "actual_seq_lengths": list(case.q_len),
-              "actual_seq_lengths_kv": list(case.kv_len)}  # fmt: skip
-    outputs = {"attention_out": hostile(results["out"] + 1), "softmax_lse": hostile(results["lse"] + 1)}
-    for flag in (1, 0):
-        call = {p.name: common.get(p.name) for p in op.params} | {"softmax_lse_flag": flag}
-        written = done(op, call, {**outputs, "softmax_lse": outputs["softmax_lse"] if flag else None}, strict=False)
-        same_bits(written["attention_out"], results["out"])
-        if flag:
-            same_bits(written["softmax_lse"], results["lse"])
-    if layout in grad.layouts:
-        call = {p.name: common.get(p.name) for p in grad.params}
-        call |= {"attention_in": results["out"], "softmax_lse": results["lse"]}
-        gradients = {name: hostile(results[name] + 1) for name in GRADIENTS}
-        same_bits(done(grad, call, gradients, strict=False), {name: results[name] for name in GRADIENTS})
-
-
 @pytest.mark.usefixtures("runtime")
 def test_block_sparse_attention_without_mask_equals_full_attention() -> None:
     case = BlockCase(dtype="float16", rest=0)
@@ -340,9 +293,8 @@ def test_cann_ops_transformer_block_sparse_functions_equal_torch_npu(torch_npu: 
     same_bits(cann.block_sparse_attention_grad(*saved, **words(case)), tuple(results[name] for name in GRADIENTS))
 
 
-@pytest.mark.parametrize("layout", ["TND", "BNSD"])
-def test_compiled_block_sparse_attention_is_bitwise_equal_to_eager(layout: str) -> None:
-    case = BlockCase((64, 128), layout)
+def test_compiled_block_sparse_attention_is_bitwise_equal_to_eager() -> None:
+    case = BlockCase((64, 128))
     args = given(case)
     want = run(case, args)
 

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.ir import dropout
-from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
 KEEP = 0.7
@@ -94,32 +92,6 @@ def test_packed_dropout_mask_with_matching_seed_equals_drawn_mask() -> None:
         npu.npu_fusion_attention(q, q, q, 4, "TND", keep_prob=KEEP, dropout_mask=mask, seed=9, offset=3, **ends)
 
 
-def test_dropout_mask_with_keep_prob_1_and_drop_bits_with_seed_are_refused() -> None:
-    q, k, v = tensors()
-    with pytest.raises(ContractError, match="dropout_mask: expected no mask with keep_prob 1"):
-        npu.npu_fusion_attention(q, k, v, 4, "BSND", dropout_mask=mask_of(9, 2), seed=9)
-    with pytest.raises(ContractError, match="drop_bits: expected drop_bits or a seed, not both"):
-        fa.attention(q, k, v, keep_prob=KEEP, drop_bits=mask_of(9, 2), seed=9)
-    same = fa.attention(q, k, v, keep_prob=KEEP, drop_bits=mask_of(9, 2), offset=0)
-    assert torch.equal(same, fa.attention(q, k, v, keep_prob=KEEP, seed=9, offset=2))
-
-
-def test_generated_dropout_mask_applied_to_softmax_equals_attention() -> None:
-    q, k, v = tensors()
-    size = (2, 4, 5, 13)
-    mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
-    keep = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
-
-    def by_hand() -> torch.Tensor:
-        keys, values = (t.double().transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
-        weights = torch.softmax(q.double().transpose(1, 2) @ keys.mT * 0.25, -1)
-        return (weights * keep / 0.8 @ values).transpose(1, 2)
-
-    for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
-        got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
-        compare_with("out", got, by_hand)
-
-
 @pytest.mark.parametrize(
     "size", [(2, 4, 5, 13), (3, 7, 8), (5, 3), (17,), (1,), (), (2, 1, 3, 16), (1, 11, 200_003), (4, 0, 3), (128,)]
 )
@@ -183,18 +155,6 @@ def test_unsigned_and_negative_seeds_of_equal_64_bits_draw_equal_masks(seed: int
     assert torch.equal(explicit[1], torch.autograd.grad(one[0], k, one[0])[0])
 
 
-def test_torch_initial_seed_is_accepted_as_dropout_seed() -> None:
-    q, k, v = tensors()
-    before = torch.get_rng_state()
-    try:
-        for seed in (0xFFFF_FFFF_FFFF_FFFF, -1, 7):
-            torch.manual_seed(seed)
-            drawn = fa.attention(q, k, v, keep_prob=KEEP, seed=torch.initial_seed())
-            same_bits(drawn, fa.attention(q, k, v, keep_prob=KEEP, seed=seed))
-    finally:
-        torch.set_rng_state(before)
-
-
 WRONG = {
     "seed": [(2**64, r"an int below 2\*\*64"), (-(2**63) - 1, r"an int below 2\*\*64"), (1.5, r"an int below 2\*\*64")],
     "offset": [(2**32, r"0 <= offset < 2\*\*32"), (-1, r"0 <= offset < 2\*\*32"), (2**63, r"an int below 2\*\*63")],
@@ -253,18 +213,3 @@ def test_functional_gradient_refuses_dropout_seed_beyond_64_bits() -> None:
         torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64).sum())(q)
     gradient = torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64 - 5).sum())(q)
     assert torch.equal(gradient, torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=-5).sum())(q))
-
-
-@pytest.mark.parametrize("form", ["elements", "numbers", "squeezed", "int"])
-def test_grad_v3_accepts_seed_tensors_without_dimensions(form: str) -> None:
-    q = torch.randn(1, 2, 8, 16, requires_grad=True)
-    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25, keep_prob=0.5)
-    dy = torch.randn_like(out)
-    forms = {
-        "elements": (seed, offset), "numbers": (seed[0], offset[0]), "squeezed": (seed.squeeze(), offset.squeeze()),
-        "int": (torch.tensor(int(seed)), torch.tensor(0)),
-    }  # fmt: skip
-    attributes = {"seed": forms[form][0], "offset": forms[form][1], "scale_value": 0.25, "keep_prob": 0.5}
-    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out.detach()}
-    grads = npu.npu_fusion_attention_grad_v3(*(q.detach(),) * 3, dy, 2, "BNSD", **saved, **attributes)[:3]
-    torch.testing.assert_close(sum(grads), torch.autograd.grad(out, q, dy)[0], rtol=0, atol=0)

@@ -165,11 +165,7 @@ def test_row_with_nan_or_infinity_reaches_exactly_the_reference_rows(case: Case,
 # -------------------------------------------------------------------------------------------- neighbours, threads, runs
 
 LONG = Case("TND", "float32", (290, 3, 270, 40), (310, 270, 5, 40), dim_qk=24, dim_v=16, sink=True, **CAUSAL)
-LARGE = [
-    LONG,
-    replace(LONG, dtype="bfloat16", pse="shared_slopes", pse_type=2, dim_rope=8),
-    replace(LONG, sparse_mode=2, mask="compressed", **DRAWN),
-]
+LARGE = [LONG, replace(LONG, dtype="bfloat16", pse="shared_slopes", pse_type=2, dim_rope=8)]
 
 
 def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
@@ -180,7 +176,7 @@ def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, tor
     return parts | {n: stats_part(case, results[n], b) for n in ("max", "sum")}
 
 
-@pytest.mark.parametrize("case", LARGE[:2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
 def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch(case: Case) -> None:
     args = operands(case)
     together = compute(case, args)
@@ -191,36 +187,3 @@ def test_sequence_result_does_not_depend_on_other_sequences_of_the_batch(case: C
             first, n = sum(case.lengths(side)[:b]), case.lengths(side)[b]
             args_of_item |= {name: args[name][first : first + n] for name in names if args[name] is not None}
         same_bits(split(alone, compute(alone, {**args, **args_of_item}), 0), split(case, together, b))
-
-
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
-def test_packed_layout_is_bitwise_equal_to_padded_layouts(case: Case) -> None:
-    args = operands(case)
-    together = compute(case, args)
-    for layout in ("BSND", "BNSD", "SBH"):
-        padded = replace(case, layout=layout, q_rest=1)
-        moved = {**arguments(padded), "pse": args["pse"], "sink": args["sink"]}
-        for name, side, heads in (
-            *((n, "q", case.heads_q) for n in ("query", "query_rope", "dy")),
-            *((n, "kv", case.heads_kv) for n in ("key", "value", "key_rope")),
-        ):
-            for b in range(len(case.q_len)):
-                if args[name] is not None:
-                    part(padded, moved[name], side, heads, b).copy_(part(case, args[name], side, heads, b))
-        # ALiBi slopes start at the same corner as in the packed call; the Python API needs an option for that.
-        apart = compute(padded, moved)
-        for b in range(len(case.q_len)):
-            same_bits(split(padded, apart, b), split(case, together, b))
-        same_bits(apart["dsink"], together["dsink"], "dsink")
-
-
-@pytest.mark.parametrize(
-    "case", [*LARGE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
-)
-def test_threads_and_repetition_do_not_change_attention_bits(case: Case) -> None:
-    args = operands(case)
-    want = compute(case, args)
-    same_bits(compute(case, args), want)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        same_bits(compute(case, args), want)

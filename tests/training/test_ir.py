@@ -9,9 +9,9 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention.ir import bias, dropout, tiles
-from fusion_attention.ir.mask import INFINITE, Band, interval_matrix
+from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.memory_views import MatrixView
-from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Problem
+from fusion_attention.ir.problem import Extents, Problem
 
 # ---------------------------------------------------------------------------------------------------- bands and tiles
 
@@ -74,11 +74,9 @@ def test_band_with_ratio_shows_one_more_key_every_ratio_rows(ratio: int) -> None
         assert np.array_equal(np.maximum(end, 0), visible.sum(1))
 
 
-def test_band_interval_and_matrix_forms_agree() -> None:
+def test_interval_of_visible_keys_matches_rule_of_band() -> None:
     extents = random_extents(np.random.default_rng(0), 400)
     for b, visible in enumerate(matrices(extents)):
-        edges = (int(a[b]) for a in (extents.lo, extents.hi, extents.prefix))
-        assert np.array_equal(interval_matrix(*visible.shape, *edges).numpy(), visible)
         first, end = extents.row_interval(b, np.arange(len(visible)))
         assert all(set(range(f, e)) == set(np.flatnonzero(row)) for f, e, row in zip(first, end, visible, strict=True))
     assert extents.visible_pairs == sum(int(visible.sum()) for visible in matrices(extents))
@@ -108,7 +106,7 @@ def test_band_visible_matches_rules_written_by_hand(q_len: int, kv_len: int) -> 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("tiles_by", [tiles.by_query, tiles.by_key])
 def test_tiles_cover_exactly_the_visible_pairs(tiles_by, size: int, ratio: int) -> None:
-    extents = random_extents(np.random.default_rng(size), 500)
+    extents = random_extents(np.random.default_rng(size), 200)
     extents = extents if ratio == 1 else of_ratio(extents)
     # by_key lists the tiles of the transposed matrix.
     visible = matrices(extents, ratio)
@@ -127,16 +125,6 @@ def test_tiles_cover_exactly_the_visible_pairs(tiles_by, size: int, ratio: int) 
         assert (begin == end) == (not rows.any())
         listed[b][row0:row1] += 1
     assert all((count == 1).all() for count in listed)
-
-
-def test_tiles_of_a_sequence_do_not_depend_on_other_sequences() -> None:
-    extents = random_extents(np.random.default_rng(7), 20)
-    for tiles_by in (tiles.by_query, tiles.by_key):
-        together = tiles_by(extents, 4)
-        for b in range(len(extents)):
-            alone = tiles_by(Extents(*(getattr(extents, name)[b : b + 1] for name in EXTENT_ROWS)), 4)
-            for name in ("row0", "row1", "begin", "full_begin", "full_end", "end"):
-                assert np.array_equal(getattr(alone, name), getattr(together, name)[together.seq == b])
 
 
 def test_problem_str_group_and_flops_match_definition() -> None:

