@@ -49,7 +49,7 @@ class Filled:
         first: tuple[Lowered, Mapping[str, torch.Tensor]] | None = None,
         *,
         prepare: Callable[[], None] | None = None,
-        convert: Callable[[], None] | None = None,
+        convert: Callable[[], object] | None = None,
     ) -> None:
         self.operands, self.buffers, self.outputs, self.clears, self.first = operands, buffers, outputs, clears, first
         self.prepare, self.convert = prepare, convert

@@ -11,6 +11,8 @@ from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused import geometry
 from fusion_attention.ops.fused.geometry import is_triangle
 from fusion_attention.ops.inference import checks
+from fusion_attention.ops.shared.layouts import form_of
+from fusion_attention.ops.shared.params import triangle
 
 Tensor = torch.Tensor
 Outcome = bool | str
@@ -32,7 +34,7 @@ def rows_fit(
         layout_of_rows = _layout(t, layout, table)
         if not layout_of_rows:
             return f"{t.dim()} dimensions {list(t.shape)} in pages"
-        form = geometry.form_of(t, layout_of_rows, heads)
+        form = form_of(t, layout_of_rows, heads)
         if form is None or form[1] != heads or (dim is not None and form[3] != dim):
             if t.dim() == 4 and table is not None and tuple(t.shape[1:3]) == (block_size, heads):
                 return f"{show(t)}, pages with slots before heads: view it as [{t.shape[0]}, {block_size}, N*D]"
@@ -44,7 +46,7 @@ def rows_fit(
 def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
     """True (else the fault as text) if keys are one tensor for the batch, one per sequence, or (with a page table) one
     pool of pages. batch: the number of sequences that padded keys must have; layout, heads: of the keys."""
-    forms = [geometry.form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
+    forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
     if table is not None or geometry.of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
     if len(forms) == 1:
@@ -71,7 +73,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
     for one, other in zip(members(rows), members(key), strict=True):
         if table is not None and one.dim() != other.dim():
             return f"{show(one)} beside {show(other)}"
-        form, beside = (geometry.form_of(t, _layout(t, layout, table), heads) for t in (one, other))
+        form, beside = (form_of(t, _layout(t, layout, table), heads) for t in (one, other))
         dim = form[3] if dim is None and form is not None else dim
         if form is None or form[3] != dim or (beside is not None and form[:3] != beside[:3]):
             return f"{show(one)} beside {show(other)}"
@@ -80,7 +82,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
     """True (else text) if a shared prefix is one sequence with the keys' heads, elements (dim or any) and dtype."""
-    form = geometry.form_of(prefix, geometry.of_inputs(layout), heads)
+    form = form_of(prefix, geometry.of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
         return True
@@ -89,7 +91,7 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
     """Returns the number of elements of a row of a tensor in a layout with `heads` heads; 0 if its shape is wrong."""
-    form = geometry.form_of(rows, geometry.of_inputs(layout), heads)
+    form = form_of(rows, geometry.of_inputs(layout), heads)
     return form[3] if form else 0
 
 
@@ -112,7 +114,7 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
     """Returns the number of tokens of a packed key tensor in a layout, which has `heads` heads."""
-    form = geometry.form_of(members(key)[0], geometry.of_inputs(layout), heads)
+    form = form_of(members(key)[0], geometry.of_inputs(layout), heads)
     return form[2] if form else 0
 
 
@@ -218,11 +220,9 @@ def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
 def is_causal(mask: Tensor) -> Outcome:
     """True (else the fault as text) if a compressed mask has ones above its diagonal, and zeros elsewhere."""
     square = mask.reshape(geometry.TRIANGLE, geometry.TRIANGLE) != 0
-    future = torch.ones_like(square).triu_(1)
-    if torch.equal(square, future):
+    if torch.equal(square, triangle()[: geometry.TRIANGLE].to(mask.device)):
         return True
-    past = (torch.ones_like(square).tril_(edge) for edge in (0, -1))
-    upside = any(torch.equal(square, triangle) for triangle in past)
+    upside = any(torch.equal(square, torch.ones_like(square).tril_(edge)) for edge in (0, -1))
     return "one that hides the past and shows the future" if upside else f"{show(mask)} with other content"
 
 

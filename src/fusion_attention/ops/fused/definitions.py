@@ -5,7 +5,6 @@ A version lists its differences from an earlier one; parameters that IncreFlashA
 ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
 """
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -58,21 +57,8 @@ from fusion_attention.ops.inference.definitions import (
     SCALE,
 )
 from fusion_attention.ops.inference.definitions import ATTEN_MASK as PLAIN_MASK
-from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, one_of, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, masked, one_of, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-
-
-@functools.cache
-def _triangle() -> torch.Tensor:
-    return torch.ones(geometry.TRIANGLE, geometry.TRIANGLE, dtype=torch.bool).triu_(1)
-
-
-def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a mask for sample calls: a causal triangle if the shape is that of compressed masks, else zeros."""
-    if shape[-2:] == (geometry.TRIANGLE, geometry.TRIANGLE):
-        return _triangle().expand(shape)
-    return torch.zeros(shape, dtype=torch.bool)
-
 
 # ----------------------------------------------------------------------------------------------------------- parameters
 
@@ -92,7 +78,7 @@ ATTEN_MASK = replace(
     PLAIN_MASK,
     text="1 hides a key from a row: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2, 3 and 4 take a "
     "2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); mode 9 a tree mask, [B, S1, S1].",
-    make=_mask,
+    make=masked,
 )
 Q_LENGTHS = Array(
     "actual_seq_lengths",

@@ -11,6 +11,7 @@ import torch
 
 from fusion_attention.contract import members
 from fusion_attention.ir.mask import INFINITE, UNLIMITED
+from fusion_attention.ops.shared.layouts import form_of
 from fusion_attention.ops.shared.params import WORDS as WORDS
 from fusion_attention.ops.shared.params import words_of
 
@@ -61,23 +62,6 @@ def packed(layout: str) -> bool:
 def page_layout(cache: torch.Tensor) -> str:
     """Returns the layout of a paged cache by its axes: 3 "BSH", 4 "BNSD", 5 "NZ" (rows in fragments), else ""."""
     return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
-
-
-def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
-    """Returns (batch or pages, heads, tokens, elements of a row) of a tensor in a layout; None if its shape does not
-    fit. An int32 stores eight elements of four bits."""
-    shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
-    if layout == "NZ":
-        return (shape[0], shape[1], shape[3], shape[2] * shape[4] * each) if len(shape) == 5 else None
-    axes = WORDS[layout].split()
-    if len(shape) != len(axes):
-        return None
-    size = dict(zip(axes, shape, strict=True))
-    if "N*D" in size:
-        if heads < 1 or size["N*D"] % heads:
-            return None
-        size |= {"N": heads, "D": size["N*D"] // heads}
-    return size.get("B", 1), size["N"], size.get("S", size.get("T", 0)), size["D"] * each
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
@@ -174,8 +158,7 @@ def is_triangle(mask: torch.Tensor) -> bool:
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """Returns the kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed),
-    "tree". one_token: True for a query of one token for which CANN reads no compressed mask."""
+    """Returns the kind of a mask in a sparse mode: "none", "full", "triangle" (compressed) or "tree"."""
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:

@@ -16,11 +16,9 @@ from fusion_attention.contract import Bound, dtype_text, members
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.fused.geometry import geometry, lse_shape, of_inputs, of_output, out_dtype, out_shape
+from fusion_attention.ops.fused.geometry import lse_shape, of_inputs, of_output, out_dtype, out_shape
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, per_channel, stored_as
 from fusion_attention.ops.inference.lowered_call import LSE, InferenceCall, extents_of
-
-__all__ = ["PROMPT_RESULTS", "RESULTS", "fresh", "geometry", "lower"]
 
 Tensor = torch.Tensor
 
@@ -150,8 +148,7 @@ def _is_full(n: Mapping[str, Any]) -> bool:
 
 
 def _kind(n: Mapping[str, Any], side: int) -> str:
-    """Returns the kind of scales of stored keys (side 0) or values (side 1): "none", or "channel" or "token" for one
-    scale per channel or token; n: arguments and derived values of the call."""
+    """Returns the kind of scales of keys (side 0) or values (side 1): "none", per "channel" or per "token"."""
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
@@ -163,9 +160,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """Returns the dequantisation scales of keys (side 0) or values (side 1); a call passes them in one of three ways.
-    n: arguments and derived values: dequant_scale1/2 (all int8), antiquant_scale (both sides in one tensor), or
-    key_antiquant_scale and value_antiquant_scale."""
+    """Returns the scales of keys (side 0) or values (side 1), which a call `n` passes in one of three ways."""
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED

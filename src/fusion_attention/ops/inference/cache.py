@@ -145,8 +145,7 @@ class CacheViews:
         return np.cumsum(suffix_len) - suffix_len
 
     def _bytes(self, dim: int) -> int:
-        """Returns the number of stored elements in a row of `dim` elements: half as many if a byte stores two
-        (int4)."""
+        """Returns the number of stored elements in a row of `dim` elements: half as many if a byte stores two."""
         return (dim + 1) // 2 if self.halves else dim
 
 

@@ -7,25 +7,16 @@ import torch
 
 from fusion_attention.contract import dtype_text, functions_in, show, trained
 from fusion_attention.ops.shared.checks import int32, pages_exist
+from fusion_attention.ops.shared.layouts import form_of
 
 Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """Returns (batch or pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
-
-    Args:
-        tensor: [B, S, heads * D] in layout "BSH", [B, heads, S, D] in "BNSD", [B, S, heads, D] in "BSND"; for a paged
-            cache, B counts pages and S the tokens of a page.
-        layout: the layout of the tensor.
-        heads: the number of key heads that it must have.
-    """
-    shape = tuple(tensor.shape)
-    if layout == "BSH":
-        return (shape[0], shape[1], shape[2] // heads) if len(shape) == 3 and shape[2] % heads == 0 else None
-    if len(shape) != 4 or shape[1 if layout == "BNSD" else 2] != heads:
-        return None
-    return shape[0], shape[2 if layout == "BNSD" else 1], shape[3]
+    """Returns (batch or pages, tokens, elements of a row) of a tensor of a KV cache; None if it does not have a layout
+    and this number of key heads."""
+    form = form_of(tensor, layout, heads)
+    return None if form is None or form[1] != heads else (form[0], *form[2:])
 
 
 def page_layout(tensor: Tensor) -> str:

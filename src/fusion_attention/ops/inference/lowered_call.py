@@ -138,7 +138,7 @@ class InferenceCall:
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
             templates = self.call_cache.templates = (
                 out,
-                template(q, layouts.stats_shape(q, layouts.Form(self.layout), p.heads_q), dtype),
+                template(q, layouts.stats_shape(q, self.layout, p.heads_q), dtype),
             )
         return templates
 
@@ -267,8 +267,7 @@ def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
 
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
-    """Writes +inf to the softmax_lse of rows without visible keys in a call with sinks, whose max and sum include the
-    sink; operands: views of the call's tensors."""
+    """Writes +inf to the softmax_lse of rows without visible keys, whose max and sum include the sink."""
     e, heads = call.extents, call.problem.heads_q
     view = call._moved(layouts.stats_view(lse, layouts.Form(call.layout), heads, e))
     for b in range(len(e)):

@@ -8,19 +8,13 @@ def lengths_of(ends: np.ndarray) -> np.ndarray:
     return np.maximum(np.diff(ends, prepend=0), 0)
 
 
-def broken_end(ends: np.ndarray) -> int:
-    """Returns the index of the first cumulative end below its predecessor and not in a tail of zeros; else -1."""
-    used = len(np.trim_zeros(ends, "b"))
-    falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might overflow int64
-    return int(falls[0]) if len(falls) else -1
-
-
 def rising(ends: np.ndarray) -> bool | str:
     """True (else the fault as text) if cumulative ends never fall, except to a tail of zeros."""
     if len(ends) and ends[0] >= 0 and (ends[1:] >= ends[:-1]).all():
         return True
-    item = broken_end(ends)
-    return item < 0 or f"item {item}: {ends[item]} after {ends[item - 1] if item else 0}"
+    used = len(np.trim_zeros(ends, "b"))
+    falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used]).tolist()  # a difference might overflow int64
+    return not falls or f"item {falls[0]}: {ends[falls[0]]} after {ends[falls[0] - 1] if falls[0] else 0}"
 
 
 def last_end(ends: np.ndarray) -> int:

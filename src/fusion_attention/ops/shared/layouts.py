@@ -67,6 +67,20 @@ def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tu
     return tuple(sizes[axis] for axis in WORDS[layout].split())
 
 
+def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
+    """Returns (batch or pages, heads, tokens, elements of a row) of a tensor in a layout, or "NZ" (pages of fragments);
+    None if its shape does not fit. heads: for layouts without a head axis. An int32 stores eight elements of four bits.
+    """
+    shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
+    if layout == "NZ":
+        return (shape[0], shape[1], shape[3], shape[2] * shape[4] * each) if len(shape) == 5 else None
+    batch, token, head = LAYOUTS[layout]
+    if len(shape) != 4 - (batch is None) - (head is None) or (head is None and (heads < 1 or shape[-1] % heads)):
+        return None
+    heads, elements = (heads, shape[-1] // heads) if head is None else (shape[head], shape[-1])
+    return 1 if batch is None else shape[batch], heads, shape[token], elements * each
+
+
 def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     """Returns attention sinks or ALiBi slopes in float32, which kernels read, or in float64 if the query q is."""
     if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
@@ -141,9 +155,9 @@ def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int]
     return _blocks(bits.reshape(-1), heads, np.full(len(extents), sizes[0]), np.full(len(extents), sizes[1]))
 
 
-def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
-    """Returns the shape of softmax statistics: [B, N1, S1], or [T1, N1] if rows are packed; form: the layouts."""
-    batch, token, _ = LAYOUTS[form.layout]
+def stats_shape(q: torch.Tensor, layout: str, heads: int) -> tuple[int, ...]:
+    """Returns the shape of softmax statistics: [B, N1, S1], or [T1, N1] if rows are packed; layout: that of q."""
+    batch, token, _ = LAYOUTS[layout]
     return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 

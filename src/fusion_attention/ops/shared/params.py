@@ -1,5 +1,6 @@
 """Parameters of several groups of operators, functions that make tensors of sample calls, and the default scale."""
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -63,6 +64,21 @@ def keeps_or_adds(bias: str) -> str:
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a mask for sample calls that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
+
+
+def masked(shape: tuple[int, ...], dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """Returns a mask for sample calls: the documented triangle if it has 2048 columns (compressed), else zeros."""
+    if shape[-1:] != (2048,):
+        return torch.zeros(shape, dtype=dtype)
+    return triangle()[: shape[-2]].expand(shape).to(dtype, copy=True)
+
+
+@functools.cache
+def triangle() -> torch.Tensor:
+    """Returns the compressed mask of sparse mode 6, bool [3072, 2048]; that of other modes is its first 2048 rows."""
+    mask = torch.ones(3072, 2048, dtype=torch.bool).triu_(1)
+    mask[2048:, 1024:] = True
+    return mask
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,10 +10,9 @@ from fusion_attention.ir.bias import TABLE_ROWS
 from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
 from fusion_attention.ops.shared.cumulative_ends import last_end, lengths_of, rising
+from fusion_attention.ops.shared.params import triangle
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order_check import own_matrix, statistics_in_order
-
-TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
@@ -182,13 +181,8 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
     True without a comparison if the mask must not be read, as on some GPUs, or is not one mask for all heads."""
     if stays_unread(mask) or mask.shape[:-2].numel() != 1:
         return True
-    matrix = mask.reshape(mask.shape[-2:]) != 0
-    triangle = torch.ones(TRIANGLE, dtype=torch.bool, device=mask.device).triu(1)
-    if mode == 6:
-        rest = torch.zeros(PREFIX_TRIANGLE[0] - TRIANGLE[0], TRIANGLE[1], dtype=torch.bool, device=mask.device)
-        rest[:, TRIANGLE[1] // 2 :] = True
-        triangle = torch.cat((triangle, rest))
-    return torch.equal(matrix, triangle)
+    documented = triangle()[: 3072 if mode == 6 else 2048]
+    return torch.equal(mask.reshape(mask.shape[-2:]) != 0, documented.to(mask.device))
 
 
 def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:

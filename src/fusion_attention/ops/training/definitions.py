@@ -12,7 +12,17 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, one_of, output, rows, spelled
+from fusion_attention.ops.shared.params import (
+    FLOATS,
+    SINK,
+    TENSOR_FIRST,
+    keeps_or_adds,
+    masked,
+    one_of,
+    output,
+    rows,
+    spelled,
+)
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training import rules
@@ -23,21 +33,6 @@ from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 
 STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
-
-
-def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a mask for sample calls: the documented causal triangle if compressed, else zeros (all visible)."""
-    if shape[-1:] != (2048,):
-        return torch.zeros(shape, dtype=torch.uint8)
-    return _triangle()[: shape[-2]].expand(shape).contiguous().clone()
-
-
-@functools.cache
-def _triangle() -> torch.Tensor:
-    """Returns the compressed mask [3072, 2048] of the largest size; smaller ones consist of its first rows."""
-    triangle = torch.ones(3072, 2048, dtype=torch.uint8).triu_(1)
-    triangle[2048:, 1024:] = 1
-    return triangle
 
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -68,7 +63,7 @@ ATTEN_MASK = Tensor(
     True,
     dtypes="bool uint8",
     cast=keeps_or_adds("pse"),
-    make=_mask,
+    make=functools.partial(masked, dtype=torch.uint8),
 )
 MAX_IN = Tensor(
     "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros

@@ -11,7 +11,7 @@ import torch
 from fusion_attention.ir.call import Filled, Lowered, buffer
 from fusion_attention.ir.problem import Operands
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
+from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape, stats_shape
 from fusion_attention.ops.shared.lowered_call import OfCall
 from fusion_attention.ops.training.lowered_call import (
     BIAS,
@@ -23,7 +23,7 @@ from fusion_attention.ops.training.lowered_call import (
     operands_of,
     statistics,
 )
-from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
+from fusion_attention.ops.training.statistics import LANES, from_lanes, to_lanes
 
 Tensor = torch.Tensor
 RESULTS = ("out", "max", "sum")
@@ -40,10 +40,10 @@ def fresh_forward(
     """Allocates {name: tensor} of out, max and sum, with these names; sizes of q, k and v may be symbolic.
     heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of max and sum,
     along which CANN repeats them."""
-    batch, token, head = LAYOUTS[layout]
+    head = LAYOUTS[layout][2]
     heads = q.shape[head] if head is not None else heads or 1
     dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
-    shape = (q.shape[0], heads, *lanes) if batch is None else (q.shape[batch], heads, q.shape[token], *lanes)
+    shape = (*stats_shape(q, layout, heads), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = empty(q, row_shape(q, layout, heads, dim_v))
     return dict(zip(names, (out, empty(q, shape, dtype), empty(q, shape, dtype)), strict=True))
@@ -86,7 +86,7 @@ class DenseForward(OfCall):
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         call, (out, *lanes) = self.call, (outputs[name] for name in self.names)
         written = (buffer(out), *statistics(call)) if self.lanes else (out, *lanes)
-        convert = partial(write_lanes, call, *written[1:], *lanes) if self.lanes else None
+        convert = partial(to_lanes, call, *written[1:], *lanes) if self.lanes else None
         clears = () if call.covers("q") else written
         return Filled((operands_of(call, *written),), written, (out,), clears, convert=convert)
 

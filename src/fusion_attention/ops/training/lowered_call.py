@@ -56,7 +56,7 @@ def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
     """Allocates softmax max and sum of a call; lanes: size of a further last axis, along which CANN repeats them."""
     q = call.q
-    shape = (*layouts.stats_shape(q, call.form, call.problem.heads_q), *lanes)
+    shape = (*layouts.stats_shape(q, call.form.layout, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty(q, shape, dtype), empty(q, shape, dtype)
 

@@ -13,41 +13,23 @@ FLT_MAX = float(np.finfo(np.float32).max)
 LANES = 8
 
 
-def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (max, sum) in CANN's format: without infinities, each stored eight times along a new last axis."""
-    lowest, one = _lanes(max_.device, max_.dtype)
-    if not call.extents.keyless:
-        return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
-    max_, sum_ = finite(call, max_, sum_)
-    return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
-
-
-def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
-    """Writes max and sum without infinities to to_max and to_sum, [..., 8], each eight times along the last axis."""
-    if call.extents.keyless:
-        for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
-            target.copy_(lanes)
-        return
-    lowest, one = _lanes(max_.device, max_.dtype)
-    torch.maximum(max_.unsqueeze(-1), lowest, out=to_max)
-    torch.mul(_finite_sum(call, max_, sum_).unsqueeze(-1), one, out=to_sum)
-
-
-def finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns softmax (max, sum) without infinities, in new tensors.
+def to_lanes(
+    call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor | None = None, to_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (max, sum) in CANN's format: without infinities, each stored eight times along a new last axis, in to_max
+    and to_sum if they are given.
     Empty rows have max -FLT_MAX, and sum FLT_MAX if they return zeros, or the number of keys if they return the mean of
     V. In rows of a sequence without keys both are 0."""
-    finite_max, finite_sum = max_.clamp_min(-FLT_MAX), _finite_sum(call, max_, sum_)
-    for view in _keyless(call, finite_max, finite_sum):
-        view.zero_()
-    return finite_max, finite_sum
-
-
-def _finite_sum(call: DenseCall, max_: Tensor, sum_: Tensor) -> Tensor:
-    if not covered(call.q, call.form.layout, call.extents, "q"):
-        # Both statistics of rows outside all sequences stay 0.
-        return torch.where((max_ == -torch.inf) & (sum_ == 0), FLT_MAX, sum_)
-    return torch.threshold(sum_, 0.0, FLT_MAX)  # 0 only in empty rows: any other row adds exp(0)
+    lowest, one = _lanes(max_.device, max_.dtype)
+    if covered(call.q, call.form.layout, call.extents, "q"):
+        total = torch.threshold(sum_, 0.0, FLT_MAX)  # 0 only in empty rows: any other row adds exp(0)
+    else:  # Both statistics of rows outside all sequences stay 0.
+        total = torch.where((max_ == -torch.inf) & (sum_ == 0), FLT_MAX, sum_)
+    if call.extents.keyless:
+        max_ = max_.clone()
+        for view in _keyless(call, max_, total):
+            view.zero_()
+    return torch.maximum(max_.unsqueeze(-1), lowest, out=to_max), torch.mul(total.unsqueeze(-1), one, out=to_sum)
 
 
 @functools.lru_cache(maxsize=32)
