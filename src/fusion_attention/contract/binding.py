@@ -196,9 +196,7 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 
 def _with_reader(op: Op) -> Reader:
-    """Returns a native function, and stores it in `op`, that computes the signature (shapes, strides, dtypes,
-    attributes) of the operator's calls. bind() calls this at the operator's first call, since it loads the native
-    core."""
+    """Stores the native reader of signatures in `op` at the operator's first call, since it loads the native core."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result
@@ -246,8 +244,7 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules that depend on the values in tensors, in a call (bound) whose signature was validated before;
-    raises ContractError if one is violated."""
+    """Checks the rules that depend on the values in tensors, in a call whose signature was validated before."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -260,8 +257,7 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """Validates a call again after 0-dim tensors were replaced by numbers or empty tensors by None, which changes its
-    signature; parameters and result: as for _anew()."""
+    """Validates a call again after 0-dim tensors were replaced by numbers, or empty tensors by None."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
@@ -275,8 +271,7 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """Checks the rules that do not depend on lengths, and returns a signature's cached validation; _settle() checks the
-    others. given: the arguments in the order of op.params. strict: as in bind()."""
+    """Checks the rules that do not depend on lengths; returns a signature's cached validation for _settle()."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.applicable_rules if r.level in levels]
     if strict:
@@ -293,10 +288,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """Checks the rules that depend on lengths (values of arrays); stores the result in the signature, and returns it.
-
-    given: the arguments in the order of op.params; content: the bytes of the arrays; reads: as in bind().
-    """
+    """Checks the rules that depend on lengths (values of arrays); stores and returns the signature's validation."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
     ask(op, [r for r in signature.rules if r.stage == "lengths"], names)

@@ -181,8 +181,7 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Returns " as in NAMES" with the parameters, except `param`, that determined the size of an axis word; "" without
-    any; origin: {factor of an axis word: parameter that determined its size}."""
+    """Returns " as in NAMES" with the parameters, except `param`, that determined the size of an axis word, or ""."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -199,8 +198,7 @@ def _domains(op: record.Op, names: dict[str, Any]) -> list[record.Failure]:
 def _broken(
     op: record.Op, rules: list[record.Rule], names: dict[str, Any]
 ) -> tuple[list[record.Failure], list[record.Failure]]:
-    """Evaluates those of `rules` that apply to a call with the values `names`; returns the violated ones as (failures,
-    warnings)."""
+    """Returns those of `rules` that a call with the values `names` violates, as (failures, warnings)."""
     failures: list[record.Failure] = []
     notes: list[record.Failure] = []
     if not rules:

@@ -117,8 +117,9 @@ class Band:
 
     def visible(self, q_len: int, kv_len: int) -> torch.Tensor:
         """Returns the band of one sequence as a boolean matrix [q_len, kv_len], True where a query sees a key."""
-        edges = self.resolve(np.array([q_len]), np.array([kv_len]))
-        return interval_matrix(q_len, kv_len, *(int(e[0]) for e in edges))
+        lo, hi, prefix = (int(edge[0]) for edge in self.resolve(np.array([q_len]), np.array([kv_len])))
+        row, key = torch.arange(q_len)[:, None], torch.arange(kv_len)
+        return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
 
 
 def _as_int(number: Any) -> Any:
@@ -134,13 +135,6 @@ def saturate(edge: int, shift: np.ndarray) -> np.ndarray:
     if abs(edge) >= INFINITE:
         return np.full_like(shift, INFINITE if edge > 0 else -INFINITE)
     return np.clip(edge + shift, -INFINITE, INFINITE)
-
-
-def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> torch.Tensor:
-    """Returns bool [q_len, kv_len], True where i + lo <= j < max(prefix, i + hi) for query i and key j."""
-    row = torch.arange(q_len)[:, None]
-    key = torch.arange(kv_len)[None, :]
-    return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
 
 
 def blocked_by_tiles(

@@ -12,10 +12,6 @@ from fusion_attention.ir.problem import IndexerOperands, Operands, Stats
 
 Some = TypeVar("Some", Operands, IndexerOperands)
 View = RowView | PagedView | MatrixView | torch.Tensor
-# Operands whose names are those of their fields.
-_FIELDS: tuple[str, ...] = ("q", "k", "v", "out", "q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
-_FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits")
-_FIELDS += ("weights", "indices", "values", "k_compressed", "v_compressed")
 
 
 def operand_tensors(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
@@ -53,18 +49,17 @@ def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
 
 
 def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
-    yield from ((name, view) for name in _FIELDS if (view := getattr(o, name, None)) is not None)
-    if o.stats is not None:
-        yield from (("max", o.stats.max), ("sum", o.stats.sum))
-    if isinstance(o, IndexerOperands):
-        return
-    if o.weight_scale is not None:
-        raise ValueError("a weight_scale")
-    for side, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
-        if dequant is not None:
-            yield f"{side}_scale", dequant.scale
-            if dequant.offset is not None:
-                yield f"{side}_offset", dequant.offset
+    for name, value in vars(o).items():
+        if name == "weight_scale" and value is not None:
+            raise ValueError("a weight_scale")
+        if isinstance(value, Stats):
+            yield from (("max", value.max), ("sum", value.sum))
+        elif isinstance(value, Dequant):
+            yield f"{name[-1]}_scale", value.scale
+            if value.offset is not None:
+                yield f"{name[-1]}_offset", value.offset
+        elif isinstance(value, View):
+            yield name, value
 
 
 def _table_of(name: str) -> str:
