@@ -187,19 +187,6 @@ def test_omitted_scale_of_wide_heads_warns() -> None:
         assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in result)
 
 
-def test_key_list_entry_after_minus_one_warns_and_strict_mode_raises() -> None:
-    q = torch.randn(1, 5, 2, 24)
-    lists = torch.tensor([0, -1, 0], dtype=torch.int32).expand(1, 5, 1, 3)
-    call = lambda lists: fa.sparse_attention(q, q[:, :, :1], None, lists, causal=False)  # noqa: E731
-    RECORDS["sparse_attention"].signatures.clear()
-    (result,) = warned(lambda: call(lists))
-    assert "indices: expected no entry behind a -1" in result
-    assert "pack_lists" in result
-    assert warned(lambda: call(fa.pack_lists(lists))) == []
-    with fa.strict(), pytest.raises(fa.ContractError, match="no entry behind a -1"):
-        call(lists)
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
