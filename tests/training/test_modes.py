@@ -81,14 +81,6 @@ def test_band_of_each_sparse_mode_matches_literal_loops(mode: int) -> None:
                 assert np.array_equal(got, wanted[b]), (items, pre, nxt, prefix, b)
 
 
-@pytest.mark.parametrize("mode", range(9))
-def test_sparse_mode_is_ignored_without_a_mask(mode: int) -> None:
-    q_len, kv_len = np.array([3, 7, 2]), np.array([5, 4, 2])
-    lo, hi, prefix = mode_band(mode, False, 1, -1, np.array([2, 3, 1]), q_len, kv_len)
-    i, j = np.indices((7, 5))
-    assert all(((j >= i + a) & (j < np.maximum(i + b, n))).all() for a, b, n in zip(lo, hi, prefix, strict=True))
-
-
 # ---------------------------------------------------------------------------------------------------- CANN's examples
 
 
