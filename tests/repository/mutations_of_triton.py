@@ -119,7 +119,7 @@ GPUS = [
             "kernels/test_diverged.py::test_extra_loads_for_nan_inputs_grow_at_most_linearly_with_length"),
 ]  # fmt: skip
 
-LISTS_FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_plan_updates.py"
+LISTS_FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_plan_update.py"
 SHARED_OUT = f"{LISTS_FORWARD}::test_triton_sparse_forward_splits_lists_of_few_tokens_among_programs"
 SUMS = "kernels/test_key_sum.py::test_key_sum_is_bitwise_equal_for_any_chunk_and_block_size"
 PREPARED = "torch_ops/test_prepared_calls.py"
@@ -161,7 +161,7 @@ LISTS = [
     package("Triton indexer loss: CUDA graph keeps the row tiles from before a plan update",
             "backends/triton/indexer/launch_dense_kl_loss.py",
             '[-m.on(f"rows {t.target}", work.rows)-]{+layout_table.Copied.of(work.rows(e), device)+}',
-            f"{UPDATES}::test_updated_sparse_plans_and_captured_graphs_equal_fresh_plans"),
+            f"{UPDATES}::test_updated_plans_and_captured_graphs_equal_fresh_plans"),
     package("Triton indexer loss: updatable plan reserves one key tile too few per window",
             "backends/triton/indexer/launch_dense_kl_loss.py", "t.end - t.begin + [-2 * tile.BN - 2-]{+tile.BN - 1+}",
             f"{UPDATES}::test_dense_kl_loss_reads_at_most_the_planned_number_of_key_tiles"),
