@@ -1,10 +1,8 @@
 """The choice of a back end, the error where none can be chosen, and imports of the package without back ends."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.scripts import python
 
 from fusion_attention.backends import choose
 from fusion_attention.contract import BackendError
@@ -20,8 +18,7 @@ def test_cpu_tensors_choose_cpu_back_end_without_importing_triton() -> None:
         "print(choose(Problem(4, 2, 64, 64), torch.device('cpu'), 'auto'))\n"
         "print('fusion_attention.backends.triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu", "False"]
+    assert python("-c", program).stdout.split() == ["cpu", "False"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -57,8 +54,7 @@ except fusion_attention.BackendError as error:
 
 
 def test_package_imports_and_computes_with_torch_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
-    computed, refused = done.stdout.splitlines()
+    computed, refused = python("-c", WITHOUT).stdout.splitlines()
     assert computed == "8.0"
     assert "triton: the triton back end needs the package triton, which is not installed." in refused
     assert "cpu: the cpu back end cannot be loaded" in refused

@@ -230,7 +230,7 @@ def test_large_idle_memory_is_released_if_madvise_is_missing(monkeypatch: pytest
 
 def test_threads_never_get_the_same_memory() -> None:
     def work(mine: int) -> None:
-        for _ in range(20):
+        for _ in range(8):
             tensors = [large().fill_(mine), large().fill_(mine)]
             assert all(tensor.eq(mine).all() for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""Calls of 4096 to 16384 tokens, checked at both ends, at boundaries of tiles and at randomly drawn tiles."""
+"""Calls of 2600 to 16384 tokens, checked at both ends, at boundaries of tiles and at randomly drawn tiles."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def judge(long: Long) -> None:
 @pytest.mark.parametrize(
     ("length", "causal", "fields"),
     [
-        (4096, False, {}),
+        (2600, False, {}),
         (6001, False, {"sparse_mode": 4, "mask": "compressed", "pre": 1500, "next": 0}),
         (8192, True, {"sink": True, "dim_rope": 16}),
         (16384, True, {}),

@@ -92,6 +92,22 @@ def test_int8_cache_alignment_is_counted_in_int8_elements() -> None:
     assert results == {1: 1, 2: 4, 4: 8, 8: 16}
 
 
+def test_scratch_memory_between_kernels_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch passes data to the next kernel: row data of the backward, partial results of decode."""
+    scratch: list[tuple[str, torch.Tensor]] = []
+
+    def noting(kernel: Any, named: dict[str, Any]) -> None:
+        scratch.extend((kernel.__name__, named[n]) for n in ("flat", "partials") if named.get(n) is not None)
+
+    watch(monkeypatch, noting, computes=False)
+    run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40))
+    cache = Cache(kv_len=(400, 33))
+    schedule = backend.schedule(cache.problem, cache.extents(), "attention_forward")
+    backend.attention_forward(cache.problem, cache.extents(), schedule, operands_on(cache, "cpu"))
+    assert {"prepare", "backward_key", "decode"} <= {name for name, _ in scratch}
+    assert all(tensor.isnan().all() for _, tensor in scratch)
+
+
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Records the current devices, the innermost context last."""
