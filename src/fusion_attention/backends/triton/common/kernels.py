@@ -31,8 +31,7 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of the first element, stride of a head, stride of a token), multiples of ALIGN, of sequence b in
-    tensor number VIEW; strides: table int64 [4 * tensors, count] of these numbers for `count` sequences."""
+    """Returns (offset of the first element, stride of a head, stride of a token), multiples of ALIGN, of a sequence."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
@@ -44,16 +43,14 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of head h's first element, stride of a token) of sequence b in tensor number VIEW; strides: table
-    int64 [4 * tensors, count] of offsets and strides for `count` sequences."""
+    """Returns (offset of the head's first element, stride of a token) of a sequence."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """Returns (offset of head h's first element, stride of a row, stride of a key) of sequence b in matrix number VIEW;
-    strides: table int64 [4 * tensors, count] of offsets and strides for `count` sequences."""
+    """Returns (offset of the head's first element, stride of a row, stride of a key) of a sequence in a matrix."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
@@ -104,8 +101,7 @@ def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 @triton.jit
 def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Stores `value` [rows, WIDTH] to columns [FIRST, FIRST + WIDTH) of the rows at base + offset; not to columns from
-    DIM on, nor to rows where `there` is false."""
+    """Stores `value` to the columns [FIRST, FIRST + WIDTH) below DIM of the rows at base + offset that are `there`."""
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
@@ -113,8 +109,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Returns bool, true for pairs (row, key) of head h in sequence b whose element of the mask `blocked` is 0; false
-    where `there` is false. strides, count: as in matrix_at()."""
+    """Returns true for pairs (row, key) whose element of the mask `blocked` is 0; false where `there` is false."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -122,8 +117,7 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Returns bool, true for pairs (row, key) of head h in sequence b whose bit in the caller's packed dropout mask is
-    1; false where `there` is false. strides, count: as in matrix_at(), counted in bits."""
+    """Returns true for pairs (row, key) whose bit in the caller's dropout mask is 1; false where `there` is false."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -190,11 +184,8 @@ def load_three(base, offset, there, MASKED: tl.constexpr,
 @triton.jit
 def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source from which load_rows() loads rows of DIM elements: (base, stride), or with TMA three tensor
-    descriptors, for column blocks of widths W0, W1, W2; these read zeros for rows from `count` on.
-
-    base: address of the first row. stride: from a row to the next.
-    """
+    """Returns the source from which load_rows() loads rows: (base, stride), or with TMA a tensor descriptor for each
+    column block; these read zeros for rows from `count` on."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
@@ -211,10 +202,7 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 @triton.jit
 def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows from j0 on as three column blocks [ROWS, W0], [ROWS, W1], [ROWS, W2]; rows: result of rows_of().
-
-    inside: bool [ROWS], false for rows to replace by zeros; used without TMA if MASKED.
-    """
+    """Loads ROWS rows from j0 on of a source that rows_of() made; without TMA, if MASKED, zeros where not `inside`."""
     if TMA:
         x0 = rows[0].load([j0, 0])
         x1, x2 = x0, x0
@@ -232,8 +220,7 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source from which load_group() loads rows of any head: (base, head, stride), or with TMA three tensor
-    descriptors, for column blocks. head, stride: from a head, or row, to the next."""
+    """Returns the source of rows of any head for load_group(): (base, head, stride), or with TMA three descriptors."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -250,8 +237,7 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows of head h from row `first` on as three column blocks [ROWS, W0], [ROWS, W1], [ROWS, W2]; rows:
-    result of rows_of_group(); inside: bool [ROWS], false for rows to replace by zeros."""
+    """Loads ROWS rows of head h from row `first` on of a source that rows_of_group() made; zeros where not `inside`."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -268,8 +254,7 @@ def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1:
 @triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Stores rows, given as three column blocks `parts` of widths W0, W1, W2, times `factor` [rows, 1] at base +
-    offset, except rows where `there` is false."""
+    """Stores rows times `factor` [rows, 1] at base + offset, except rows where `there` is false."""
     store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
     if W1:
         store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
@@ -291,7 +276,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns a b^T [rows of a, rows of b]; a, b: rows as three column blocks (W1, W2: widths, 0: unused)."""
+    """Returns a b^T [rows of a, rows of b]."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -302,8 +287,7 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns float32 [rows], the dot product of row i of a and row i of b; both are given as three column blocks, the
-    last two of widths W1, W2 (0: unused)."""
+    """Returns float32 [rows], the dot product of row i of a and row i of b."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -314,8 +298,7 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + p x as three column blocks; x: rows in column blocks, the last two of widths W1, W2 (0: unused). p,
-    weights [rows of acc, rows of x], is rounded to the dtype of x."""
+    """Returns acc + p x; p, weights [rows of acc, rows of x], is rounded to the dtype of the rows x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

@@ -55,12 +55,8 @@ def launch_some(
 
 
 class Family:
-    """A group of kernels in which an argument name has one meaning, so that one dictionary of arguments serves all.
-
-    Args:
-        kernels: the group.
-        sources: further argument names, which launch() passes to kernels under other names.
-    """
+    """A group of kernels in which an argument name has one meaning, so that one dictionary of arguments serves all;
+    sources: further argument names, which launch() passes to kernels under other names."""
 
     def __init__(self, *kernels: Any, sources: Iterable[str] = ()) -> None:
         self._taken = frozenset((*sources, *(name for kernel in kernels for name in kernel.arg_names)))
@@ -71,15 +67,9 @@ class Family:
     ) -> Launch:  # fmt: skip
         """Returns a Launch of `kernel` with the arguments that it has; each must exist in some kernel of the group.
 
-        Args:
-            kernel: a kernel of the group.
-            grid: numbers of programs.
-            fixed: run-time arguments that are equal in all runs, by name.
-            given: names of the arguments that each run passes.
-            constexprs: compile-time arguments, by name.
-            tile: the kernel's warps, stages and use of tensor descriptors.
-            renamed: the kernel's name of an argument -> its name in `fixed` or `given`.
-            options: further launch options of Triton.
+        fixed: run-time arguments that are equal in all runs, by name; given: names of those that each run passes;
+        constexprs: compile-time arguments; tile: warps, stages and use of tensor descriptors; renamed: the kernel's
+        name of an argument -> its name in `fixed` or `given`; options: further launch options of Triton.
         """
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:

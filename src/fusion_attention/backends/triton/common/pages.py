@@ -3,8 +3,8 @@
 Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
 
 Common parameters: those of kernels.py; `cache` is a result of cache_at(), PAGE the tokens of a page (0: contiguous
-rows), `page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN. A tile has the BN keys from j0 on; WITHIN is
-true if all of them are in one page.
+rows), `page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN; `table` is the page table, `step` the stride of
+its rows, `last` the pool's last page. A tile has the BN keys from j0 on; WITHIN is true if all are in one page.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,8 +20,7 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of head hk's first element, stride of a token, stride of a page) of sequence b in the KV cache
-    that is tensor number VIEW; strides: table [4 * tensors, count] of offsets and strides for `count` sequences."""
+    """Returns (offset of head hk's first element, stride of a token, stride of a page) of a sequence in a KV cache."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -31,8 +30,7 @@ def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Returns the offsets, in elements, of keys j in a KV cache. cache: (first element, stride of a token, stride of a
-    page); page: page numbers of the keys; PAGE: tokens of a page, 0: contiguous."""
+    """Returns the offsets, in elements, of keys j in a KV cache."""
     first, token, stride_page = cache
     if PAGE:
         return first + page * stride_page + (j % PAGE).to(tl.int64) * token
@@ -72,8 +70,7 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns (values + offset) * scale in float32 for rows of integers as three column blocks (`parts`) of widths W0,
-    W1, W2; the other parameters are those of dequant_factors()."""
+    """Returns (values + offset) * scale in float32 for rows of integers; parameters: those of dequant_factors()."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -88,8 +85,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the offsets, in elements, of the scales of keys j of head hk (one offset for all if scales are per
-    channel). strides, count, b, VIEW: as in cache_at(); page: page numbers of the keys."""
+    """Returns the offsets of the scales of keys j of head hk; one offset for all if scales are per channel."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -105,10 +101,7 @@ def clamped(page, last):
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """Returns int64 page numbers of keys j of sequence b; 0 for keys from `end` on; j without pages (PAGE 0).
-
-    table: the page table, whose rows have the stride `step`. last: the pool's last page.
-    """
+    """Returns int64 page numbers of keys j of sequence b; 0 for keys from `end` on; j without pages (PAGE 0)."""
     if PAGE:
         return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
@@ -120,11 +113,8 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns the page number of the BN keys from j0 on, if they are WITHIN one page, else one page number per key.
-
-    table: the page table; row: offset of the sequence's row in it. last: the pool's last page. end: of the visible
-    keys.
-    """
+    """Returns the page number of the BN keys from j0 on, if they are WITHIN one page, else one number per key; 0 for
+    keys from `end` on. row: offset of the sequence's row in the table."""
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -134,7 +124,7 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
     """Returns (offset of the first element, offsets [BN] of rows from it) of the BN keys from j0 on; offsets are int32
-    if all keys are WITHIN one page. cache: (first element, stride of a token, stride of a page); page: page numbers."""
+    if all keys are WITHIN one page."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -148,16 +138,14 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the BN keys from j0 on of a KV cache as three column blocks [BN, W0], [BN, W1], [BN, W2]; cache, page: as
-    in tile_at(); inside: bool [BN], false for keys to replace by zeros."""
+    """Loads the BN keys from j0 on of a KV cache; zeros where `inside` is false."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Loads one number for each of the BN keys from j0 on, [BN], such as its scale; cache, page: as in tile_at();
-    inside: bool [BN], false for keys to replace by zeros."""
+    """Loads a number for each of the BN keys from j0 on, [BN], such as its scale; 0 where `inside` is false."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
@@ -177,8 +165,7 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """Converts int8 rows, given as three column blocks `parts` (the last two of widths W1, W2), to the dtype of the
-    tensor `like`, exactly; other dtypes are unchanged."""
+    """Converts rows of int8 to the dtype of the tensor `like`, exactly; other dtypes are unchanged."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -190,7 +177,7 @@ def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns float32 [rows], the sum of each row's elements; parts: three column blocks (W1, W2 0: unused)."""
+    """Returns float32 [rows], the sum of each row's elements."""
     x = tl.sum(parts[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(parts[1].to(tl.float32), 1)
@@ -201,26 +188,21 @@ def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def safe_unit(largest):
-    """Returns `largest`, the largest absolute value of some numbers, as a divisor for them: 1 if it is 0 or not
-    finite."""
+    """Returns `largest`, an absolute value, as a divisor: 1 if it is 0 or not finite."""
     return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
 
 
 @triton.jit
 def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Loads a number (such as a scale) per channel from FIRST on, [1, WIDTH]; cache: (channel 0's offset from `base`,
-    ..)."""
+    """Loads a number (such as a scale) per channel from FIRST on, [1, WIDTH]; channel 0 is at base + cache[0]."""
     d = FIRST + tl.arange(0, WIDTH)
     return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
 
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """Returns (x = values / unit in the dtype of `like`, sum over channels of x times the channels' offsets [rows]).
-
-    values: float32 [rows, WIDTH], columns FIRST to FIRST + WIDTH. unit: [rows]. offset: address of the channels'
-    offsets, or None; cache: their (first element, ...).
-    """
+    """Returns (x = values / unit in the dtype of `like`, sum over channels of x times the channels' offsets), for
+    columns from FIRST on. unit: [rows]. offset: address of the offsets, or None."""
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
@@ -233,8 +215,8 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
                     DIM: tl.constexpr):  # fmt: skip
     """Returns (x, a, u) with x . stored * u + a = query . ((stored + offset) * scale), for integers of scaled channels.
 
-    u is the row's largest |element * scale|, so that small scales do not underflow. query, x: rows as three column
-    blocks of widths W0, W1, W2. scale, offset: the channels' numbers; scales, offsets: results of cache_at().
+    u is the row's largest |element * scale|, so that small scales do not underflow. scale, offset: the channels'
+    numbers; scales, offsets: results of cache_at().
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)

@@ -1,6 +1,8 @@
 """Tile shapes: one table per kernel, and the column blocks into which rows are divided.
 
 The entries are the largest shapes that, when compiled, spill no registers and fit in shared memory.
+
+Common parameters: `chip` is a compute capability, 90, 80 or 86; `align` the alignment of rows, in elements.
 """
 
 import functools
@@ -238,10 +240,7 @@ def index_of(device: torch.device) -> int:
 
 
 def on(device: torch.device, table: Callable[..., T | None], problem: AnyProblem, *more: int) -> T:
-    """Returns table(problem, chip, *more), a kernel's tile shape (or several); chip: the device's compute capability.
-
-    table: a function that returns None for problems that it does not support. more: alignments of rows, in elements.
-    """
+    """Returns table(problem, chip of the device, *more), a kernel's tile shape (or several)."""
     chip = chip_of(device)
     result = None if chip is None else table(problem, chip, *more)
     assert result is not None  # reasons_against() ensures it
@@ -260,7 +259,7 @@ def heavy(problem: Problem) -> bool:
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """Returns (tile shape, tile shape for problems with a bias matrix, mask matrix or dropout, KB of shared memory) of
-    the kernel named `kernel`; None if no tile fits the problem's dims. chip: compute capability 90, 80 or 86."""
+    the kernel named `kernel`; None if no tile fits the problem's dims."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -275,8 +274,7 @@ def widest(problem: AnyProblem) -> int:
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """Returns the tile shape of the kernel named `kernel`; None if no tile fits the problem's dims. chip: compute
-    capability 90, 80 or 86. align: alignment of rows, in elements.
+    """Returns the tile shape of the kernel named `kernel`; None if no tile fits the problem's dims.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a bias or dropout.
     """

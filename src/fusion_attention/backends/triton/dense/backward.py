@@ -33,8 +33,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the largest absolute value, in float32, of the elements of rows, given as three column blocks (`parts`),
-    the last two of widths W1, W2 (0: unused)."""
+    """Returns the largest absolute value, in float32, of the elements of rows."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -129,11 +128,7 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Adds to dv, for BN keys from j0 on, sum of dout / n over rows without visible keys (the mean of n values).
-
-    do_rows: source of rows of dout. notes: as in load_notes(). turns: iterations over rows, 0 without such rows.
-    inside: mask of the keys. bits, where, drop: as in kept_keys(), for dropout.
-    """
+    """Adds to dv, for BN keys from j0 on, sum of dout / n over rows without visible keys (the mean of n values)."""
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
@@ -164,11 +159,7 @@ def sees(row, key, band):
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Returns (P, S), probabilities and scores of a tile of products x = q . k, [rows, keys] or [keys, rows]; S is -inf
-    for keys that are not visible. P = exp2(S * exponent - lse).
-
-    lse: of the rows, base 2. masked: False if all keys of the tile are visible. band: (q_len, kv_len, lo, hi, prefix).
-    numbers: (scale, factor of the bias, exponent). extras: (bias, slopes, mask matrix), None for absent ones.
-    """
+    for keys that are not visible. P = exp2(S * exponent - lse). masked: False if all keys of the tile are visible."""
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
     strides, count, b, h, heads = where

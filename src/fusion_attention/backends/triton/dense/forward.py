@@ -19,11 +19,8 @@ from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """Computes a step of the online softmax over scores s [rows, keys]; returns (weights [rows, keys], factor on
-    earlier sums, new maxima, new sums).
-
-    m, l: maxima and sums [rows] so far. exponent: factor on scores in base 2.
-    """
+    """Computes a step of the online softmax over scores s [rows, keys], from maxima m and sums l [rows] so far; returns
+    (weights [rows, keys], factor on earlier sums, new maxima, new sums)."""
     now = tl.maximum(m, tl.max(s, 1))
     # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)
@@ -96,10 +93,7 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
     """Adds to acc, for rows where `mean` is true (no visible keys; the result is the mean of V), the sum of all kv_len
-    values that dropout keeps; returns acc, three column blocks.
-
-    v: source of rows of V, for load_rows(). bits, where, drop: as in kept_keys(), for dropout. valid: mask of the rows.
-    """
+    values that dropout keeps; returns acc."""
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
     for j0 in tl.range(0, end, BN):
@@ -116,11 +110,8 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """Returns (max, sum, factor on the accumulated sums of weight * value) of rows, including the sink of head h, if
-    there is one; max is in natural-logarithm units.
-
-    m, l: running maxima and sums [rows] of the online softmax. unit: factor on maxima.
-    """
+    """Returns (max, sum, factor on the accumulated sums of weight * value) of rows from running maxima m and sums l,
+    including the sink of head h, if there is one; max, m * unit, is in natural-logarithm units."""
     nothing = m == -float("inf")
     top = tl.where(nothing, -float("inf"), m * unit)
     fade = tl.where(nothing, 0.0, 1.0)

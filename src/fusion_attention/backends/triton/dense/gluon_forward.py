@@ -98,10 +98,7 @@ def give_back(ring, i, STAGES: gl.constexpr):
 @gluon.jit
 def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
     """Returns the scores s [rows, BN] of iteration i over tiles of keys, with -inf for keys outside [first, end) of
-    their row; tiles without such keys are not tested.
-
-    walk: as in key_of(). first, end: [rows], range of each row's visible keys. SCORES: the register layout of s.
-    """
+    their row; tiles without such keys are not tested. SCORES: the register layout of s."""
     if i < walk[4]:
         j = key_of(i, walk, BN) + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
         s = gl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), s, -float("inf"))
@@ -130,10 +127,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Writes out, max and sum of ROWS query rows from rows[0] on, below rows[1], in one warpgroup.
-
-    query: the rows; key_ring, value_ring: buffers that load() fills; walk: tiles of keys, as in key_of().
-    """
+    """Writes out, max and sum of ROWS query rows from rows[0] on, below rows[1], in one warpgroup."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

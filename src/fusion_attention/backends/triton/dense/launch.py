@@ -43,8 +43,7 @@ LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is 
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the dense and decode kernels by name, of which each takes its own; tile: a
-    kernel's tile shape; align: alignment of rows, in elements of q.
+    """Returns the compile-time arguments of the dense and decode kernels by name, of which each takes its own.
 
     MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel. ALIGN_KV
     is the alignment of a KV cache's rows in its own elements. D0 to D2, V0 to V2 and R are the widths of column blocks
@@ -231,12 +230,7 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str], align: int
 ) -> list[Launch]:  # fmt: skip
     """Returns a list with the prepared launch of a kernel that recomputes query rows (or keys) with NaN or infinite
-    results; [] if there are no rows.
-
-    kernel: recompute_out, recompute_query or recompute_key. p: the problem. lengths: rows (or keys) of each sequence.
-    heads: heads of the rows (or keys). fixed: arguments that are equal in all runs, by name. given: names of the
-    arguments that each run passes. align: alignment of rows, in elements of q.
-    """
+    results; [] if there are no rows. lengths, heads: of the rows (or keys)."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads

@@ -37,8 +37,7 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns int32 [rows], 1 for rows at base + offset (column blocks of widths W0, W1, W2) that contain a NaN (with
-    INF also an infinity), else 0; there: mask of the rows."""
+    """Returns int32 [rows], 1 for rows at base + offset that contain a NaN (with INF also an infinity), else 0."""
     parts = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -57,8 +56,7 @@ def left(acc, old, INF: tl.constexpr):
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns 1 if an element of the row at base + offset is NaN (with INF also infinite) and its recomputed sum in
-    `acc` is not NaN yet, else 0; acc: the row as three column blocks of widths W0, W1, W2."""
+    """Returns 1 if an element of the row at base + offset is NaN (INF: or infinite) but its sum `acc` is not."""
     old = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -79,8 +77,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the NaN (with INF also infinite) elements of the row at base + offset by acc * factor; acc: the row as
-    three column blocks of widths W0, W1, W2."""
+    """Overwrites the NaN (with INF also infinite) elements of the row at base + offset by acc * factor."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -111,8 +108,7 @@ def gathered(weight, wild, counted, x):
 
 @triton.jit
 def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + the sum of weight * x over the rows x for which `counted` is true, both as three column blocks, the
-    last two of widths W1, W2; wild: the weight of infinite and NaN elements."""
+    """Returns acc + the sum of weight * x over the `counted` rows x; wild: the weight of infinite and NaN elements."""
     acc0, acc1, acc2 = acc
     acc0 += gathered(weight, wild, counted, x[0])
     if W1:

@@ -51,10 +51,7 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
     """Returns the address of dI, the gradients of the scores of a token's selected keys: in the caller's tensor
-    (VIEWED), by the table `strides`, else in scratch memory, SLOTS per token.
-
-    b, row: the token's sequence and row. list_index: the token's number in the chunk.
-    """
+    (VIEWED), else in scratch memory, SLOTS per token. list_index: the token's number in the chunk."""
     if VIEWED:
         at, token = common.rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token

@@ -64,17 +64,13 @@ def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the number of tiles of query rows (at least 1) whose scores and candidates fit the memory limit.
-
-    pitch: float32 elements that a row's scores occupy, the most visible keys rounded up to tiles.
-    """
+    """Returns the number of tiles of query rows, at least 1, whose scores (`pitch` per row) and candidates fit."""
     each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments, by name, of the kernels index_scores, index_choice and index_write, three
-    dictionaries; tile: the tile shape of index_scores; align: alignment of rows, in elements."""
+    """Returns the compile-time arguments, by name, of the kernels index_scores, index_choice and index_write."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -98,11 +94,7 @@ class Sorting:
 
     written: launching.Launch
     top_k: int
-
-    @property
-    def scratch(self) -> bool:
-        """True if the kernel has tensor descriptors, for which Triton allocates memory."""
-        return self.written.scratch
+    scratch: bool = False  # as in Launch
 
     def start(self, given: dict[str, Any]) -> None:
         """Sorts each row's candidates, given["entries"], descending, then launches index_write with `given`."""
@@ -214,8 +206,7 @@ def list_constants(slots: int, ratio: int) -> Constants:
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernels index_gradient and recompute_gradient; tile: the kernel's tile
-    shape; align: alignment of rows, in elements of q."""
+    """Returns the compile-time arguments of the kernels index_gradient and recompute_gradient."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -228,14 +219,8 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """Returns the prepared launches that compute dq, dweights and, for every selected key of a chunk of tokens, a row
-    to add to dk, from dI (the gradient of the scores) and the results of the kernel read_lists.
-
-    family: the group of kernels with the arguments `fixed` and `names`. sizes: heads, dim, dtype and list length of the
-    indexer. tile: tile shape of index_gradient; BM heads per launch. align: alignment of rows, in elements of q.
-    tokens: number of tokens of the chunk. fixed: arguments that are equal in all runs, by name. names: names of the
-    arguments of each run.
-    """
+    """Returns the prepared launches that compute dq, dweights and, for every selected key of a chunk of tokens, a
+    row to add to dk, from dI (the gradient of the scores) and the results of read_lists; BM heads per launch."""
     recompute, grid = shapes_sparse.RECOMPUTE_GRADIENT, (tokens,)
     of_gradient, of_recompute = (gradient_constants(sizes, one, align) for one in (tile, recompute))
     launches = [

@@ -30,10 +30,7 @@ FAMILY = launching.Family(
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """Returns (tiles of query rows, first key that each tile reads, number of tiles of keys that it reads).
-
-    tile: BM rows and BN keys. ratio: tokens that a (compressed) key represents.
-    """
+    """Returns (tiles of query rows, first key that each tile reads, number of tiles of keys that it reads)."""
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
@@ -202,10 +199,7 @@ def warm_constants(
     p: IndexerLossProblem, t: shapes_loss.Warm, align: int
 ) -> tuple[launching.Constants, dict[str, launching.Constants]]:
     """Returns compile-time arguments of the kernels of the indexer's loss over all visible keys: (those of all kernels,
-    of which each takes its own; kernel name -> those that only this kernel has).
-
-    t: the kernels' tile shapes. align: alignment of rows, in elements of q.
-    """
+    of which each takes its own; kernel name -> those that only this kernel has)."""
     shared = {
         "E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "GROUP": p.heads_q // max(p.heads_kv, 1),
         "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "RATIO": p.ratio, "GIVEN": p.has_target, "SPLITS": SPLITS,

@@ -105,10 +105,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, launching.Constants]:
-    """Returns {kernel name: compile-time arguments} of the kernels of the indexer's loss over selected keys.
-
-    t: the kernels' tile shapes. align: alignment of rows, in elements of q.
-    """
+    """Returns {kernel name: compile-time arguments} of the kernels of the indexer's loss over selected keys."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // max(p.heads_kv, 1), min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)

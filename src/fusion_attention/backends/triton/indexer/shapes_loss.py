@@ -1,6 +1,6 @@
 """Tile shapes of the indexer's loss over selected keys (SELECTED) and over all keys (WARM).
 
-Like the tables in shapes.py, the entries were found by compilation, not by timing.
+Like the tables in shapes.py, the entries were found by compilation, not by timing; `chip` and `align` are as there.
 """
 
 from typing import NamedTuple
@@ -46,10 +46,7 @@ for _width in (2, 4):
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
     """Returns the tile shapes of the kernels of the indexer's loss over all visible keys; None if there are none for
-    the problem's dims. chip: compute capability 90, 80 or 86.
-
-    Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
-    """
+    the problem's dims. Rows that are not aligned to 16 bytes use the smallest tiles."""
     dim = problem.dim if isinstance(problem, IndexerProblem) else problem.dim_index
     rows = WARM[chip, 4 if problem.dtype == "float32" else 2]
     fits = [tiles for most, tiles in rows if power(dim) <= most]
@@ -85,8 +82,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """Returns the tile shapes of the indexer's loss over selected keys; None if there are none for the problem's dims.
-    chip: compute capability 90, 80 or 86."""
+    """Returns the tile shapes of the indexer's loss over selected keys; None if there are none for its dims."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)

@@ -68,10 +68,7 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
                VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Returns ((address of key head hk's first key, stride of a token) of the keys, the same of the compressed keys) of
-    sequence b; without compressed keys (RATIO 0) twice the first.
-
-    VIEW, VIEW_COMPRESSED: numbers of the tensors `rows` and `rows_compressed` in the table `strides`.
-    """
+    sequence b; without compressed keys (RATIO 0) twice the first."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     first, second = (rows + at, stride), (rows + at, stride)
     if RATIO:

@@ -54,10 +54,7 @@ def page_of(table, key, there, last, PAGE: tl.constexpr):
 
 @triton.jit
 def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
-    """Returns the offsets of keys' rows from the first element of their cache; NEAR: they fit into int32.
-
-    cache: (first element, stride of a token, stride of a page). page: result of page_of().
-    """
+    """Returns the offsets of keys' rows from the first element of their cache; NEAR: they fit into int32."""
     _, token, stride_page = cache
     if NEAR:
         token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)

@@ -83,12 +83,8 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 def constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool, split: bool, page_compressed: int
 ) -> launching.Constants:
-    """Returns the compile-time arguments, by name, of the forward's kernels, of which each takes its own; tile: a
-    kernel's tile shape; align: alignment of rows, in elements of q.
-
-    is_near: int32 holds the offsets of keys. split: several programs compute a token. page_compressed: tokens of a page
-    of compressed keys, 0 without pages.
-    """
+    """Returns the compile-time arguments, by name, of the forward's kernels, of which each takes its own;
+    page_compressed: tokens of a page of compressed keys, 0 without pages."""
     p = problem
     return launch_dense.constants(p, tile, align) | {
         "SELECT": p.select_count,
@@ -109,10 +105,7 @@ def programs(problem: Problem, tile: shapes.Tile) -> int:
 
 def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
     """Returns the number of keys (slots) that one program reads, for `rows` tokens that read at most `most` keys each.
-
-    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once. tile: of
-    the forward kernel. processors: number of the GPU's streaming multiprocessors.
-    """
+    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once."""
     p = problem
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)

@@ -271,10 +271,7 @@ def launches(
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, token_heads: int) -> list[Step]:
     """Returns the launches that write a token's contributions to dk, dk_rope and dv of each of its keys (slots); if
-    values are the first columns of keys, dk is the sum of dk and dv.
-
-    shared: compile-time arguments of all kernels. slots: keys per token.
-    """
+    values are the first columns of keys, dk is the sum of dk and dv."""
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:

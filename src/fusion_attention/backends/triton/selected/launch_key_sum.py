@@ -78,10 +78,8 @@ def parts_of(entries: int, of_token: int) -> tuple[int, int]:
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """Returns the bytes that a KeySum allocates, without the rows to sum and their ids, which its caller passes.
-
-    keys: number of keys. columns: elements of a row. entries: rows of a chunk. of_token: rows per token.
-    """
+    """Returns the bytes that a KeySum allocates, without the rows to sum and their ids, which its caller passes;
+    entries, of_token: rows of a chunk, and of a token."""
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
@@ -93,12 +91,7 @@ def panel_of(columns: int) -> int:
 
 class KeySum:
     """Sums per key of contributions to dk and dv, float32 [keys, columns]: add() adds rows, write() stores the sums.
-
-    Args:
-        like: a tensor on the device.
-        keys: number of keys, which have the ids 0 to keys - 1.
-        columns: elements of a row.
-    """
+    Keys have the ids 0 to keys - 1."""
 
     def __init__(self, like: torch.Tensor, keys: int, columns: int) -> None:
         self.total = like.new_zeros((keys, columns), dtype=torch.float32)
@@ -130,11 +123,7 @@ class KeySum:
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes `dim` columns of the sums, from column `first` on, to the gradient of keys `out`, converted to its
-        dtype.
-
-        name: the gradient's name in the table of strides. heads: number of key heads. where: strides, tiles and ids of
-        the keys.
-        """
+        dtype. name: the gradient's name in the table of strides."""
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))

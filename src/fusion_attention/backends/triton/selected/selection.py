@@ -55,10 +55,7 @@ def list_at(indices, strides, count, b, hk, row):
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the int32 number of keys (slots) that a row reads: BLOCK times its entries before the first negative one,
-    at most ceil(end / BLOCK) entries.
-
-    entries: address of the row's list, of SELECT entries. end: end of the visible keys.
-    """
+    at most ceil(end / BLOCK) entries."""
     most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
     for n0 in tl.range(0, most, SCANNED):
         n = n0 + tl.arange(0, SCANNED)

@@ -1,6 +1,7 @@
 """Tile shapes of the kernels for selected keys and for the indexer, and tests for sizes without a tile.
 
-Like the tables in common/shapes.py, the entries were found by compilation, not by timing.
+Like the tables in common/shapes.py, the entries were found by compilation, not by timing. `chip` and `align` are as
+there; align 0 is 16 bytes.
 """
 
 from collections.abc import Callable
@@ -72,8 +73,7 @@ def shared(problem: Problem) -> bool:
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     """Returns the tile shape of the forward over selected keys, BM heads of a token and BN keys; None if the table has
-    no entry for the problem's dims. chip: compute capability 90, 80 or 86; align: alignment of rows in elements; 0: 16
-    bytes."""
+    no entry for the problem's dims."""
     p = problem
     if max(p.dim_qk, p.dim_v) > MOST_PARTS * WIDEST_PART or p.dim_rope > WIDEST_ROPE:
         return None
@@ -151,11 +151,8 @@ def write_tile(problem: IndexerProblem) -> Tile:
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """Returns the tile shape of the indexer's scores, BM (token, head) columns and BN keys; None if the table has no
-    entry for the dim. chip: compute capability 90, 80 or 86.
-
-    align: alignment of rows in elements; for less than 16 bytes BM and BN are at most 64.
-    """
+    """Returns the tile shape of the indexer's scores, BM (token, head) columns and BN keys, at most 64 if rows are not
+    aligned to 16 bytes; None if the table has no entry for the dim."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
@@ -183,8 +180,7 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
     """Returns the tile shape of the indexer's gradient, BM heads and BN selected keys; None if no tile fits the dim.
-    More heads than BM need several launches. chip: compute capability 90, 80 or 86; align: alignment of rows, in
-    elements."""
+    More heads than BM need several launches."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -226,10 +222,8 @@ def sizes_of(problem: AnyProblem) -> str:
 
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
-    """Returns [a sentence with heads and dims] if the kernels of an operation have no tile shape for them, else [].
-
-    op_kind: the operation's name; "": all operations of the problem. chip: compute capability 90, 80 or 86.
-    """
+    """Returns [a sentence with heads and dims] if the kernels of an operation ("": of any) have no tile shape for them,
+    else []."""
     op_kinds = (op_kind,) if op_kind else OPERATIONS[type(problem)]
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []

@@ -18,7 +18,7 @@ RANGES = 64  # ranges of results; different programs add up their gradients of t
 
 
 def constants_of(p: PoolingProblem, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernels of pooling, by name; align: alignment of rows, in elements."""
+    """Returns the compile-time arguments of the kernels of pooling, by name."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     return channels | window | {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
