@@ -5,21 +5,9 @@ import torch
 from support.compressed import CASES, CompressedCase, arguments, compute, lowered, wanted
 
 import fusion_attention as fa
-from fusion_attention.backends.triton.common import shapes
-from fusion_attention.backends.triton.selected import launch_backward
-from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.testing import check
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so small that a few heads, keys and columns take several."""
-    monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
-    monkeypatch.setattr(launch_backward.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
-
 
 # Every second case of few rows and keys. The other cases take minutes under the interpreter; GPU tests run them.
 FEW = [case for case in CASES if sum(case.q_len) * max(case.kv_len) < 120][::2]

@@ -31,22 +31,15 @@ def test_triton_attention_with_tiny_and_huge_operands_matches_reference(case: Ca
             check(f"{operand} times {factor}", got, expected(case, args))
 
 
-def test_huge_scores_have_finite_gradients() -> None:
-    args = scaled(CASES[0], "query", 1e20)
-    assert args is not None
-    check("query times 1e20", run(lowered(CASES[0], args), args["dy"], "triton"), expected(CASES[0], args))
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("keep_prob", TINY)
 def test_triton_attention_with_tiny_keep_prob_and_drop_mask_matches_reference(keep_prob: float) -> None:
     judge_kept("float32", keep_prob, "triton")
 
 
-@pytest.mark.parametrize("keep_prob", TINY[::2])
-def test_tiny_keep_prob_with_drawn_mask_returns_zero_output_and_gradients(keep_prob: float) -> None:
+def test_tiny_keep_prob_with_drawn_mask_returns_zero_output_and_gradients() -> None:
     x = torch.randn(1, 20, 2, 16, requires_grad=True)
-    out = fa.attention(x, x, x, keep_prob=keep_prob, seed=1, backend="triton")
+    out = fa.attention(x, x, x, keep_prob=TINY[0], seed=1, backend="triton")
     assert not out.any()
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert not gradient.any()

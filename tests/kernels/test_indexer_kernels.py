@@ -9,7 +9,6 @@ from support.bits import same_bits
 from support.launches import fresh_plans
 from support.sparse_checks import cloned, operands, ordered
 
-from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import choice as indexer_choice
 from fusion_attention.backends.triton.indexer import launch as launch_indexer
 from fusion_attention.backends.triton.selected import launch_key_sum
@@ -47,17 +46,6 @@ CASES = [
     IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), top_k=8, **HALF),
     *COMPRESSED,
 ]
-
-BLOCK = Tile(0, 16, 4, 1)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so low that a case of a few rows has several."""
-    for name, value in (("CANDIDATES", 16), ("CHOICE", BLOCK), ("WRITE", BLOCK), ("FEWEST", 4)):
-        monkeypatch.setattr(shapes_sparse, name, value)
-    for name in ("scores_tile", "gradient_tile"):
-        monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)

@@ -86,11 +86,3 @@ def test_key_sum_without_keys_or_entries_is_zero() -> None:
     total.add(like.new_zeros(0, 4), torch.zeros(0, dtype=torch.int32), 1)
     assert not total.total.any()
     assert launch_key_sum.workspace_bytes(2, 4, 9, 1) == total.total.nbytes + 3 * 4 * 3 + 4
-
-
-def test_key_sum_limits_the_rows_and_blocks_summed_by_each_program() -> None:
-    tokens, slots = launch_key_sum.whole_blocks(300, 2048), 2048
-    hot, blocks = launch_key_sum.parts_of(tokens * slots, slots)
-    assert (tokens, hot, blocks) == (288, 288 * 2048 // 1025, 18)
-    assert launch_key_sum.block_of(slots) * slots == launch_key_sum.BLOCK
-    assert launch_key_sum.whole_blocks(300, 1 << 20) == 300

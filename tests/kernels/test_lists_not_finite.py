@@ -6,26 +6,10 @@ from typing import Any
 import pytest
 from support import not_finite
 
-from fusion_attention.backends.triton.common.shapes import Tile
-from fusion_attention.backends.triton.indexer import launch_loss, shapes_loss
-from fusion_attention.backends.triton.selected import launch_backward as launched
-from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.torch_ops import eager
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
-SMALL = Tile(16, 16, 4, 1)
 run = partial(eager.run, backend="triton")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so low that a case of a few slots has several, and the indexer's heads several launches."""
-    monkeypatch.setattr(launched.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
-    monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
-    monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)
-    monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: shapes_loss.Selected(SMALL, SMALL, 16))
-    monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
 @pytest.mark.parametrize(("what", "name", "at", "fill"), not_finite.HIDDEN, ids=lambda value: str(value)[-12:])

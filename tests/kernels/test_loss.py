@@ -11,7 +11,6 @@ from support.launches import fresh_plans
 from support.sparse_checks import cloned, operands
 
 from fusion_attention.backends.triton.common import launching
-from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.ir.mask import Band
@@ -73,16 +72,6 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Statistics and differences have equal tiles: numpy's products then round their scores alike, as a GPU's do.
-    tiles = shapes_loss.Warm(*(Tile(16, 32, 4, 1),) * 3, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
-    monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 2, 16)
-    monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
-    monkeypatch.setattr(launch_loss, "SLOTS", 16)
-
-
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_triton_indexer_loss_matches_reference(case: LossCase) -> None:
     judge(lowered(case, operands(case)))
@@ -92,10 +81,10 @@ def of_target(case: TargetCase, results: tuple[str, ...] = TARGET_RESULTS) -> Lo
     return target_loss.lowered(case, target_loss.arguments(case), results)
 
 
+@pytest.mark.parametrize("results", [RESULTS, TARGET_RESULTS], ids=["loss", "softmax"])
 @pytest.mark.parametrize("case", TARGETS, ids=lambda case: case.id)
-def test_triton_target_loss_matches_reference(case: TargetCase) -> None:
-    for results in (RESULTS, TARGET_RESULTS):
-        judge(of_target(case, results))
+def test_triton_target_loss_matches_reference(case: TargetCase, results: tuple[str, ...]) -> None:
+    judge(of_target(case, results))
 
 
 def test_triton_target_loss_with_unit_target_matches_reference() -> None:

@@ -13,6 +13,13 @@ from fusion_attention.ops.compressed.pooling import PoolingBackward
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 from fusion_attention.torch_ops import eager
 
+
+@pytest.fixture(autouse=True)
+def few_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ranges of results so few that one has several results."""
+    monkeypatch.setattr(launch, "RANGES", 3)
+
+
 OVERLAPPING = Case(dim=20, lengths=(13, 13))
 CASES = [
     (Case(overlap=False, dim=20, lengths=(13, 13)), torch.float32),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.memory_views import PagedView, RowView
-from fusion_attention.ir.problem import IndexerProblem, Operands, Problem
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem, Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
 from fusion_attention.testing.sparse import IndexerCase, chosen, indexer_arguments, lowered_indexer
 
@@ -48,10 +49,6 @@ def compute(cache: Cache, operands: Operands) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- devices and chips
-
-
-def test_triton_back_end_accepts_problem_within_tile_tables(chip: pytest.MonkeyPatch) -> None:
-    assert backend.reasons_against(PROBLEM, CUDA) == []
 
 
 def test_triton_back_end_is_refused_without_triton_package(chip: pytest.MonkeyPatch) -> None:
@@ -178,6 +175,31 @@ def test_triton_interpreter_lists_reasons_against_unsupported_problems(monkeypat
     ] * 3
     cache = dataclasses.replace(PROBLEM, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
     assert len(backend.reasons_against(cache, "cpu")) == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "op_kind", "words"),
+    [
+        (Problem(2, 1, 16, 16, select_count=4, bias="matrix"), "attention_forward", ["bias with select_count"]),
+        (
+            Problem(2, 1, 16, 16, select_count=4, softcap=2.0, dtype="float64", empty_rows="mean"),
+            "",
+            ["dtype", "empty_rows with select_count", "softcap with select_count"],
+        ),
+        (Problem(2, 1, 900, 16, select_count=4), "attention_forward", ["no tile for dim_qk 900"]),
+        (IndexerProblem(4, 16, "float64"), "indexer_topk", ["dtype float32, float16, bfloat16, not float64"]),
+        (IndexerProblem(4, 900), "indexer_topk", ["no tile for 4 indexer heads of 900 elements"]),
+        (IndexerProblem(4, 64, top_k=(1 << 20) + 1), "indexer_topk", ["of 64 elements, top_k 1048577"]),
+        (IndexerLossProblem(4, 1, 16, 4, 900), "indexer_loss", ["4 indexer heads of 900 elements"]),
+        (Problem(2, 1, 16, 16, select_count=4, page_size=16), "attention_forward", []),
+    ],
+)
+def test_triton_back_end_lists_reasons_against_unsupported_sparse_problems(
+    problem: Any, op_kind: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the real tables
+    reasons = backend.reasons_against(problem, "cpu", op_kind)
+    assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
 
 
 # --------------------------------------------------------------------------------------------------------------- calls

@@ -1,10 +1,8 @@
 """Rows loaded by tensor descriptors, or by pointers if no descriptor has their strides; the backward's masks in tiles
 that rows see completely or partly; dS in float16; under Triton's interpreter."""
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.aligned import aligned
@@ -22,7 +20,6 @@ from fusion_attention.backends.triton.dense.backward import backward_key, backwa
 from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import INFINITE, Band
-from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.forward_backward import DenseForward
 from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, golden, lowered, run
@@ -164,13 +161,6 @@ def test_band_edges_near_int32_limits_act_as_unbounded_or_empty_bands(edge: int)
     assert all(grad.any() for grad in everything)
     same_bits(gradients(Band(lo=-edge, hi=edge)), everything)
     assert not any(grad.any() for band in (Band(lo=edge, hi=INFINITE), Band(hi=-edge)) for grad in gradients(band))
-
-
-def test_backward_row_statistics_of_each_sequence_start_on_16_bytes() -> None:
-    lengths = np.array([3, 0, 4, 9])
-    e = Extents(lengths, lengths, lengths * 0 - INFINITE, lengths * 0 + 1, lengths * 0, lengths * 0)
-    assert launch_dense.noted(e).tolist() == [4, 0, 4, 12]
-    assert replace(e, q_len=lengths * 4).q_len.sum() == launch_dense.noted(replace(e, q_len=lengths * 4)).sum()
 
 
 @pytest.mark.parametrize("parts", ["both", pytest.param("lse", marks=pytest.mark.slow)])
