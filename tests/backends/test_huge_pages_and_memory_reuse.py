@@ -79,12 +79,6 @@ def test_only_tensors_of_minimum_size_request_huge_pages(monkeypatch: pytest.Mon
     assert (first - tensor.data_ptr(), first + size - tensor.data_ptr()) == whole_pages(tensor)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (7, 5)])
-def test_small_tensor_has_requested_shape_and_dtype(shape: tuple[int, ...]) -> None:
-    tensor = memory.empty(torch.empty(0, dtype=torch.float16), shape)
-    assert (tensor.shape, tensor.dtype) == (shape, torch.float16)
-
-
 def test_fake_and_meta_tensors_are_created_without_memory() -> None:
     with FakeTensorMode():
         assert memory.empty(torch.empty(2), (64 << 20,)).shape == (64 << 20,)

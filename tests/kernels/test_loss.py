@@ -13,6 +13,7 @@ from support.sparse_checks import cloned, operands
 from fusion_attention.backends.triton.common import launching
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, IndexerLossProblem
 from fusion_attention.ops.indexer_loss.lowered_call import RESULTS, TARGET_RESULTS, Loss
@@ -70,6 +71,16 @@ TARGETS = [
     *(TargetCase(q_len=(0, 0), kv_len=(4, 4), count=count) for count in (0, 6)),
     *(TargetCase(q_len=(70, 20), kv_len=(17, 17), ratio=4, residual=(2, 0), count=count) for count in (0, 5)),
 ]
+
+
+ON_GPU = {name: getattr(shapes_sparse, name) for name in ("gradient_tile", "ONE_LAUNCH")}
+
+
+@pytest.fixture(autouse=True)
+def gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores a GPU's tiles of the gradient: one launch for all heads. test_indexer_kernels.py has several."""
+    for name, value in ON_GPU.items():
+        monkeypatch.setattr(shapes_sparse, name, value)
 
 
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)

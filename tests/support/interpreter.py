@@ -130,7 +130,7 @@ def _kind(x: Any) -> Any:
 
 
 def _check_types_once() -> None:
-    """Derives the types of an operation's operands once for types of two operands, and leaves broadcasting to numpy."""
+    """Derives the types of an operation's two operands once for each pair of types; numpy broadcasts them."""
     check = _Semantic.binary_op_type_checking_impl
     goals: dict[Any, tuple[Any, Any]] = {}
 
