@@ -146,13 +146,8 @@ def load(name: str) -> Backend:
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
-    """Returns the back end's name for an operation ("": for all): the requested one, or "auto"'s.
-
-    Args:
-        problem: the computation.
-        device: device of the tensors.
-        backend: "cpu", "triton" or "golden"; "auto": the first of triton (on CUDA) and cpu that computes it.
-        op_kind: name of the operation, or "".
+    """Returns the back end's name for an operation ("": for all): the requested one, or for "auto" the first of triton
+    (on CUDA) and cpu that computes it.
 
     Raises:
         ValueError: an unknown name.
@@ -179,10 +174,7 @@ def _check_name(backend: str) -> None:
 
 
 def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Returns the reasons why the back end `name` does not compute a problem on a device; none if it does.
-
-    op_kind: name of an operation; "": all of them.
-    """
+    """Returns the reasons why the back end `name` does not compute a problem's operation ("": all) on a device."""
     try:
         module = load(name)
     except ImportError as error:

@@ -104,10 +104,7 @@ class Schedule:
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
     """Returns the native core's plan of the decode kernel, of the dense forward, or of both if sequences need different
-    ones.
-
-    variant: an instruction set of this machine, None: the fastest.
-    """
+    ones."""
     decoded = chosen(problem, extents)
     if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)

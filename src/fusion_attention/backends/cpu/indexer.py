@@ -21,10 +21,7 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """Returns the native core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward.
-
-    variant: an instruction set of this machine, None: the fastest.
-    """
+    """Returns the native core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward."""
     p = problem
     fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
     if op_kind == "indexer_backward":

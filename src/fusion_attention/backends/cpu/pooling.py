@@ -13,20 +13,13 @@ from fusion_attention.ir.problem import Extents
 
 @dataclass(frozen=True, eq=False)
 class PoolingPlan:
-    """The native core's arguments for pooling sequences of given lengths.
+    """The native core's arguments for pooling sequences of given lengths."""
 
-    Args:
-        problem, lengths: properties of the pooling and lengths of the sequences, as tuples that the native core reads.
-        dtype: dtype of the rows.
-        sums: largest number of partial sums of the bias's gradient; 0: no such gradient.
-        variant: an instruction set of this machine, None: the fastest.
-    """
-
-    problem: tuple[Any, ...]
+    problem: tuple[Any, ...]  # properties of the pooling that the native core reads
     lengths: tuple[Any, ...]
-    dtype: torch.dtype
-    sums: int
-    variant: str | None
+    dtype: torch.dtype  # of the rows
+    sums: int  # largest number of partial sums of the bias's gradient; 0: no such gradient
+    variant: str | None  # an instruction set of this machine, None: the fastest
 
     def workspace_bytes(self, threads: int) -> int:
         """Returns an upper limit of the bytes that a run with this number of threads allocates."""
@@ -36,8 +29,7 @@ class PoolingPlan:
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """Returns the native core's plan of pooling ("pooling") or of its gradients (any other op_kind). variant: an
-    instruction set of this machine, None: the fastest."""
+    """Returns the native core's plan of pooling ("pooling") or of its gradients (any other op_kind)."""
     dtype = getattr(torch, p.dtype)
     # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
     # for each position of a window, it cannot be that large.

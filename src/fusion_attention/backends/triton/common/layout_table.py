@@ -256,18 +256,10 @@ class DeviceTables:
 class CallMemory:
     """The tensors of one call as strided views, and their tables of strides and lengths on the device.
 
-    Args:
-        views: strided views by name ("q", "k", ...).
-        given: tensors and numbers by kernel argument name.
-        device_tables: the schedule's tables on devices.
-        more: further views, of which kernels read only the strides.
-        positions: for dropout drawn from a seed, the argument `drawn` of strides(); else None.
-
-    Attributes:
-        device, align: the device of all tensors, and the alignment of all rows in elements of q.
-        table: the result of strides() on the host.
-        strides, lengths: the results of strides() and lengths() on the device.
-        fixed: both, and the number of sequences, by kernel argument name.
+    views, given: strided views by name ("q", "k", ...), tensors and numbers by kernel argument name. more: further
+    views, of which kernels read only the strides. positions: the argument `drawn` of strides(). align: the alignment of
+    all rows, in elements of q. table: strides() on the host. fixed: the tables of strides and lengths on the device,
+    and the number of sequences, by kernel argument name.
 
     Raises:
         BackendError: tensors are on several devices.
