@@ -16,7 +16,7 @@ from fusion_attention.backends.triton.common import layout_index, pages
 from fusion_attention.backends.triton.common.bias import biased
 from fusion_attention.backends.triton.common.kernels import PER_TILE
 from fusion_attention.backends.triton.common.pages import PER_CHANNEL, PER_TOKEN
-from fusion_attention.backends.triton.dense.forward import finish
+from fusion_attention.backends.triton.dense.forward import finish, weigh
 
 MOST_SHARES = tl.constexpr(128)
 AT_ONCE = tl.constexpr(16)  # partial results that join() sums as one tile
@@ -149,12 +149,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
                     blocked, strides, count, b, h[:, None], row[:, None], j[None, :], visible
                 )
             s = tl.where(visible, s, -float("inf"))
-        now = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)
-        p = tl.exp2(s * exponent - (base * exponent)[:, None])
-        fade = tl.exp2((m - base) * exponent)
-        l = l * fade + tl.sum(p, 1)
-        m = now
+        p, fade, m, l = weigh(s, m, l, exponent)
         values = keys
         if PAIRED:
             pairs = pages.load_rows(
