@@ -11,7 +11,7 @@ import torch
 
 from fusion_attention import ContractWarning
 
-FAMILIES = ("attention", "training", "decode", "sparse", "indexer", "loss")
+FAMILIES = ("attention", "training", "decode", "infer", "sparse", "indexer", "loss")
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
 

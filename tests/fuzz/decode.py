@@ -42,11 +42,14 @@ class Step:
     cache: Cache
     scale: float
     q: list[Tensor] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
+    bands: list[Tensor] = field(default_factory=list)
     biases: list[Tensor] | None = None
     sink: Tensor | None = None
     out_scale: Tensor | None = None
     out_offset: Tensor | None = None
+    means: bool = False
     checks: dict[str, tuple[Tensor, Value]] = field(default_factory=dict)
 
     @property
@@ -63,13 +66,13 @@ def draw_bands(s: Step, call: dict[str, Any]) -> None:
         right = call["band"].hi - 1
     elif kind < 0.35:
         call["band"] = fa.Band.full()
-    bands = []
+    s.bands = []
     for m, n in zip(s.q_len, s.kv_len, strict=True):
         apart = torch.arange(n) - torch.arange(m)[:, None] - (n - m)
         causal = apart <= 0
         window = (apart >= -left) & (apart <= right)
-        bands.append(window if kind < 0.25 else torch.ones_like(causal) if kind < 0.35 else causal)
-    s.counts = [band.expand(s.heads, -1, -1).int() for band in bands]
+        s.bands.append(window if kind < 0.25 else torch.ones_like(causal) if kind < 0.35 else causal)
+    s.counts = [band.expand(s.heads, -1, -1).int() for band in s.bands]
 
 
 def draw_rows(s: Step, dims: int) -> None:
@@ -81,7 +84,7 @@ def place_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
     return place_dense([rows.transpose(0, 1) for rows in parts], layout, s.rows, fill)
 
 
-def hide(s: Step) -> None:
+def hide(s: Step, may_mean: bool) -> None:
     """Writes NaN to slots that no row sees: after the length and before a window (floats and scales of tokens)."""
     cache, rng = s.cache, s.rng
     for side, keys in ((cache.keys, True), (cache.values, False)):
@@ -90,16 +93,23 @@ def hide(s: Step) -> None:
         for b, count in enumerate(s.counts):
             unseen = torch.ones(cache.slots[b], cache.heads, dtype=torch.bool)
             counted = count > 0
-            if s.biases is not None and not keys and maybe(rng, 0.3):
+            if may_mean and (not keys or cache.values is None):
+                counted = torch.ones_like(counted)
+            elif s.biases is not None and not keys and maybe(rng, 0.3):
                 counted = counted & (s.biases[b] != -torch.inf)
-            unseen[: s.kv_len[b]] = invisible_keys(counted, cache.heads)
+            unseen[span_of(s, b)] = invisible_keys(counted, cache.heads)
             if not side.kind:
                 side.stored[b][unseen] = float(garbage(rng, s.dtype))
 
 
+def span_of(s: Step, b: int) -> slice:
+    """Returns the slots that hold the keys of a sequence."""
+    return slice(s.first[b], s.first[b] + s.kv_len[b])
+
+
 def of_item(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
     """Returns the part [N, R, K] of a matrix for a sequence and its keys."""
-    return matrix.of(b, s.q_len[b], columns, s.heads)[..., : s.kv_len[b]]
+    return matrix.of(b, s.q_len[b], columns, s.heads)[..., span_of(s, b)]
 
 
 def add_bias(s: Step, matrix: Matrix, shape: tuple[int, int, int, int]) -> None:
@@ -107,7 +117,7 @@ def add_bias(s: Step, matrix: Matrix, shape: tuple[int, int, int, int]) -> None:
     padded = []
     for b, count in enumerate(s.counts):
         full_counts = torch.zeros(s.heads, s.q_len[b], shape[3], dtype=torch.int32)
-        full_counts[..., : s.kv_len[b]] = count
+        full_counts[..., span_of(s, b)] = count
         padded.append(full_counts)
     poison_matrix(s.rng, matrix, padded, shape)
     s.biases = [of_item(s, matrix, b, shape[3]) for b in range(len(s.counts))]
@@ -126,17 +136,17 @@ def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
         call["bias"] = bias.tensor
 
 
-def draw_post(s: Step, call: dict[str, Any]) -> None:
+def draw_post(s: Step, call: dict[str, Any], names: tuple[str, str]) -> None:
     """Draws scale and offset of an int8 output in a fifth of the calls."""
     rng = s.rng
     if not maybe(rng, 0.2):
         return
     count = 1 if maybe(rng, 0.5) else s.heads * s.cache.dim_v
     s.out_scale = torch.from_numpy(rng.uniform(5.0, 80.0, count)).float()
-    call["out_scale"] = place(rng, s.out_scale)
+    call[names[0]] = place(rng, s.out_scale)
     if maybe(rng, 0.5):
         s.out_offset = torch.from_numpy(rng.uniform(-20.0, 20.0, count)).float()
-        call["out_offset"] = place(rng, s.out_offset)
+        call[names[1]] = place(rng, s.out_offset)
 
 
 def draw(rng: Rng) -> Drawn:
@@ -148,7 +158,7 @@ def draw(rng: Rng) -> Drawn:
     cache = draw_cache(rng, dtype, slots, heads_kv, dim(rng), form)
     kv_len = list(slots) if form in ("own",) or maybe(rng, 0.3) else [int(rng.integers(0, n + 1)) for n in slots]
     q_len = [rows] * count if maybe(rng, 0.7) else [int(rng.integers(0, rows + 1)) for _ in range(count)]
-    s = Step(rng, dtype, q_len, kv_len, rows, heads_kv * group, cache, cache.dim**-0.5)
+    s = Step(rng, dtype, q_len, kv_len, rows, heads_kv * group, cache, cache.dim**-0.5, first=[0] * count)
     call: dict[str, Any] = {"layout": str(pick(rng, "BSND", "BNSD"))}
     if q_len != [rows] * count or maybe(rng, 0.2):
         call["q_len"] = lengths(rng, q_len)
@@ -159,14 +169,14 @@ def draw(rng: Rng) -> Drawn:
     draw_bands(s, call)
     draw_matrices(s, call, _columns(s, call, form))
     if form != "own":
-        hide(s)
+        hide(s, False)
         call["cache"] = (cache.tensor(cache.keys), None if cache.values is None else cache.tensor(cache.values))
         if cache.values is None:
             call["cache"] = call["cache"][0]
     if maybe(rng, 0.2):
         s.sink = normal(rng, s.heads).float()
         call["sink"] = place(rng, s.sink)
-    draw_post(s, call)
+    draw_post(s, call, ("out_scale", "out_offset"))
     call |= {"q": place(rng, place_q(s, call["layout"], s.q, float(garbage(rng, dtype))).to(dtype)), "return_lse": True}
     return Drawn(call, lambda: _run(s, call), lambda _: _expect(s, call["layout"]))
 
@@ -220,14 +230,18 @@ def _run(s: Step, call: dict[str, Any]) -> Results:
 
 def attended(s: Step, b: int) -> Rows:
     cache, group = s.cache, s.group
-    span = slice(0, s.kv_len[b])
+    span = span_of(s, b)
     keys = cache.keys.real(b, span.start, span.stop, group)
     side = cache.keys if cache.values is None else cache.values
     values = side.real(b, span.start, span.stop, group)[..., : cache.dim_v]
     bias = None if s.biases is None else s.biases[b]
     sink = None if s.sink is None else s.sink.double()
     blur = integer_blur(cache, s.q[b], s.scale, b, span, group)
-    rows = Rows(s.q[b], keys, values, s.scale, s.counts[b], s.dtype, bias, None, sink, blur=blur)
+    terms = (s.q[b], keys, values, s.scale, s.counts[b], s.dtype, bias, None, sink)
+    rows = Rows(*terms, blur=blur)
+    if s.means and bool(rows.empty.any()) and s.kv_len[b]:
+        mean = rows.empty & s.bands[b].any(-1)
+        rows = Rows(*terms, mean, blur=blur)
     rows.spill = integer_spill(cache, rows, b, span, group)
     return rows
 
@@ -238,14 +252,15 @@ def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
     error = place_q(s, layout, [r.out_error for r in rows], 0.0)
     if s.out_scale is None:
         return Value(value, torch.where(error > 0, rounding(value, error, s.dtype), 0.0), s.dtype)
+    dims = value.shape[-1] if layout != "BSH" else value.shape[-1] // s.heads
 
     def each(tensor: Tensor | None) -> Tensor:
         if tensor is None:
             return torch.zeros(())
         if tensor.numel() == 1:
             return tensor.double()
-        per_channel = tensor.double().view(s.heads, value.shape[-1])
-        return per_channel[:, None] if layout == "BNSD" else per_channel
+        per_channel = tensor.double().view(s.heads, dims)
+        return per_channel.reshape(-1) if layout == "BSH" else per_channel[:, None] if layout == "BNSD" else per_channel
 
     scale, offset = each(s.out_scale), each(s.out_offset)
     value, error = value * scale + offset, error * scale

@@ -187,6 +187,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[Mistake, ...]]] = {
         (big_endian, next_seed, first_head_alone, no_delta, other_order),
     ),
     "decode": (("scale", "heads", "a key less", "no bias"), (swapped_nibbles, no_window, wrong_rounding)),
+    "infer": (("scale", "heads", "a key less", "no bias"), ()),
     "sparse": (
         ("scale", "heads", "a key less", "a tile more", "another sink", "duplicates once"),
         (holes_are_passed, no_delta),
