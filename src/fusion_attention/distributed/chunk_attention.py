@@ -57,12 +57,8 @@ class Chunks:
         return len(self.seq)
 
     def view(self, tensor: Tensor, chosen: np.ndarray, layer: np.ndarray | None = None) -> RowView:
-        """Returns a view (addresses and strides, no copy) of chosen chunks in a tensor [batch, tokens, heads, dim], or
-        [layers, batch, tokens, heads, dim].
-
-        chosen: indices of chunks in this object. layer: for each chosen chunk, its index on the axis of layers; None:
-        the tensor has no such axis.
-        """
+        """Returns a view of chosen chunks (indices into this object) in a tensor [batch, tokens, heads, dim], or
+        [layers, batch, tokens, heads, dim] with `layer`, the index on the first axis of each chosen chunk."""
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()
         *layers, batch, token, head, _ = tensor.stride()
@@ -103,10 +99,8 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """Inputs of a backward: dout and out [batch, tokens, heads_q, dim_v], and max and sum [batch, tokens, heads_q].
-
-    max and sum are the softmax statistics of the rows over all their keys, not only over one chunk of keys.
-    """
+    """Inputs of a backward: dout and out [batch, tokens, heads_q, dim_v], and the softmax's max and sum [batch, tokens,
+    heads_q] of the rows over all their keys."""
 
     dout: Tensor
     out: Tensor
@@ -162,12 +156,8 @@ class Pairs:
 
 
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-    """Returns the pairs (chunk of query rows, chunk of keys) of one sequence in which the mask of `full` lets a row see
-    a key.
-
-    All pairs of one sequence are returned if rows without keys return the mean of V, or if `partial` is False and the
-    call has a sink; partial: True if results of several pairs are merged later.
-    """
+    """Returns the pairs of a chunk of rows and a chunk of keys in which a row may see a key; all pairs of a sequence if
+    rows without keys return the mean of V, or if the call has a sink and results are not merged later (`partial`)."""
     order = np.lexsort((keys.first, keys.seq))
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
     row = np.repeat(np.arange(len(rows)), end - begin)
@@ -184,14 +174,10 @@ def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) 
 def forward(
     full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
-    """Computes attention of chunks of query rows over chunks of keys; returns out [batch, tokens, heads_q, dim_v] and
-    the softmax's max and sum, [batch, tokens, heads_q].
-
-    full: the call over complete sequences. rows, keys: the chunks with their tensors. met: the pairs of chunks to
-    compute; None: all in which a row sees a key. backend: the back end's name. partial: True for out in float32 without
-    the sink (join_sink() of ir/merge.py adds it after the last keys); rows may then be in several pairs. Else out has
-    the problem's dtype, and a chunk of rows is in at most one pair.
-    """
+    """Computes attention of chunks of query rows over chunks of keys, in the pairs `met` (None: all in which a row sees
+    a key); returns out [batch, tokens, heads_q, dim_v] and the softmax's max and sum [batch, tokens, heads_q]. partial:
+    out is float32 without the sink, which join_sink() of ir/merge.py adds after the last keys, and rows may be in
+    several pairs."""
     met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
     problem = _partial(full.problem) if partial else full.problem
     layers = int(met.row_layer.max(initial=0)) + 1
@@ -224,13 +210,9 @@ def backward(
     partial: bool = False,
     dbias: bool = False,
 ) -> Gradients:
-    """Computes the gradients of forward(), summed over pairs of chunks; zeros for tokens without a pair.
-    sink_gradient() computes that of a sink.
-
-    full, rows, keys, met, backend: as for forward(). saved: results of the forward and their gradient. partial: True
-    for float32 gradients of rows and keys; required if rows or keys are in several pairs. dbias: True in every call of
-    a backward with a bias gradient, because it changes the bits of other gradients.
-    """
+    """Computes the gradients of forward() but that of the sink, summed over pairs of chunks; zeros for tokens without a
+    pair. partial: gradients of rows and keys are float32, as they must be if rows or keys are in several pairs. dbias:
+    True in every call of a backward with a bias gradient, because it changes the bits of other gradients."""
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)
     if not partial and (met.row_layer.any() or met.key_layer.any()):

@@ -165,11 +165,9 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
 
 
 def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
-    """Returns the arguments for attention to the tokens of this rank's pages: page table, lengths, mask of keys.
-
-    args: arguments of the call and of the cache, by name. pages: for each sequence, the numbers of its pages that this
-    rank stores. lengths: tokens of each sequence on all ranks. size: tokens of a page.
-    """
+    """Returns the arguments for attention to the tokens of this rank's pages: page table, lengths, mask of keys. args:
+    of the call and the cache. pages: for each sequence, the numbers of this rank's pages. lengths: tokens of each
+    sequence."""
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]
     count = np.asarray(lengths, np.int64)
@@ -209,11 +207,8 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """Returns int [sequences, rows]: the number of tokens before token[b, row] of sequence b that this rank stores.
-
-    pages: for each sequence, the numbers of its pages that this rank stores (page n has tokens n * size and on). size:
-    tokens of a page.
-    """
+    """Returns int [sequences, rows]: the number of tokens before token[b, row] of sequence b on this rank. pages: for
+    each sequence, the numbers of its pages on this rank; page n has the tokens n * size and on."""
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
         page = token[b] // size

@@ -158,10 +158,8 @@ class _Options:
 
 
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes attention() over several ranks; returns (out, max, sum) of this rank's rows, max and sum of the softmax.
-
-    args: this rank's arguments by parameter name. ranks: the group. backend: the back end's name.
-    """
+    """Computes attention() over several ranks from this rank's arguments; returns (out, max, sum) of this rank's rows,
+    max and sum of the softmax."""
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
@@ -224,11 +222,7 @@ def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[st
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
     """Returns the numbers of tokens of (queries, keys) on all ranks together; None where the arguments do not determine
-    it.
-
-    token: index of the axis of tokens in the layout. packed: True for a packed layout, whose lengths determine the
-    tokens.
-    """
+    it. token: index of the axis of tokens. packed: lengths determine the tokens."""
     if packed:
         if options.tokens is not None:
             raise ValueError(
@@ -270,11 +264,8 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """Returns {name: shape, dtype, length or option} that must be equal on all ranks.
-
-    full_args: arguments of the call on one process; bound: the same after validation. The number of rows of a bias or
-    mask matrix is left out, because it may be 1 on some ranks.
-    """
+    """Returns {name: shape, dtype, length or option} that must be equal on all ranks. The number of rows of a bias or
+    mask matrix is left out, because it may be 1 on some ranks. bound: the call on one process after validation."""
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
@@ -310,10 +301,8 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, rows: S
 
 
 def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
-    """Returns a sentence if a tensor of this rank has not its shard's number of tokens, else "".
-
-    lowered: the call on one process; sizes: the numbers of query rows and of keys of this rank's shard.
-    """
+    """Returns a sentence if a tensor of this rank has not its shard's number of tokens, `sizes` (query rows, keys),
+    else ""."""
     token = LAYOUTS[lowered.form.layout][1]
     for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
         for name in names:

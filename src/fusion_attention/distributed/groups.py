@@ -269,10 +269,8 @@ class Call:
                 raise self.error(_COMPARING, f"on rank {rank} {result}", "all ranks stop")
 
     def try_out(self) -> None:
-        """Sends a number from every rank to every other rank.
-
-        An unsupported back end thus fails before training, and some back ends need all ranks in their first exchange.
-        """
+        """Sends a number from every rank to every other one, so that an unsupported back end fails before training;
+        some back ends also need all ranks in their first exchange."""
         lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
         for line in lines:
             local = torch.tensor([line.rank], device=self.device)
@@ -285,12 +283,9 @@ class Call:
     def exchange(
         self, step: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
-        """Starts sends and receives, lists of (rank, tensor), and returns them as a Pending; received tensors are
-        contiguous.
-
-        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data. step: a
-        description of the exchange, for error messages, as in all methods of this class.
-        """
+        """Starts sends and receives, lists of (rank, contiguous tensor), and returns them as a Pending. Empty tensors
+        are not sent. Every rank must make the same number of exchanges, also without data. step: a description of the
+        exchange, for error messages, as in all methods of this class."""
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
         into = [(rank, _bytes(t)) for rank, t in receives if t.numel()]

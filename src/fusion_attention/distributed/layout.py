@@ -55,10 +55,8 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """Returns the distribution of sequences' tokens over ranks by a schedule ("zigzag", "ring", "ulysses", ...).
-
-    lengths: tokens of each sequence. shape: (ranks,), or (ring, ulysses) for "ulysses+ring".
-    """
+    """Returns the distribution of sequences' tokens over ranks by a schedule; shape: (ranks,), or (ring, ulysses) for
+    "ulysses+ring"."""
     if schedule == "ulysses":  # heads are divided, so only tokens need balance
         ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
         return Layout(lengths, tuple(ranks))

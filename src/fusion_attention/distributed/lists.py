@@ -13,9 +13,8 @@ _ROWS = 1024
 
 
 def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Returns a description of the first entry of `indices` that is neither -1 nor the number of a block of its
-    sequence's keys; "" if all are valid. indices: numbers of selected key blocks [query tokens, heads, entries] of this
-    rank. segments: the token ranges of these queries. kv_len: keys of each sequence. block: keys of a block."""
+    """Returns a description of the first entry of `indices` [query tokens, heads, entries], numbers of key blocks, that
+    is neither -1 nor a block of its sequence; "" if all are valid. segments: the sequences of these queries."""
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():
@@ -39,15 +38,10 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the selected blocks of all ranks' query tokens, restricted to those that overlap this rank's `segments`
-    of keys, in the same order: (block numbers padded with -1, the `beside` of these entries padded with 0, or empty
-    without it).
-
-    sharded: the call and the distribution of its tokens over ranks. indices: block numbers [query tokens of all ranks,
-    heads, entries], -1 for none. block: keys of a block. beside: a number for each entry, in the shape of indices, or
-    None. own_count: True: returned entries count from the segment's first key, not from the sequence's; requires block
-    1 and one segment per sequence.
-    """
+    """Returns the selected blocks of all ranks' query tokens that overlap this rank's `segments` of keys, in the same
+    order: (block numbers padded with -1, the `beside` of these entries padded with 0). indices: block numbers [query
+    tokens of all ranks, heads, entries], -1 for none. beside: a number for each entry, or None. own_count: entries
+    count from the segment's first key, not from the sequence's; requires block 1 and one segment per sequence."""
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]
     lists = torch.full_like(indices, -1)

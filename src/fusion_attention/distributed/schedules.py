@@ -110,9 +110,8 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from the queries of all ranks, bitwise equal to those that one process
-    computes. rows, saved: queries, dout, out and softmax statistics of all ranks. keys: of this rank; one chunk of each
-    sequence is computed at a time, so that no gradient is a sum of rounded parts."""
+    """Returns the gradients of this rank's keys from the queries of all ranks (rows, saved), with the bits of one
+    process. One chunk of each sequence is computed at a time, so that no gradient is a sum of rounded parts."""
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
@@ -191,11 +190,9 @@ def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
 
 
 def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Returns the attention of this rank's query tokens (out, softmax max and sum) while keys circulate: first with its
-    own keys, then with those of the rank before it, and so on.
-
-    Partial results are merged in this order. The next keys are received during the computation.
-    """
+    """Returns the attention of this rank's query tokens (out, softmax max and sum), merged while keys circulate: first
+    with its own keys, then with those of the rank before it, and so on. The next keys are received during the
+    computation."""
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
@@ -222,11 +219,9 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries): keys circulate as in
-    the forward, and their float32 gradients follow them from rank to rank.
-
-    A rank adds the contribution of its queries to its keys last, so gradients need as many transfers as keys.
-    """
+    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries). Keys circulate as
+    in the forward, and their float32 gradients follow them; a rank adds the contribution of its queries to its keys
+    last."""
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
@@ -285,9 +280,8 @@ def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list
 def _pass_on(
     call: Call, step: str, sent: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], Pending]:
-    """Sends the tensors `sent` to the next rank of the ring; returns (memory for the tensors of the previous rank, of
-    these shapes and the same dtypes, the Pending transfer). Without shapes nothing is sent. step: names the transfer in
-    errors."""
+    """Sends tensors to the next rank of the ring; returns (memory for those of the previous rank, of these shapes, the
+    Pending transfer). Without shapes nothing is sent."""
     if not shapes:
         return [], Pending(call, "", [], [])
     received = [empty(t, tuple(shape)) for t, shape in zip(sent, shapes, strict=True)]

@@ -145,8 +145,7 @@ class ShardedCall:
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
         """Returns the operator's parameters for the queries of all ranks and this rank's keys in `segments`, at most
-        one per sequence, whose first key is key 0. tensors, by name: queries of all ranks and keys of this rank, with
-        one axis of tokens."""
+        one per sequence, whose first key is key 0; tensors by name, with one axis of tokens."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
@@ -155,9 +154,7 @@ class ShardedCall:
         return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
 
     def everything(self, tensors: Given) -> Any:
-        """Returns the operator's parameters for all queries and all keys; tensors: those of all ranks by name, with one
-        axis of tokens.
-        """
+        """Returns the operator's parameters for all queries and keys; tensors by name, with one axis of tokens."""
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
@@ -254,11 +251,9 @@ def make_sharded_call(
 
     Args:
         function: the name in errors.
-        op: the operator definition.
-        args: this rank's arguments, by parameter name.
+        op, args: the operator's definition, and this rank's arguments by name.
         rows, keys: the names of tensors along query tokens and along keys; the first of each is required.
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
-        group, schedule, backend: as in distributed.attention().
         settings: other values that must be the same on every rank.
 
     Raises:
@@ -297,10 +292,8 @@ def make_sharded_call(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Returns [number of unsharded query tokens, of unsharded keys]; names: the query and the key argument; tokens: S,
-    (S1, S2), or None for `ranks` times the local tokens. Invalid tensors or lengths give 0, and bind() reports them
-    later.
-    """
+    """Returns [unsharded query tokens, unsharded keys]; names: the query and the key argument. Invalid tensors or
+    lengths give 0, and bind() reports them later."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")

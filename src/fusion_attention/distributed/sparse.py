@@ -279,8 +279,7 @@ def _flat(
 
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
     """Raises ContractError for an invalid entry of this rank's selected key blocks, from which kernels compute
-    addresses. function: the caller's name, for the error. flat: tensors by name, with one axis of tokens. block: keys
-    of a block."""
+    addresses."""
     indices = flat["sparse_indices"]
     if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text = "-1, or the number of a block of the row's sequence"
@@ -394,9 +393,8 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys, computed from the queries of all ranks, bitwise equal to those of one
-    process. given: this rank's tensors by name. full: the same with the keys of all ranks. dout: the gradient of this
-    rank's out. saved: (out, softmax max and sum) of this rank's queries."""
+    """Returns the gradients of this rank's keys from the queries of all ranks, with the bits of one process. full: the
+    tensors with the keys of all ranks. saved: (out, softmax max and sum) of this rank's queries."""
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] are exchanged with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}

@@ -79,8 +79,7 @@ def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
     """Returns (positions in unsharded sequences, scores) [query tokens, heads, top_k] of the best keys of this rank for
-    each query token of all ranks.
-    tensors: by name, queries and weights of all ranks and keys of this rank, with one axis of tokens."""
+    each query token of all ranks."""
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)

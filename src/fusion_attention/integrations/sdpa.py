@@ -235,8 +235,7 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
     """Returns the attention of nested tensors [B, N, j, E] with contiguous rows, computed as packed sequences; None if
-    torch must compute it.
-    grouped: True if key and value may have fewer heads. how: further arguments of attention()."""
+    torch must compute it."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

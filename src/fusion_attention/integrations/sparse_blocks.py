@@ -42,12 +42,8 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the forward of a Qwen4 attention layer; returns (output [B, S, hidden], None).
-
-    code: transformers' modeling module of the family, which has the rotary function. module: the layer. hidden_states,
-    past_key_values, others: the arguments of the layer's forward. attention_mask: bool or additive mask, or None.
-    position_embeddings: (cos, sin) of all tokens, cached ones included.
-    """
+    """Computes the forward of a Qwen4 attention layer; returns (output [B, S, hidden], None). code: transformers'
+    modeling module of the family. position_embeddings: (cos, sin) of all tokens, cached ones included."""
     batch, rows = hidden_states.shape[:2]
     q, gate = module.q_proj(hidden_states).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, -1)
     k, v = (f(hidden_states).unflatten(-1, (-1, module.head_dim)) for f in (module.k_proj, module.v_proj))
@@ -72,12 +68,8 @@ def forward(
 
 
 def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool) -> Index | None:
-    """Returns the indexer's queries and keys, or None if not `used`; the cache stores the indexer's keys in both cases.
-
-    code: transformers' modeling module of the family. module: the layer. sequences: lengths and padding of the call's
-    sequences. inputs: (hidden states, (cos, sin)) of the layer. cache: transformers' cache, or None. used: True if some
-    queries of the call read chosen blocks.
-    """
+    """Returns the indexer's queries and keys, or None if no query reads chosen blocks (`used`); the cache stores the
+    indexer's keys in both cases. inputs: (hidden states, (cos, sin)) of the layer."""
     if cache is None and not used:
         return None
     hidden_states, (cos, sin) = inputs
@@ -98,12 +90,7 @@ def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cac
 @torch.no_grad()
 def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[str, Any]) -> Tensor:
     """Returns the numbers of the key blocks that each query reads, [..., 1, block_topk + 1]: the chosen blocks, and the
-    block that the query's own token does not complete; -1 for none.
-
-    code: transformers' modeling module of the family. indexer: the layer's module that scores blocks of keys. index:
-    the indexer's queries and keys. kv_len: number of keys of each sequence; None: all keys. how: arguments `layout`,
-    `q_len` and `kv_len` of the attention over these queries.
-    """
+    block that the query's own token does not complete; -1 for none. how: layout, q_len and kv_len of these queries."""
     ratio, layout, device = indexer.compress_ratio, how["layout"], index.q.device
     pooled = compress(index.raw, torch.zeros_like(index.raw), ratio=ratio, layout=layout, kv_len=kv_len)
     if layout == "TND":
@@ -141,10 +128,8 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
 def _attend(
     code: ModuleType, module: Any, sequences: Sequences, rows: Any, index: Index | None, first: int | None
 ) -> Tensor:
-    """Returns the attention output [..., N, D] of rows = (q, k, v) [..., N, D], which have no padding between tokens.
-    The first `first` queries of every sequence (None: all) read all visible keys, later ones the key blocks that the
-    indexer chooses. code: transformers' modeling module. module: the layer. sequences: their lengths. index: the
-    indexer's operands."""
+    """Returns the attention output [..., N, D] of rows = (q, k, v), without padding between tokens. The first `first`
+    queries of every sequence (None: all) read all visible keys, later ones the blocks that the indexer chooses."""
     q, k, v = rows
     how: dict[str, Any] = {"scale": module.scaling}
     if first is None:

@@ -64,11 +64,8 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the forward of a DeepSeek-V4 attention layer, with its arguments, for which reason_against() returns "";
-    returns (output [B, S, hidden], None).
-
-    code: transformers' modeling module of the family, which has the rotary function.
-    """
+    """Computes the forward of a DeepSeek-V4 attention layer for which reason_against() returns ""; returns (output [B,
+    S, hidden], None). code: transformers' modeling module of the family."""
     cos, sin = position_embeddings[module.rope_layer_type]
     rotate = code.apply_rotary_pos_emb
     q_latent = module.q_a_norm(module.q_a_proj(hidden_states))
@@ -144,13 +141,9 @@ def indexer_of(layer: Any) -> Any:
 
 
 def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
-    """Returns the attention output [B, S, N, D] of projected queries, packed [B * S, N, D]; stores the indexer's loss,
-    if one is computed, on the layer.
-
-    code: transformers' modeling module of the family. module: the layer. call: lengths, positions and cache of the
-    batch's sequences. inputs: (hidden states, latent queries, position_ids) of the layer. projected: (q, k, real): q, k
-    [B, S, N, D] or packed [B * S, N, D]; real: bool [B, S], false for padding, or None.
-    """
+    """Returns the attention output of queries and keys `projected` = (q, k, real), [B, S, N, D] or packed [B * S, N,
+    D]; stores the indexer's loss on the layer. real: bool [B, S], false for padding, or None. inputs: (hidden states,
+    latent queries, position_ids)."""
     q, k, real = projected
     band, sink = Band.window(module.sliding_window - 1), module.sinks
     how: dict[str, Any] = {"band": band, "sink": sink, "scale": module.scaling}
@@ -185,13 +178,9 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
 
 
 def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
-    """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included.
-
-    code: transformers' modeling module of the family. call: lengths, positions and cache of the batch's sequences.
-    compressor: the module with kv_proj, gate_proj, position_bias, kv_norm and rotary_emb. name: the compressor's name
-    in the cache: "compressor" or "indexer". x: hidden states, [B, S, hidden]. overlap: True if a compressed key also
-    pools the tokens of the previous window.
-    """
+    """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included. name: "compressor"
+    or "indexer", in the cache. x: hidden states. overlap: a compressed key also pools the tokens of the previous
+    window."""
     ratio, cache = compressor.compress_rate, call.cache
     windows = call.windows(ratio)
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
@@ -213,13 +202,7 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
     """Returns the pooled keys of complete windows of tokens, [B, windows, D] or packed [windows, D], before
-    normalization.
-
-    compressor: the module with kv_proj, gate_proj and position_bias. name: "compressor" or "indexer", in the cache.
-    call: lengths, positions and cache of the batch's sequences. kv, gate: outputs of kv_proj and gate_proj for the
-    tokens to pool, [B, tokens, D], 2 * D with overlap. overlap: True if a window also pools the tokens of the previous
-    one.
-    """
+    normalization, from the outputs of kv_proj and gate_proj, [B, tokens, D], 2 * D with overlap."""
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
     if cache is None:
@@ -244,9 +227,8 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the indexer's (queries, keys, head weights), or None if not `used`; the cache stores the keys in both
-    cases. inputs: (hidden states, latent queries, position_ids) of the layer. used: True if some query reads chosen
-    keys. trains: True to record gradients of the indexer's parameters."""
+    """Returns the indexer's (queries, keys, head weights), or None if no query reads chosen keys (`used`); the cache
+    stores the keys in both cases. trains: records gradients of the indexer's parameters."""
     if call.cache is None and not used:
         return None
     x, q_latent, position_ids = inputs
@@ -279,11 +261,7 @@ class LossOperands(NamedTuple):
 
 def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, real: Tensor | None) -> Tensor:
     """Returns the indexer's loss, the mean over tokens of KL(attention's probabilities || the indexer's softmax).
-
-    module: the layer. call: lengths of the batch's sequences. rows: the attention's and the indexer's operands. lists:
-    chosen compressed keys of each query; None: all visible ones. real: bool [B, S], false for padding; None: no
-    padding.
-    """
+    lists: chosen compressed keys of each query, or None. real: bool [B, S], false for padding, or None."""
     ratio = module.compressor.compress_rate
     if call.lengths is None:
         tokens: Any = rows.q.shape[0] * rows.q.shape[1] if real is None else real.sum().clamp(min=1)
@@ -301,9 +279,8 @@ def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, rea
 
 
 def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """Returns the sum over the queries [B, S, ...] of the indexer's loss, KL(attention's probabilities || the indexer's
-    softmax), for sequences of `tokens` tokens. lists: chosen compressed keys [B, S, 1, K], or None. real: bool [B, S],
-    false for padding, or None. ratio: tokens of a compressed key."""
+    """Returns the sum over the queries [B, S, ...] of the indexer's loss, for sequences of `tokens` tokens; lists,
+    real: as for _loss()."""
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)

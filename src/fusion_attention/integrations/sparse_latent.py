@@ -56,13 +56,11 @@ def forward(
     prev_topk_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Computes the forward of a layer; returns (output [B, S, hidden], None), and the chosen keys if it shares them.
+    """Computes the forward of a layer; returns (output [B, S, hidden], None), and the chosen keys if it `shares` them
+    with later layers, which get them as prev_topk_indices.
 
-    code: transformers' modeling module of the family, which has the rotary functions. index_rotation: the name of the
-    indexer's rotary function. shares: True if later layers without an indexer read this layer's chosen keys. module:
-    the layer. hidden_states, position_embeddings, past_key_values, position_ids, others: the arguments of the layer's
-    forward. attention_mask: bool mask, sequence numbers, or None. prev_topk_indices: the chosen keys of an earlier
-    layer, for a layer without an indexer.
+    code: transformers' modeling module of the family. index_rotation: the name of the indexer's rotary function in it.
+    attention_mask: bool mask, sequence numbers, or None.
     """
     batch = len(hidden_states)
     q_latent = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -92,8 +90,7 @@ def forward(
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
     """Returns the number of queries at the start of every sequence that read all their visible keys, because these are
-    at most top_k; None if all queries do.
-    module: the layer. sequences: lengths and padding of the batch. rows: S, the queries per batch item."""
+    at most top_k; None if all queries do."""
     top_k = module.config.index_topk
     if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
         return None
@@ -109,12 +106,8 @@ def dense_positions(config: Any) -> int:
 
 
 def _hidden(lists: Tensor, rows: int) -> Tensor:
-    """Returns bool [B, 1, rows, rows], true for keys that the indexer did not choose for a query; the causal mask is
-    separate.
-
-    lists: chosen keys of the last n queries, [B, n, K]; earlier queries read all keys. rows: the number of queries, and
-    of keys.
-    """
+    """Returns bool [B, 1, rows, rows], true for keys that the indexer did not choose for a query; lists: chosen keys of
+    the last n queries, [B, n, K]; earlier queries read all keys. The causal mask is separate."""
     chosen = lists.clamp(0, rows - 1).long()  # rows of padding may list nothing
     hidden = torch.ones(*lists.shape[:-1], rows, dtype=torch.bool, device=lists.device).scatter(-1, chosen, False)
     return torch.nn.functional.pad(hidden, (0, 0, rows - lists.shape[1], 0), value=False)[:, None]
@@ -123,13 +116,8 @@ def _hidden(lists: Tensor, rows: int) -> Tensor:
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
-    """Returns the indexer's queries, keys and head weights, or None if not needed; the cache stores the keys in both
-    cases.
-
-    rotate: the modeling module's rotary function for the indexer. module: the layer. sequences: lengths and padding of
-    the batch. inputs: (hidden states, latent queries, (cos, sin)) of the layer. cache: transformers' cache, or None.
-    used: True if some queries read chosen keys.
-    """
+    """Returns the indexer's queries, keys and head weights, or None if no query reads chosen keys (`used`); the cache
+    stores the keys in both cases. inputs: (hidden states, latent queries, (cos, sin)) of the layer."""
     trains = computes_loss(module)
     if cache is None and not used and not trains:
         return None
@@ -155,12 +143,8 @@ def _attend(
     module: Any, sequences: Sequences, rows: Latents, index: Index | None, first: int | None, lists: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns (output of all queries [..., N, v], chosen keys [B, S - first, 1, K] or None, sum of the indexer's losses
-    or None).
-
-    module: the layer. sequences: lengths and padding of the batch. rows: queries, and latents of all keys. index: the
-    indexer's operands, or None. first: the first query that reads chosen keys; None: all read all keys. lists: chosen
-    keys [B, S - first, 1, K] of another layer, for a layer without an indexer.
-    """
+    or None). first: the first query that reads chosen keys; None: all read all keys. lists: chosen keys of another
+    layer, for a layer without an indexer."""
     if first is None:
         out, loss = _of_rows(module, rows, index, None, sequences.lengths())
         return out, None, loss
@@ -194,8 +178,7 @@ def _of_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (out [..., N, v], the indexer's loss or None) of `rows` over the keys of lists [..., 1, K], or, if None,
     over all visible keys. With absorbed latents, a pair of query and key takes 2 rank + rope products instead of nope +
-    rope + v, but kv_b_proj is not applied to the keys. index: the indexer's operands, or None. how: layout, lengths,
-    blocked keys of the call."""
+    rope + v, but kv_b_proj is not applied to the keys."""
     trains, factors = computes_loss(module), _factors(module)
     count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
     rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
@@ -221,9 +204,8 @@ def _of_rows(
 
 
 def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
-    """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank], of the layer
-    `module`. None if kv_b_proj may compute more than a product with its weight: an adapter, a quantised layer, a layer
-    with hooks or one whose weight is loaded at its call."""
+    """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank]; None if kv_b_proj
+    may compute more than a product with it: an adapter, a quantised layer, hooks, a forward of its own."""
     linear = module.kv_b_proj
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
     if type(linear) is not torch.nn.Linear or hooks:

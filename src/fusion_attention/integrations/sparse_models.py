@@ -142,12 +142,8 @@ def served(family: Family) -> bool:
 
 
 def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
-    """Patches transformers' layers of all models with sparse attention, now or when their module is imported.
-
-    Args:
-        changes: records the patches, so that they can be removed.
-        serves: takes a configuration, returns True if its attention implementation is this library's.
-    """
+    """Patches transformers' layers of all models with sparse attention, now or when their module is imported; serves:
+    takes a configuration, returns True if its attention implementation is this library's."""
     for kind, family in FAMILIES.items():
         if served(family):
             change = functools.partial(_patch, changes, family, serves)
@@ -168,9 +164,8 @@ def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], modu
 def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Returns a forward for a family's layer class that calls compute(), or transformers' own forward (layer.below) for
-    models and calls that this library does not compute. compute: takes a layer and the arguments of its forward.
-    serves: takes a configuration, returns True if its attention implementation is this library's."""
+    """Returns a forward for a family's layer class that calls compute(layer, **arguments), or transformers' own forward
+    (layer.below) for models and calls that this library does not compute."""
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 
@@ -236,16 +231,8 @@ def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
 def weights(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Computes a layer's attention by transformers' eager code; returns (out, attention weights [B, N, S, T]).
-
-    Args:
-        module: the layer.
-        q: [B, N, S, D].
-        k, v: [B, Nkv, T, D].
-        mask: [B, 1, S, T], bool or float.
-        indices: chosen keys [B, S, K], or None.
-        how: scaling and dropout.
-    """
+    """Computes a layer's attention by transformers' eager code; returns (out, attention weights [B, N, S, T]). mask:
+    [B, 1, S, T], bool or float. indices: chosen keys [B, S, K], or None. how: scaling and dropout."""
     if mask.dtype == torch.bool:
         mask = _added(mask, q.dtype)
     if indices is not None:

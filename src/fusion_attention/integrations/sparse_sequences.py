@@ -80,13 +80,12 @@ def expressible(mask: Tensor | None, rows: int) -> bool:
 def sequences_of(
     mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None = None, **others: Any
 ) -> Sequences:
-    """Returns the lengths and order of the sequences that a mask describes for queries q [B, S, ...] and keys k [B, T,
+    """Returns the lengths and order of the sequences that a mask describes for queries [B, S, ...] and keys [B, T,
     ...].
 
     Args:
-        mask: None, bool [B, T'] (true for a token, false for padding; the last query has the position of key T' - 1),
-            int64 [B, S] (sequence numbers), or bool [B, 1, 1, T] (visible keys of one query).
-        q, k: queries and keys.
+        mask: None, bool [B, T'] (true for a token; the last query has the position of key T' - 1), int64 [B, S]
+            (sequence numbers), or bool [B, 1, 1, T] (visible keys of one query).
         position_ids: [B or 1, S]; positions of packed sequences restart at 0.
         others: cu_seq_lens_q and cu_seq_lens_k, if the model passes them.
     """
@@ -137,15 +136,8 @@ def matrix(
     **others: Any,
 ) -> Tensor:
     """Returns the visible keys as a bool [B, 1, S, T], for transformers' code; four-dimensional masks are returned
-    unchanged.
-
-    Args:
-        mask: None, bool [B, T'] (true for a token), int64 [B, S] (sequence numbers), or a mask of four axes.
-        q: queries, [B, S, ...].
-        keys: T; a static cache has more keys than the mask describes.
-        position_ids: [B or 1, S]; others: cu_seq_lens_q, if passed.
-        window: number of keys that a query sees, the diagonal included; None: no limit.
-    """
+    unchanged. mask, position_ids, others: as for sequences_of(). keys: T; a static cache has more keys than the mask
+    describes. window: number of keys that a query sees, the diagonal included; None: no limit."""
     if mask is not None and mask.dim() == 4:
         return mask
     batch, rows = q.shape[:2]

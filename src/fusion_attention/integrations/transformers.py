@@ -128,8 +128,7 @@ class _Code(NamedTuple):
 
 def _read_code(configuration: str) -> _Code:
     """Returns the arguments that a model's modeling code passes to the attention function, read from its source; if it
-    is not loaded, those for which mask() makes masks of four axes. configuration: name of the module of the model's
-    configuration class, from which the modeling module's name follows."""
+    is not loaded, those for which mask() makes masks of four axes. configuration: the module of its configuration."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
@@ -234,8 +233,7 @@ def _keys(
     padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
 ) -> Tensor | None:
     """Returns bool [B, end - kv_offset], false for padding, of the keys before `end`; None if all T keys are tokens.
-    padding: transformers' 2-D attention_mask, true for tokens; None: no padding. batch: B. kv_length: T. kv_offset:
-    position of the first key."""
+    padding: transformers' 2-D attention_mask, or None."""
     count = end - kv_offset
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
@@ -324,11 +322,8 @@ def attend(
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns the Band (range of visible keys around the diagonal) of a layer. shift None: the last query has the last
-    key's position; else query 0 has the position `shift`, counted from the first key.
-
-    window: number of keys that a query sees, the diagonal included; None: no limit.
-    """
+    """Returns the Band of a layer whose queries see `window` keys, the diagonal included (None: no limit). shift None:
+    the last query has the last key's position; else query 0 has the position `shift`, counted from the first key."""
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
     lo = -INFINITE if window is None else 1 - window
@@ -338,8 +333,7 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
     """Returns the attention output [B, S, N, Dv] of packed sequences, whose tokens fill all batch items, one after
-    another.
-    q, k, v: [B, S, heads, dim]. q_len, kv_len: lengths of the sequences. words: further arguments of attention()."""
+    another."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -348,12 +342,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dic
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
-    """Returns attention [B, S, N, Dv] over the keys that are not padding; keys: bool [B, T], true for tokens, the last
-    query has position T - 1.
-
-    q, k, v: [B, S or T, heads, dim]; k and v may have unused tokens after T. window: number of keys that a query sees,
-    the diagonal included; None: no limit. words: further arguments of attention().
-    """
+    """Returns attention [B, S, N, Dv] over the keys that are not padding; keys: bool [B, T], true for tokens. The last
+    query has position T - 1; k and v may have unused tokens after T."""
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence

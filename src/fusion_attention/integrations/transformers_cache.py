@@ -206,13 +206,8 @@ class PagedLayer(CacheLayerMixin):
 
         It returns (keys, values) [B, heads, tokens, dim] instead, for which the caller computes attention, in the first
         call of a sequence (its own tensors, not a copy from the pages) and if the pages do not support the call (a copy
-        of all tokens).
-
-        Args:
-            q: the newest queries.
-            mask: the forward's attention mask: None, bool [B, tokens] (false for padding), or another form.
-            band: the layer's Band, a range of keys around the diagonal; None: all keys are visible.
-            words: further arguments of attention(): scale, sink, softcap, ...
+        of all tokens). mask: the forward's attention mask: None, bool [B, tokens] (false for padding), or another form.
+        words: further arguments of attention().
         """
         if self._new is None:
             return self.rows()

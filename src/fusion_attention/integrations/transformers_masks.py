@@ -92,14 +92,9 @@ def _restarting(position_ids: Tensor, batch: int) -> Any:
 def packed_lengths(
     ids: Tensor | None, ends: Tensor | None, key_ends: Tensor | None, position_ids: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Any, Any]:
-    """Returns (query lengths, key lengths) of packed sequences, or (None, None) if the batch is not packed.
-
-    Args:
-        ids: int64 [B, S], the sequence number of each token; or None.
-        ends, key_ends: cumulative lengths with a leading 0; or None.
-        position_ids: [B or 1, S], of a causal layer; or None.
-        q, k: queries [B, S, ...] and keys [B, T, ...].
-    """
+    """Returns (query lengths, key lengths) of packed sequences, or (None, None) if the batch [B, S, ...] is not packed.
+    ids: int64 [B, S], the sequence number of each token. ends, key_ends: cumulative lengths with a leading 0.
+    position_ids: [B or 1, S], of a causal layer."""
     if ids is not None:
         lengths = content_of(ids, "lengths", run_lengths)
         return lengths, lengths

@@ -19,13 +19,8 @@ _LENGTHS = 4096  # largest number of elements of a list of lengths that is chang
 
 
 def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
-    """Returns at most three single changes that make a call legal; empty if no single change does.
-
-    Args:
-        op: the operator's definition.
-        args: arguments by canonical name, tensors without memory.
-        is_legal: returns True for a call that breaks no rule.
-    """
+    """Returns at most three single changes that make a call legal; empty if no single change does. args: by canonical
+    name, tensors without memory. is_legal: returns True for a call that breaks no rule."""
     without_zero = "without the leading 0 of cu_seqlens", lambda n: n[1:] if n[0] == 0 else n
     cumulative = "cumulative ends in place of lengths", lambda n: list(accumulate(n))
     of_lengths = (partial(_of_lengths, title, change) for title, change in (without_zero, cumulative))

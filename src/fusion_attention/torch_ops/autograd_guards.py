@@ -28,9 +28,8 @@ class _Once(_SingleLevelFunction):
 
 
 def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Runs compute(), which returns gradients; differentiating them raises.
-    reads: the tensors that compute() reads. torch's once_differentiable is not sufficient: it returns the gradients as
-    constants if the upstream gradient is one."""
+    """Runs compute(), which returns gradients from the tensors `reads`; differentiating them raises. torch's
+    once_differentiable is not sufficient: it returns the gradients as constants if the upstream gradient is one."""
     read = tuple(reads)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
         with enable_single_level_autograd_function():

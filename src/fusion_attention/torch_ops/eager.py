@@ -34,16 +34,9 @@ def run(call: Lowered, backend: str = "auto") -> Results:
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """Runs a checked call and returns {name: result}, with the derivatives that the operator definition declares.
-
-    Results that were not requested may be among them.
-
-    Args:
-        bound: the call.
-        backend: "auto", or the name of a back end.
-        complete: return all results that a derivative reads, even if they were not requested.
-        how: further arguments of Op.lower: seed and offset for dropout, the format of statistics.
-    """
+    """Runs a checked call on a back end and returns {name: result}, with the derivatives that the operator definition
+    declares. Results that were not requested may be among them; `complete` asks for all that a derivative reads. how:
+    further arguments of Op.lower: seed and offset for dropout, the format of statistics."""
     op = bound.op
     backend = chosen(backend)
     prepared: Prepared | None = bound.call_cache.prepared.get(backend)

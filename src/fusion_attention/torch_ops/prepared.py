@@ -120,8 +120,7 @@ def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
 ) -> tuple[str, Source, Source]:
     """Returns (argument, start, view) for `operand`: the argument whose memory it is in, and two functions of a call's
-    arguments by name: to a tensor at the operand's address, and to the operand. widened: True if the operand is a
-    float32 copy of the argument."""
+    arguments by name: to a tensor at the operand's address, and to the operand. widened: it is a float32 copy."""
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):

@@ -20,16 +20,8 @@ def register(
     library: torch.library.Library = _LIBRARY,
     keys: tuple[str, ...] = ("CPU", "CUDA"),
 ) -> None:
-    """Registers an operator with torch.
-
-    Args:
-        schema: its name and arguments in torch.library's syntax.
-        run: the implementation for the devices in keys.
-        fake: returns results without values.
-        autograd: the implementation that records its derivative; None for an operator that computes gradients.
-        library: the library to which it belongs.
-        keys: dispatch keys of `run`.
-    """
+    """Registers an operator with torch: its schema, implementation for the devices in `keys`, fake results and
+    autograd; without `autograd` the operator computes gradients, whose derivative raises."""
     name = schema.partition("(")[0]
     library.define(schema)
     for key in keys:

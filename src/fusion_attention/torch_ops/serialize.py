@@ -59,11 +59,9 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """Returns the arguments of a torch operator that represent a call of `op` on a back end in a trace; args: by name.
-
-    A list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
-    declared one; bind() reports wrong types later.
-    """
+    """Returns the arguments of a torch operator that represent a call of `op` on a back end in a trace. A list of
+    lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the declared one;
+    bind() reports wrong types later."""
     names = constant(names_of, op)
     ints: dict[str, Any] = {}
     floats: dict[str, Any] = {}

@@ -68,10 +68,8 @@ def capped(softcap: float) -> float:
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """Returns out, or, if `with_probs`, (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1, T1].
-
-    result: out, or (out, lse) with lse [B, N1, S1], or packed [T1, N1].
-    """
+    """Returns out, or, if `with_probs`, (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1,
+    T1]."""
     if not with_probs:
         return result
     out, lse = result

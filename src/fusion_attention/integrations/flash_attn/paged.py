@@ -100,16 +100,8 @@ def flash_attn_with_kvcache(
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, q_len: Any, kv_len: Any, *, alibi_slopes: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [T1, N1, D], lse [T1, N1]) of packed queries over a paged cache, without a derivative.
-
-    Args:
-        q: packed queries [T1, N1, D].
-        k, v: pools of pages, [pages, page size, N2, D].
-        table: the page table, int32 [B, pages per sequence].
-        q_len, kv_len: query tokens and cached tokens of each sequence.
-        alibi_slopes: float32 [N1] or [B, N1], or None.
-        how: further arguments of attention(), such as scale and band.
-    """
+    """Returns (out [T1, N1, D], lse [T1, N1]) of packed queries [T1, N1, D] over pages k, v [pages, page size, N2, D],
+    without a derivative. table: int32 [B, pages per sequence]. how: further arguments of attention()."""
     ends = list(kv_len)
     _check_space(ends, k, table)
     with torch.no_grad():
@@ -136,14 +128,9 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, S1, N1, D], lse [B, N1, S1]) of queries over the first `ends` tokens of each sequence in the
-    cache.
-
-    q: padded queries [B, S1, N1, D]. k, v: the cache, [rows, tokens, N2, D], or pools of pages with `table`. ends:
-    tokens of each sequence. rows: row of the cache of each sequence; None: sequence b is in row b. table: page table,
-    or None. pads: number of tokens to skip at the start of each sequence, or None. alibi_slopes: float32 [N1] or [B,
-    N1], or None. how: further arguments of attention().
-    """
+    """Returns (out [B, S1, N1, D], lse [B, N1, S1]) of padded queries over the first `ends` tokens of each sequence in
+    the cache, [rows, tokens, N2, D], or in pages with `table`. rows: row of the cache of each sequence; None: row b of
+    sequence b. pads: invisible tokens at each sequence's start. how: further arguments of attention()."""
     batch = q.shape[0]
     caches: Any = (k, v)
     if pads is not None:
@@ -172,13 +159,8 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Returns a list with each sequence's number of cached tokens before the call; raises ValueError for inconsistent
-    arguments.
-
-    q: padded queries [B, S1, N1, D]. k_cache: the cache of keys, or a pool of pages with `table`. k, v: new tokens [B,
-    new, N2, D], or None. lengths: cache_seqlens, a number or int32 [B]; None: the cache is full. pads: number of
-    invisible tokens at the start of each sequence, or None. table: the page table, or None.
-    """
+    """Returns each sequence's number of cached tokens before the call (lengths: cache_seqlens; None: the cache is
+    full); raises ValueError for inconsistent arguments."""
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
@@ -237,9 +219,8 @@ def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: T
 def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
-    """Stores new tokens `fresh` [B, new, N2, D] in a cache, after the `before` tokens of each sequence.
-    rows: each sequence's index on the cache's first axis; None: sequence b is at b. table: page table of a cache in
-    pages, or None."""
+    """Stores new tokens [B, new, N2, D] after the `before` tokens of each sequence; rows: its index on the cache's
+    first axis (None: b). table: page table of a cache in pages."""
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

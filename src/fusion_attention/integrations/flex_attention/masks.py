@@ -82,9 +82,8 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns (state of every block [B or 1, N or 1, R, C], (queries, keys) of a block); states are 0 (no key visible),
-    1 (the mask function decides) and 2 (all visible).
-    mask: torch's BlockMask. R, C: numbers of blocks of queries and of keys."""
+    """Returns (state of every block [B or 1, N or 1, R, C], (queries, keys) of a block) of torch's BlockMask; states
+    are 0 (no key visible), 1 (the mask function decides) and 2 (all visible)."""
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -144,9 +143,8 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """Returns the 128 x 128 tiles of a mask and each query's visible keys; the mask function `mod` runs only in tiles
-    that overlap a partial block.
-    grid, block: the BlockMask's block states [B, N, R, C] and (queries, keys) of a block."""
+    """Returns the 128 x 128 tiles of a mask and each query's visible keys; `mod` runs only in tiles that overlap a
+    partial block. grid, block: results of _grid()."""
     if (grid == 1).any():  # size 1 of the batch and of the heads becomes the call's if `mod` depends on them
         sizes = list(grid.shape)
         for axis, size in enumerate((shape.items, shape.heads)):
@@ -181,11 +179,8 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: the minimum or maximum of the states of the blocks that overlap each
-    tile.
-
-    grid, block: block states [B or 1, N or 1, R, C] and (queries, keys) of a block. fold: np.minimum or np.maximum.
-    """
+    """Returns [B, N, tiles down, tiles across]: np.minimum or np.maximum (`fold`) of the states of the blocks that
+    overlap each tile."""
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
@@ -211,11 +206,7 @@ def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns two bool [n, TILE, TILE]: the visible keys of n tiles, and the entries within the mask's queries and
-    keys.
-
-    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: block states [B or 1, N
-    or 1, R, C] and (queries, keys) of a block.
-    """
+    keys. at: int [n, 4], (batch, head, tile down, tile across)."""
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
     rows, keys = np.minimum(rows, shape.rows - 1), np.minimum(keys, shape.keys - 1)

@@ -127,10 +127,8 @@ def _number(value: Any) -> Any:
 
 
 def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
-    """Returns [n, D]: mod for each pair b[i], h[i] (batch and head) at each of D values of row - key, `distances` [D].
-
-    Returns None if mod reads absolute positions, and not only their difference.
-    """
+    """Returns [n, D]: mod for each pair b[i], h[i] (batch and head) at each of D values of row - key; None if mod reads
+    absolute positions, and not only their difference."""
 
     def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
         return mod(b, h, Position(distance), Position(torch.zeros_like(distance)))
@@ -167,13 +165,11 @@ def remembered(
     content: bool = True,
     keep: Callable[[T], bool] = lambda result: True,
 ) -> T:
-    """Returns compute(), or, while nothing in `captured` has changed, the earlier result that `owner` stores for `key`.
+    """Returns compute(), or the earlier result that `owner` stores for `key`, while nothing in `captured` has changed.
 
     Args:
         owner: the object that stores results; nothing is stored on objects without attributes.
-        key: hashable; everything else on which the result depends.
         captured: objects that compute() reads: functions with all that they capture, tensors with their content.
-        compute: computes the result.
         content: False if compute() does not read the content of tensors, so that changes of it do not count.
         keep: returns True for a result that may be reused.
     """
@@ -202,11 +198,9 @@ def remembered(
 
 
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values (numbers, texts, ids) of an object, and of all that it contains or captures.
-
-    names: attributes of the object that the function which captures it reads. visited, owners: ids of the objects
-    yielded so far, and these objects; updated.
-    """
+    """Yields comparable values (numbers, texts, ids) of an object, and of all that it contains or captures. names:
+    attributes that the function which captures it reads. visited, owners: ids of the objects yielded so far, and these
+    objects; updated."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return

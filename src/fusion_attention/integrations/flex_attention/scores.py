@@ -257,15 +257,9 @@ class _Structure(NamedTuple):
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
-    """Converts a score_mod to arguments of attention(): a factor, a softcap, slopes, a bias or a mask.
-
-    Args:
-        score_mod: torch's function of (score, batch, head, row, key).
-        shape: batch, heads, queries and keys of the call.
-        dtype: dtype of the query; a bias has it too if that is exact, else the dtype of scores.
-        alone: True if there is no block_mask; only then may hidden keys become a mask.
-        past: True if a block_mask hides all keys after their query, where the function's values have no effect.
-    """
+    """Converts a score_mod to arguments of attention(): a factor, a softcap, slopes, a bias (in the query's dtype if
+    that is exact, else in that of scores) or a mask. alone: there is no block_mask; only then may hidden keys become a
+    mask. past: a block_mask hides all keys after their query, where the function's values have no effect."""
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
         score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past),
@@ -346,11 +340,8 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns the mask or bias for the values that a score_mod adds to scores [B or 1, N or 1, S1 or 1, S2 or 1]: a
-    mask if all are 0 or -inf.
-
-    bias: the score_mod on a symbolic score. alone: True if there is no block_mask; only then may -inf become a mask.
-    """
+    """Returns the mask or bias for the values that a score_mod adds to scores, [B or 1, N or 1, S1 or 1, S2 or 1]: a
+    mask if all are 0 or -inf and there is no block_mask (`alone`)."""
     if values.requires_grad:
         return Terms(bias=values)
     hidden = values == -torch.inf
@@ -360,10 +351,8 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Returns slopes or a bias for the numbers that a score_mod adds at each distance row - key, values [B, N, S2 + S1
-    - 1] for distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|, else a bias.
-    at: sizes of the bias. bias: the score_mod on a symbolic score. alone: True if there is no block_mask; past: True if
-    it hides all keys after their query. heads: query heads of the call."""
+    """Returns slopes or a bias for the numbers that a score_mod adds at each distance row - key, [B, N, S2 + S1 - 1]
+    for distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|. alone, past: as for terms()."""
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
