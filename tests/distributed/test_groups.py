@@ -58,7 +58,7 @@ def under_other_names(group: Any) -> list[float]:
     mesh, again = (init_device_mesh("cpu", (ranks.world,)) for _ in range(2))
     assert mesh == again
     for at, named in enumerate((group, mesh, again, group)):
-        time.sleep(0.3 * ranks.rank)
+        time.sleep(0.1 * ranks.rank)
         call = group_of(named).call("named", {"at": at}, CPU)
         result.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
     return result

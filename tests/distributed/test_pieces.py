@@ -121,8 +121,11 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_attentio
     return result, lots
 
 
+EVERY_FEATURE = (100, 102, 107, 113, 136, 144)  # the calls of these seeds have all features that draw() knows
+
+
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 114)) for seed in range(100, 160)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed not in EVERY_FEATURE)) for seed in range(100, 160)]
 )
 def test_merged_partial_results_match_the_full_call(seed: int) -> None:
     """Errors are as small as in one process; the merged statistics serve gradients of any keys."""

@@ -120,36 +120,47 @@ def full_inputs(case: Case) -> dict[str, Tensor | None]:
         "dvalues": draw("q", 1, case.top_k),
     }
     result["sink"] = torch.randn(4, generator=generator) if case.sink else None
-    if case.block > 1:  # The loss is that of all keys, with the lse of a dense attention.
+    if case.block == 1:  # the indexer's selections
+        lists, _ = fa.lightning_indexer(
+            result["index_q"], result["index_k"], result["weights"], case.top_k, **case.how
+        )  # type: ignore[arg-type]  # fmt: skip
+    else:  # up to four random blocks per row, and the loss of all keys, with the lse of a dense attention
+        blocks, rows = -(-min(case.keys) // case.block), case.shape("q")[0] * max(case.padded, 1)
+        lists = torch.stack([torch.randperm(blocks, generator=generator)[:4] for _ in range(rows)])
+        lists = lists.int().view(*case.shape("q"), 1, -1)
         rest = {name: result[name] for name in ("q_rope", "k_rope", "sink")}
         lengths = {name: case.how[name] for name in ("layout", "q_len", "kv_len")}
         band = fa.Band.causal() if case.causal else fa.Band.full()
         _, result["lse"] = fa.attention(
             result["q"], result["k"], result["k"], **rest, **lengths, band=band, return_lse=True
         )  # type: ignore[call-overload]  # fmt: skip
+    result["lists"] = lists.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
     return result
 
 
-ROWS = ("q", "q_rope", "index_q", "weights", "dout", "dvalues", "indices", "lists", "lse")
+INDEX = ("index_q", "index_k", "weights")
 
 
-def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dict[str, Tensor]:
+def leaves_of(given: dict[str, Any]) -> dict[str, Any]:
+    constant = ("dout", "dvalues", "lse", "lists")
+    return {n: t if t is None or n in constant else t.detach().clone().requires_grad_() for n, t in given.items()}
+
+
+def indexed(case: Case, given: dict[str, Any], **how: Any) -> dict[str, Tensor]:
+    """Selections and gradients of the indexer, in one process or, with `group` in how, on ranks."""
+    library: Any = far if "group" in how else fa
+    t = leaves_of(given)
+    indices, values = library.lightning_indexer(*(t[name] for name in INDEX), case.top_k, **case.how, **how)
+    values.backward(t["dvalues"])
+    return {"indices": indices, "values": values.detach(), **{f"indexer's {name}": t[name].grad for name in INDEX}}
+
+
+def results(case: Case, given: dict[str, Any], **how: Any) -> dict[str, Tensor]:
     """Results and gradients of the three functions, in one process or, with `group` in how, on ranks."""
     library: Any = far if "group" in how else fa
-    how = {**case.how, **how}
-    trained = {
-        name: t.detach().clone().requires_grad_()
-        for name, t in given.items()
-        if isinstance(t, Tensor) and name not in ("dout", "dvalues", "lse")
-    }
-    t = {**given, **trained}
-    indices, values = library.lightning_indexer(t["index_q"], t["index_k"], t["weights"], case.top_k, **how)
-    values.backward(t["dvalues"])
-    result = {"indices": indices, "values": values.detach()}
-    result |= {f"indexer's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
-    for name in ("index_q", "index_k", "weights"):
-        t[name].grad = None
+    result, how, t = indexed(case, given, **how), {**case.how, **how}, leaves_of(given)
     ropes = {"q_rope": t["q_rope"], "k_rope": t["k_rope"], "sink": t["sink"]}
+    lists = t["lists"]
     out, lse = library.sparse_attention(
         t["q"], t["k"], t["v"], lists, **ropes, block=case.block, return_lse=True, **how
     )
@@ -158,97 +169,85 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
     for name in ("q", "k", "v", "q_rope", "k_rope", "sink"):
         if t[name] is not None:
             result[f"d{name}"] = t[name].grad
-    local_lists = lists if case.block == 1 else None
-    if case.heads_kv > 1 and local_lists is not None:
-        local_lists = local_lists[..., :1, :]
     ropes = {name: None if value is None else value.detach() for name, value in ropes.items()}
     loss = library.indexer_loss(
-        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), t["index_q"], t["index_k"], t["weights"],
-        local_lists, **ropes, **how,
+        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), *(t[name] for name in INDEX),
+        lists[..., :1, :] if case.block == 1 else None, **ropes, **how,
     )  # fmt: skip
     (loss * 0.5).backward()
     result["loss"] = loss.detach()
-    return result | {f"loss's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
-
-
-def lists_of(case: Case) -> Tensor:
-    """Selections: the indexer's result, or up to four random blocks per row."""
-    given = full_inputs(case)
-    if case.block == 1:
-        result, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
-    else:
-        blocks = -(-min(case.keys) // case.block)
-        generator, rows = torch.Generator().manual_seed(case.seed), case.shape("q")[0] * max(case.padded, 1)
-        result = torch.stack([torch.randperm(blocks, generator=generator)[:4] for _ in range(rows)])
-        result = result.int().view(*case.shape("q"), 1, -1)
-    return result.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
+    return result | {f"loss's {name}": t[name].grad for name in INDEX}
 
 
 # Results that are sums over ranks, in another order than in one process.
 SUMMED = ("indexer's index_k", "dk", "dv", "dk_rope", "loss", "loss's index_k")
 
 
-def axis_of(case: Case, name: str) -> int:
-    """Index of the token axis."""
-    return 0 if not case.padded else 2 if name == "lse" else 1
-
-
 def side_of(name: str) -> str:
-    """Tokens of a result: "q" or "kv"; "" if it has no token axis."""
-    if name in ("dsink", "loss"):
+    """Tokens of an input or a result: "q" or "kv"; "" if it has no token axis."""
+    word = name.split()[-1]
+    if word in ("sink", "dsink", "loss"):
         return ""
-    return "kv" if name in ("indexer's index_k", "loss's index_k", "dk", "dv", "dk_rope") else "q"
+    return "kv" if word.removeprefix("d") in ("k", "v", "k_rope", "index_k") else "q"
 
 
-def shares(case: Case, tensors: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """This rank's shards of results of one process."""
-    return {
-        name: far.shard(t, group, case.schedule, case.tokens(side), axis_of(case, name)) if side else t
-        for name, t in tensors.items()
-        for side in [side_of(name)]
-    }
+def placed(case: Case, tensors: dict[str, Any], group: Any, place: Any = far.shard) -> dict[str, Any]:
+    """This rank's shards of tensors of one process; or, with far.unshard, the reverse."""
+
+    def of(name: str, t: Tensor | None) -> Tensor | None:
+        axis = 0 if not case.padded else 2 if name == "lse" else 1
+        side = side_of(name)
+        return t if t is None or not side else place(t, group, case.schedule, case.tokens(side), axis)
+
+    return {name: of(name, t) for name, t in tensors.items()}
+
+
+def options(case: Case, group: Any) -> dict[str, Any]:
+    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    return {"group": group, "schedule": case.schedule, "tokens": tokens}
+
+
+def agree(case: Case, got: dict[str, Tensor], want: dict[str, Tensor], group: Any, free: set[str]) -> dict[str, Tensor]:
+    """Returns the unsharded results `free`, and asserts that all others equal those of one process."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        if name not in free:
+            same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
+    return placed(case, {name: t for name, t in got.items() if name in free}, group, far.unshard)
 
 
 def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
-    """Unsharded results that are sums over ranks, of the default and of the deterministic call; asserts that all others
-    equal those of one process."""
+    """Unsharded results that are sums over ranks, of the default call; in the deterministic one, only a sink's."""
     line = group
     if case.schedule == "ulysses+ring":
         group = init_device_mesh("cpu", (2, 2))
-    given, lists = full_inputs(case), lists_of(case)
-    want = shares(case, results(case, given, lists), group)
-    local = {
-        name: t if t is None or name == "sink" else far.shard(
-            t, group, case.schedule, case.tokens("q" if name in ROWS else "kv"), axis_of(case, name)
-        )
-        for name, t in given.items()
-    }  # fmt: skip
-    lists_of_rank = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
-    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
+    given = full_inputs(case)
+    want, local = (placed(case, tensors, group) for tensors in (results(case, given), given))
     result = []
     for deterministic in (False, True):
-        how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
-        got = results(case, local, lists_of_rank, **how)
-        assert got.keys() == want.keys()
-        free = set() if deterministic else {*SUMMED}
+        got = results(case, local, **options(case, group), deterministic=deterministic)
+        free = set() if deterministic else got.keys() & SUMMED
         if "dsink" in got and dist.get_world_size(line) > 1:
             got["dsink"] = summed(got["dsink"], line)
             free.add("dsink")
-        for name, tensor in want.items():
-            if name not in free:
-                same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
-        result.append({
-            name: far.unshard(t, group, case.schedule, case.tokens(side_of(name)), axis_of(case, name))
-            if side_of(name) else t
-            for name, t in got.items() if name in (*SUMMED, "dsink")
-        })  # fmt: skip
+        result.append(agree(case, got, want, group, free))
     return result
+
+
+def merged(group: Any, case: Case) -> dict[str, Tensor]:
+    """Unsharded gradients that are sums over ranks, of the indexer with merge_topk (queries are gathered, not keys)."""
+    given = full_inputs(case)
+    want, local = (placed(case, tensors, group) for tensors in (indexed(case, given), given))
+    got = indexed(case, local, **options(case, group), merge_topk=True)
+    free = {"indexer's index_q", "indexer's weights"} if dist.get_world_size() > 1 else set()
+    return agree(case, got, want, group, free)
 
 
 @cache
 def expected(case: Case) -> dict[str, Expected]:
     """Gradients and loss of one process by golden, with expected errors of a right program."""
-    t, lists = full_inputs(case), lists_of(case)
+    t = full_inputs(case)
+    lists: Any = t["lists"]
     of_all = {**case.how, "actual_seq_qlen": case.how["q_len"], "actual_seq_kvlen": case.how["kv_len"]}
     index = {"query": t["index_q"], "key": t["index_k"], "weights": t["weights"], "sparse_count": case.top_k, **of_all}
     chooser = indexer_call(bind(indexer_own.RECORD, index))
@@ -275,39 +274,10 @@ def expected(case: Case) -> dict[str, Expected]:
     return result | {"loss": loss, "loss's index_k": answer["dkey_index"].map(lambda x: x / 2)}
 
 
-def merged(group: Any, case: Case) -> dict[str, Tensor]:
-    """Unsharded gradients that are sums over ranks, of the indexer with merge_topk (queries are gathered, not keys)."""
-    tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
-    how = {"group": group, "schedule": case.schedule, "tokens": tokens, "merge_topk": True}
-    names = ("index_q", "index_k", "weights")
-    sides = ("q", "kv", "q")
-
-    def found_by(given: dict[str, Any], sharded: bool, **more: Any) -> dict[str, Tensor]:
-        def local_of(t: Tensor, side: str) -> Tensor:
-            return far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded))) if sharded else t
-
-        t = [local_of(given[name], side).detach().requires_grad_() for name, side in zip(names, sides, strict=True)]
-        library: Any = far if sharded else fa
-        indices, values = library.lightning_indexer(*t, case.top_k, **case.how, **more)
-        values.backward(local_of(given["dvalues"], "q"))
-        result = {"indices": indices, "values": values.detach()}
-        return result | {name: x.grad for name, x in zip(names, t, strict=True)}
-
-    want, got = found_by(full_inputs(case), False), found_by(full_inputs(case), True, **how)
-    result = {}
-    for name in want:
-        lie = group, case.schedule, case.tokens("kv" if name == "index_k" else "q"), int(bool(case.padded))
-        if name in ("index_q", "weights") and dist.get_world_size() > 1:
-            result[f"indexer's {name}"] = far.unshard(got[name], *lie)
-        else:
-            same_bits(got[name], far.shard(want[name], *lie), f"{case.id}, rank {dist.get_rank()}: {name}")
-    return result
-
-
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
 def test_merged_topk_selections_equal_one_process(worlds: Worlds, case: Case, world: int) -> None:
-    judge(case, [result for result in worlds.run(world, merged, case) if result])
+    judge(case, worlds.run(world, merged, case))
 
 
 def test_topk_orders_nan_first_and_ties_by_index() -> None:
@@ -329,10 +299,8 @@ def test_sparse_attention_and_indexer_on_ranks_match_one_process(worlds: Worlds,
 
 def judge(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
     """Assert equal results on all ranks, within the error bound of golden."""
-    if not by_rank:
-        return
     first, *others = by_rank
     for other in others:
         same_bits(other, first, "another rank's")
-    want = expected(case)
-    check(case.id, first, {name: want[name] for name in first})
+    if first:
+        check(case.id, first, {name: expected(case)[name] for name in first})

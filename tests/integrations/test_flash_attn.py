@@ -9,17 +9,12 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.docs_tables import table, write, written
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 import fusion_attention as fa
@@ -28,7 +23,6 @@ from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import argument_conversion, functions
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
-PAGE = "with_flash_attn.md"
 Tensor = torch.Tensor
 
 
@@ -38,37 +32,6 @@ def nothing_stays() -> Iterator[None]:
     integration.uninstall()
     assert importlib.util.find_spec("flash_attn") is None
     assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
-
-
-def lines() -> str:
-    """Markdown table of parameters for docs/with_flash_attn.md."""
-    train, run, none = "forward, backward", "forward", "no effect"
-    rows = [
-        (
-            f"`{name}`" if " " not in name else name,
-            none if name == "deterministic" else train,
-            none if name == "deterministic" else train,
-            "-" if name == "deterministic" else run,
-        )
-        for name in WORDS
-    ]
-    rows += [
-        ("dropout_p", train, train, "-"),
-        ("return_attn_probs, return_softmax_lse", "(out, lse, None)", "(out, lse, None)", "(out, lse)"),
-        ("N1 a multiple of N2; qkv or kv in one tensor", train, train, run),
-        ("float16, bfloat16, and float32", train, train, run),
-        ("block_table, pages of any size", "-", run, run),
-        ("k, v appended in place; cache_seqlens a number or a tensor", "-", "-", run),
-        ("cache_batch_idx, cache_leftpad", "-", "-", run),
-        ("rotary_cos, rotary_sin, rotary_interleaved", "-", "-", run),
-        ("max_seqlen_q, max_seqlen_k, num_splits", "-", none, none),
-        ("torch.compile(fullgraph=True)", train, train, "no"),
-    ]
-    return table(("call", "`flash_attn_func`", "`flash_attn_varlen_func`", "`flash_attn_with_kvcache`"), rows)
-
-
-def test_docs_page_contains_the_generated_support_table() -> None:
-    assert written(PAGE) == lines(), "python tests/integrations/test_flash_attn.py writes it"
 
 
 def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> None:
@@ -364,7 +327,3 @@ def test_transformers_flash_attention_2_matches_eager_attention() -> None:
         [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    write(PAGE, lines())

@@ -8,18 +8,13 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.hf_models import Float64Torch
 from support.sparse_checks import close
-from support.sparse_models import code_of
+from support.sparse_models import CSA, HCA, SLIDING, code_of, divergence, in_float64, same_losses, scores_of
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-import fusion_attention as fa
 from fusion_attention.nn import STAGES, CompressedAttention, CompressedCache, Stage, rope_table, set_stage
-from fusion_attention.testing import check
-from fusion_attention.testing.estimated_rounding_errors import expected_of
 
-SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, CSA, HCA)
 RATES, WINDOW, TOP_K, DIM = {CSA: 4, HCA: 8}, 6, 3, 32
 HEADS = 32  # of the indexer: with few of them some keys score 0, and tie
@@ -33,15 +28,6 @@ def ours(kind: str) -> CompressedAttention:
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
-
-
-@pytest.fixture
-def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let transformers' modules and this library compute in float64 throughout."""
-    monkeypatch.setattr(code_of("deepseek_v4"), "torch", Float64Torch())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    with fa.use_backend("golden"):
-        yield
 
 
 class Theirs:
@@ -69,14 +55,24 @@ class Theirs:
         cos, sin = self.turns(tokens)[self.module.rope_layer_type]
         return cos[0], sin[0]
 
-    def __call__(self, hidden: Tensor, first: int = 0, cache: Any = None) -> Tensor:
+    def arguments(self, hidden: Tensor, first: int = 0, cache: Any = None) -> dict[str, Any]:
         rows = hidden.shape[1]
         at = torch.arange(first, first + rows)[None]
         keys = rows if rows > 1 else min(first, WINDOW - 1) + 1  # one row sees all keys of its cache
         visible = torch.ones(rows, keys).tril(keys - rows).triu(keys - rows + 1 - WINDOW) > 0
         mask = torch.zeros(len(hidden), 1, rows, keys, dtype=torch.float64).masked_fill(~visible, -torch.inf)
-        out: Tensor = self.module(hidden, self.turns(first + rows, first), at, mask, past_key_values=cache)[0]
+        given = {"hidden_states": hidden, "position_embeddings": self.turns(first + rows, first)}
+        return given | {"position_ids": at, "attention_mask": mask, "past_key_values": cache}
+
+    def __call__(self, *args: Any) -> Tensor:
+        out: Tensor = self.module(**self.arguments(*args))[0]
         return out
+
+
+@pytest.fixture
+def float64_throughout() -> Iterator[None]:
+    with in_float64(Theirs(ours(SLIDING), SLIDING).module):
+        yield
 
 
 @pytest.mark.parametrize("rows", [3, 8, 21])
@@ -121,84 +117,24 @@ def test_decode_with_cache_equals_transformers_and_one_full_call(kind: str, floa
 # -------------------------------------------------------------------------------------------------------------- stages
 
 
-def indexed(layer: CompressedAttention, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """(indexer scores [B, S, entries], attention logits [B, S, N, S + entries]), -inf for keys that a row does not see;
-    computed with masks from the modules' projections."""
-    ratio, rows = 4, x.shape[1]
-    entries = rows // ratio
-    visible = (torch.arange(entries) + 1) * ratio <= torch.arange(rows)[:, None] + 1
-
-    def turned(t: Tensor, at: Tensor) -> Tensor:
-        cos, sin = (table[at].to(t.dtype) for table in rope)
-        head, tail = t[..., : -2 * cos.shape[-1]], t[..., -2 * cos.shape[-1] :].unflatten(-1, (-1, 2))
-        spin = torch.view_as_complex(tail.contiguous()) * torch.complex(cos, sin)[:, None]
-        return torch.cat((head, torch.view_as_real(spin).flatten(-2)), -1)
-
-    def pooled(of: Any) -> Tensor:
-        kv, gate = of.kv_proj(x)[:, : entries * ratio], of.gate_proj(x)[:, : entries * ratio]
-        kv, gate = (t.unflatten(1, (entries, ratio)) for t in (kv, gate + of.position_bias.repeat(entries, 1)))
-        half, results = kv.shape[-1] // 2, []
-        for w in range(entries):
-            before = (
-                [(t[:, w - 1, :, :half]) for t in (kv, gate)] if w else [kv[:, 0, :0, :half], gate[:, 0, :0, :half]]
-            )
-            k, z = (torch.cat((b, t[:, w, :, half:]), 1) for b, t in zip(before, (kv, gate), strict=True))
-            results.append((z.softmax(1) * k).sum(1))
-        return turned(of.kv_norm(torch.stack(results, 1))[:, :, None], torch.arange(entries) * ratio)
-
-    latent, at = layer.q_a_norm(layer.q_a_proj(x)), torch.arange(rows)
-    q = nn.functional.rms_norm(layer.q_b_proj(latent).unflatten(-1, (4, 16)), (16,), eps=1e-6)
-    q, k = turned(q, at), turned(layer.kv_norm(layer.kv_proj(x))[:, :, None], at)
-    near = (at <= at[:, None]) & (at > at[:, None] - WINDOW)
-    every, is_visible = torch.cat((k, pooled(layer.compressor)), 1)[:, :, 0], torch.cat((near, visible), 1)
-    logits = (torch.einsum("bshd,bjd->bshj", q, every) / 4).masked_fill(~is_visible[:, None], -torch.inf)
-    indexer: Any = layer.indexer
-    index_q = turned(indexer.q_b_proj(latent.detach()).unflatten(-1, (HEADS, 16)), at)
-    dots = torch.einsum("bshd,bed->bshe", index_q, pooled(indexer)[:, :, 0]).relu()
-    weights = indexer.scorer["weights_proj"](x.detach()) * (HEADS * 16) ** -0.5
-    return (dots * weights[..., None]).sum(2).masked_fill(~visible, -torch.inf), logits
-
-
-def divergence(layer: CompressedAttention, stage: str, x: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """Loss and gradients of the indexer's parameters."""
-    rows = x.shape[1]
-    scores, logits = indexed(layer, x, rope_table(torch.arange(rows), 8))
-    chosen = scores > -torch.inf
-    if stage == "sparse":
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :TOP_K]
-        chosen = chosen & torch.zeros_like(chosen).scatter_(-1, order, True)
-    with torch.no_grad():
-        shown = logits.clone()
-        shown[..., rows:].masked_fill_(~chosen[:, :, None], -torch.inf)
-        sinks = layer.sinks.view(1, 1, -1, 1).expand(2, rows, -1, 1)
-        p = torch.cat((shown, sinks), -1).softmax(-1)[..., rows:-1].mean(2)
-    real = torch.arange(rows) < torch.tensor(lengths)[:, None]
-    logs = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
-    mass = p.sum(-1, keepdim=True)
-    each = (torch.special.xlogy(p, p / mass.clamp(min=1e-300)) - p * logs).sum(-1)
-    return learned(layer, (each * real).sum() / real.sum())
-
-
-def learned(layer: CompressedAttention, loss: Tensor) -> dict[str, Tensor]:
-    layer.zero_grad()
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("lengths", [None, [19, 10]])
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
-def test_indexer_loss_and_gradients_match_kl_divergence(stage: Stage, padded: bool) -> None:
-    """Only the indexer's parameters receive gradients."""
-    layer = ours(CSA)
+def test_indexer_loss_and_gradients_match_kl_divergence(
+    stage: Stage, lengths: list[int] | None, float64_throughout: None
+) -> None:
+    """KL(p || softmax(I)) of transformers' scores and weights; only the indexer's parameters receive gradients."""
+    layer = ours(CSA).double()
     set_stage(layer, stage)
-    rows, lengths = 19, [19, 10] if padded else None
-    x = torch.randn(2, rows, DIM)
-    got = learned(layer, layer(x, rope=rope_table(torch.arange(rows), 8), lengths=lengths)[1])
-    assert got.keys() == {"loss", *(name for name, _ in layer.named_parameters() if "indexer" in name)}
-    in_float64 = copy.deepcopy(layer).double()
-    check(stage, got, expected_of(lambda: divergence(in_float64, stage, x.double(), lengths or [rows, rows]), got, 16))
+    theirs, x = Theirs(layer, CSA), torch.randn(2, 19, DIM, dtype=torch.float64)
+    theirs.module.compressor.indexer.index_topk = 64 if stage == "warmup" else TOP_K
+    scores, p = scores_of("deepseek_v4", theirs.module, theirs.arguments(x))
+    real = torch.arange(19) < torch.tensor(lengths or [19, 19])[:, None]
+    expected, size = divergence(scores, p * real[..., None])
+    rows = float(real.double().mean())
+    (expected / rows).backward()
+    _, loss = layer(x, rope=theirs.rope(19), lengths=lengths)
+    loss.backward()
+    same_losses((layer, loss), (theirs.module, expected / rows), size / rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

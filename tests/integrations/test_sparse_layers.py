@@ -1,4 +1,4 @@
-"""transformers layers with key selection run on this library: float32, bfloat16 selections, memory, compiled models."""
+"""transformers layers with key selection run on this library: float32 and bfloat16, memory, compiled models."""
 
 import copy
 from typing import Any
@@ -9,14 +9,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.sparse_models import EAGER, MODELS, in_float64, layers_of, make, tokens
+from support.sparse_models import EAGER, MODELS, in_float64, indexed_layer, inputs_of, make, tokens
 
-import fusion_attention as fa
-from fusion_attention.integrations import sparse_latent
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.testing import check, estimated_rounding_errors
 
-NUMBER = {"deepseek_v4": 1}  # of the layer that chooses keys
 # transformers' linear attention allocates more than linearly, and its gradient cannot be traced.
 INDEXED = {"qwen4_exp": {"layer_types": ["indexed_attention"] * 2}}
 
@@ -24,20 +21,6 @@ INDEXED = {"qwen4_exp": {"layer_types": ["indexed_attention"] * 2}}
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
     integration.register()
-
-
-def inputs_of(model: Any, number: int, ids: Tensor) -> dict[str, Any]:
-    """Arguments that the model passes to attention layer `number`."""
-    given: dict[str, Any] = {}
-
-    def note(module: Any, args: Any, words: Any) -> None:
-        given.update(words, **dict(zip(("hidden_states", "position_embeddings"), args, strict=False)))
-
-    hook = layers_of(model)[number].register_forward_pre_hook(note, with_kwargs=True)
-    with in_float64(model), torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    return given
 
 
 def converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -64,9 +47,11 @@ def trained(layer: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_sparse_layer_output_and_gradients_are_within_error_bound(name: str, dtype: torch.dtype) -> None:
-    model, number = make(name), NUMBER.get(name, 0)
-    given = converted(inputs_of(model, number, tokens(2, 20)), dtype)
-    layer = copy.deepcopy(layers_of(model)[number]).to(dtype)
+    model = make(name)
+    given = converted(inputs_of(name, model, tokens(2, 20)), dtype)
+    layer = copy.deepcopy(indexed_layer(name, model)).to(dtype)
+    if name in ("deepseek_v32", "glm_moe_dsa"):
+        layer.indexer.weights_proj.float()  # as transformers loads it
     ours = trained(layer, given, dtype)
     theirs = copy.deepcopy(layer).double()
     theirs.config = copy.copy(theirs.config)
@@ -78,43 +63,6 @@ def test_sparse_layer_output_and_gradients_are_within_error_bound(name: str, dty
     exact = converted(given, torch.float64) | {"attention_mask": mask}
     with in_float64(model):
         check(name, ours, estimated_rounding_errors.expected_of(lambda: trained(theirs, exact, dtype), ours))
-
-
-# ----------------------------------------------------------------------------------------------------------- selections
-
-
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_bfloat16_indexer_selects_the_same_keys_as_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selections may differ in keys with scores within the rounding of the two summation orders."""
-    model = make(name, index_topk=16)
-    given = converted(inputs_of(model, 0, tokens(2, 96)), torch.bfloat16)
-    layer = layers_of(model)[0].bfloat16()
-    layer.indexer.weights_proj.float()  # as transformers loads it
-    calls: list[Any] = []
-
-    def choose(*args: Any, **words: Any) -> Any:
-        result = fa.lightning_indexer(*args, **words)
-        calls.append((args[:3], result[0][:, :, 0].long()))
-        return result
-
-    monkeypatch.setattr(sparse_latent, "lightning_indexer", choose)
-    hidden, turns = given["hidden_states"], given["position_embeddings"]
-    with torch.no_grad():
-        layer(**given)
-        mask = torch.ones(2, 96, 96, dtype=torch.bool).tril()
-        latent = layer.q_a_layernorm(layer.q_a_proj(hidden))
-        theirs = layer.indexer(hidden, latent, turns, mask, None)[:, 16:].long()
-    (((q, k, weights), ours),) = calls
-    products = torch.einsum("bshd,btd->bsht", q.double(), k[:, :, 0].double())
-    scores = (products.relu() * weights.double()[..., None]).sum(2)
-    sizes = torch.einsum("bshd,btd->bsht", q.double().abs(), k[:, :, 0].double().abs())
-    terms = q.shape[2] + q.shape[3] + 3  # roundings of a score: products, heads, scale, weights
-    bound = terms * torch.finfo(torch.float32).eps * (sizes * weights.double().abs()[..., None]).sum(2)
-    for b, row in torch.cartesian_prod(torch.arange(2), torch.arange(80)).tolist():
-        mine, other = set(ours[b, row].tolist()), set(theirs[b, row].tolist())
-        for one, another in zip(sorted(mine - other), sorted(other - mine), strict=True):
-            apart = (scores[b, row, one] - scores[b, row, another]).abs()
-            assert apart <= bound[b, row, one] + bound[b, row, another]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -70,18 +70,6 @@ def test_logits_and_gradients_match_eager_attention(name: str, kind: str) -> Non
     agree(gradients(make(name, **changed), mine), gradients(make(name, EAGER, **changed), theirs))
 
 
-def test_logits_change_when_all_keys_are_selected() -> None:
-    """If selection had no effect, the tests above could not fail."""
-    calls = calls_of("long")[0]
-    for name, changed in (
-        ("deepseek_v32", "index_topk"),
-        ("deepseek_v4", "index_topk"),
-        ("qwen4_exp", "indexer_budget"),
-    ):
-        ours, others = (gradients(make(name, **words), calls)["logits"] for words in ({}, {changed: 64}))
-        assert (ours - others).abs().max() > 1e-2 * ours.abs().max()
-
-
 # ------------------------------------------------------------------------------------------------------------- caches
 
 
@@ -115,6 +103,7 @@ def test_prefill_and_decode_with_caches_match_eager_attention(name: str, kind: s
     agree(*({"logits": logits[keep]} for logits in result))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_generated_tokens_equal_eager_attention(name: str, options: dict[str, Any]) -> None:

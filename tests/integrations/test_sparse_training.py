@@ -1,9 +1,7 @@
 """transformers models with key selection: patches, errors, fallbacks to transformers' code, indexer losses,
-checkpointing, compiled models, memory, float32 and bfloat16."""
+checkpointing, autocast."""
 
 import copy
-import logging
-import math
 from typing import Any
 
 import pytest
@@ -20,10 +18,15 @@ from support.sparse_models import (
     OURS,
     agree,
     code_of,
+    divergence,
     gradients,
     in_float64,
+    indexed_layer,
+    inputs_of,
     layers_of,
     make,
+    same_losses,
+    scores_of,
     tokens,
 )
 
@@ -108,24 +111,12 @@ def test_refuses_inconsistent_model_configurations(name: str, attribute: str, va
 # -------------------------------------------------------------------------------------- fallbacks to transformers' code
 
 
-class Notes(logging.Handler):
-    """Handler that collects log messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
-def notes() -> Any:
-    handler, logger = Notes(), sparse_models._log
-    type(logger).warning_once.cache_clear() if hasattr(type(logger).warning_once, "cache_clear") else None
-    logger.addHandler(handler)
-    yield handler.texts
-    logger.removeHandler(handler)
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that the integration logs, one per layer and call."""
+    texts: list[str] = []
+    monkeypatch.setattr(sparse_models._log, "warning_once", texts.append)
+    return texts
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,10 +128,11 @@ def test_output_attentions_falls_back_to_eager_weights(name: str, notes: list[st
             out = model(tokens(3, 24), output_attentions=True, use_cache=False)
         results.append({str(i): weights for i, weights in enumerate(out.attentions)} | {"logits": out.logits})
     agree(*results)
-    assert len(notes) == 1
-    assert "output_attentions asks for all weights: the layers are computed by transformers' own code" in notes[0]
+    (note,) = set(notes)
+    assert "output_attentions asks for all weights: the layers are computed by transformers' own code" in note
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("name", MODELS)
 def test_four_dimensional_masks_fall_back_to_transformers_code(name: str, kind: str, notes: list[str]) -> None:
@@ -150,8 +142,8 @@ def test_four_dimensional_masks_fall_back_to_transformers_code(name: str, kind: 
     theirs = gradients(make(name, EAGER), calls(attention_mask=added))
     ours = gradients(make(name), calls(attention_mask=visible if kind == "bool" else added))
     agree(ours, theirs)
-    assert len(notes) == 1
-    assert "four-dimensional" in notes[0]
+    (note,) = set(notes)
+    assert "four-dimensional" in note
 
 
 def test_attention_dropout_falls_back_to_transformers_code(notes: list[str]) -> None:
@@ -159,19 +151,20 @@ def test_attention_dropout_falls_back_to_transformers_code(notes: list[str]) -> 
     for layer in layers_of(model):
         layer.attention_dropout = 0.5
     gradients(model, calls())
-    assert len(notes) == 1
-    assert "attention_dropout" in notes[0]
+    (note,) = set(notes)
+    assert "attention_dropout" in note
+    notes.clear()
     model.eval()
     gradients(model, calls())
-    assert len(notes) == 1
+    assert not notes
 
 
 def test_position_ids_with_gaps_fall_back_to_transformers_code(notes: list[str]) -> None:
     """Positions determine the visible compressed keys, so gaps change them."""
     given = {"position_ids": torch.arange(0, 48, 2)[None].expand(3, -1), "attention_mask": FULL.long()}
     agree(gradients(make("deepseek_v4"), calls(**given)), gradients(make("deepseek_v4", EAGER), calls(**given)))
-    assert len(notes) == 1
-    assert "position_ids" in notes[0]
+    (note,) = set(notes)
+    assert "position_ids" in note
 
 
 def test_refuses_packed_sequences_with_a_compressed_key_cache() -> None:
@@ -183,80 +176,23 @@ def test_refuses_packed_sequences_with_a_compressed_key_cache() -> None:
 # ------------------------------------------------------------------------------------------------------ indexer losses
 
 
-def scores_of(name: str, layer: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(indexer scores, attention weights averaged over heads) of all keys, [B, S, T], from transformers' modules."""
-    taken: dict[str, Any] = {}
-    code, topk = code_of(name), torch.Tensor.topk
-    eager = code.eager_attention_forward
-
-    def scores(t: Tensor, *args: Any, **words: Any) -> Any:
-        if t.dim() == 3:
-            taken["scores"] = t
-        return topk(t, *args, **words)
-
-    def attend(*args: Any, **words: Any) -> Any:
-        out, weights = eager(*args, **words)
-        taken["weights"] = weights
-        return out, weights
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "topk", scores)
-        patch.setattr(code, "eager_attention_forward", attend)
-        if name != "deepseek_v4":  # whose indexer computes with gradients
-            patch.setattr(
-                code.__dict__[type(layer.indexer).__name__], "forward", type(layer.indexer).forward.__wrapped__
-            )
-        layer(**given)
-    weights = taken["weights"].mean(1).detach()
-    return taken["scores"], weights[..., weights.shape[-1] - taken["scores"].shape[-1] :]
-
-
-def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
-    """(mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p) over keys with p > 0, mean of absolute terms)."""
-    visible, mass = p > 0, p.sum(-1, keepdim=True)
-    log_y = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0)
-    log_p = torch.where(visible, p / mass, 1).log()
-    rows = p.shape[0] * p.shape[1]
-    return (p * (log_p - log_y)).sum() / rows, float((p * (log_p.abs() + log_y.abs())).sum()) / rows
-
-
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 @pytest.mark.parametrize("name", STAGED)
 def test_indexer_loss_and_gradients_match_kl_divergence(name: str, stage: Any) -> None:
     """KL(p || softmax(I)) is computed from transformers' scores and weights, over all (warmup) or selected keys."""
     top_k = {"index_topk": 64} if stage == "warmup" else {}
     model, theirs = make(name), make(name, EAGER, **top_k)
-    number = 1 if name == "deepseek_v4" else 0
-    layers = layers_of(model)
+    layer, other = indexed_layer(name, model), indexed_layer(name, theirs)
     set_stage(model.train(), stage)
-    given: dict[str, Any] = {}
-    hook = layers_of(theirs)[number].register_forward_pre_hook(
-        lambda module, args, words: given.update(words, **dict(zip(["hidden_states"], args, strict=False))),
-        with_kwargs=True,
-    )
-    with in_float64(model), in_float64(theirs):
-        theirs(tokens(2, 24), use_cache=False)
-        hook.remove()
-        given = {n: t.detach() if isinstance(t, Tensor) else t for n, t in given.items()}
-        expected_scores, p = scores_of(name, layers_of(theirs)[number], given)
-        expected, size = divergence(expected_scores, p)
+    given = inputs_of(name, theirs, tokens(2, 24))
+    with in_float64(model):
+        expected, size = divergence(*scores_of(name, other, given))
         expected.backward()
-        layer = layers[number]
-        mine = given | {"attention_mask": None}
-        layer(**mine)
+        layer(**given | {"attention_mask": None})
         loss = integration.indexer_loss(layer)
         loss.backward()
     assert loss.dtype == torch.float32
-    unit = torch.finfo(torch.float32).eps  # of the loss, and of the probabilities of compressed keys
-    assert abs(float(loss) - float(expected)) <= unit * size
-    grads = (
-        {n: q.grad for n, q in m.named_parameters() if q.grad is not None} for m in (layer, layers_of(theirs)[number])
-    )
-    ours, others = grads
-    assert ours.keys() == {n for n in others if "indexer" in n}
-    for parameter, gradient in ours.items():
-        error = (gradient - others[parameter]).abs().max()
-        assert error <= unit * others[parameter].abs().sum(), parameter
+    same_losses((layer, loss), (other, expected), size)
 
 
 @pytest.mark.parametrize("name", STAGED)

@@ -4,8 +4,8 @@ The reference is eager attention in float64, with its expected rounding errors.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family, in_float64
+from support.hf_models import BY_NAME, COLUMNS, FAMILIES, VOCABULARY, Family, in_float64, model_of
 from transformers import EncoderDecoderCache
 
 from fusion_attention.integrations import sparse_latent
@@ -24,7 +24,6 @@ from fusion_attention.testing import check, estimated_rounding_errors
 
 LENGTHS = 13, 6, 9
 NEW = 5
-BY_NAME = {family.name: family for family in FAMILIES}
 # Compiling takes seconds, so `make test` compiles one decoder and one encoder.
 RARE, COMPILED = ("torch.compile", "left-padded", "bfloat16", "static cache"), ("Llama", "BERT")
 
@@ -129,16 +128,26 @@ def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
     return {"logits": torch.stack(result.logits)}
 
 
-def expected_of(family: Family, model: Any, calls: Batches, column: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Results of eager attention in float64, with the expected rounding errors of dtype."""
-    exact = copy.deepcopy(model).double()
+def dtype_of(column: str) -> torch.dtype:
+    return torch.bfloat16 if column == "bfloat16" else torch.float32
+
+
+@cache
+def expected(name: str, column: str) -> Mapping[str, Any]:
+    """Results of eager attention in float64, with the expected rounding errors; shared by columns with equal batches.
+
+    column: form of a batch, or "generate".
+    """
+    family, dtype = BY_NAME[name], dtype_of(column)
+    exact = copy.deepcopy(model_of(name)).to(dtype).double()
     exact.set_attn_implementation("eager")
+    _, calls = batches(family, "left-padded" if column == "generate" else column)
     calls = rounded(rounded(calls, dtype), torch.float64)
-    run = partial(generated, column="generate") if column in GENERATED else partial(trained, dtype=dtype)
+    run = partial(generated, column=column) if column == "generate" else partial(trained, dtype=dtype)
     with in_float64(family):
         stored = {name: t.to(dtype) for name, t in run(exact, calls).items()}
-        expected: Mapping[str, Any] = estimated_rounding_errors.expected_of(lambda: run(exact, calls), stored)
-        return expected
+        result: Mapping[str, Any] = estimated_rounding_errors.expected_of(lambda: run(exact, calls), stored)
+        return result
 
 
 LAYER_NORM = torch.nn.functional.layer_norm
@@ -153,20 +162,6 @@ def layer_norm(
     return result if bias is None else result + bias
 
 
-@pytest.fixture(scope="module")
-def models() -> Callable[[Family], Any]:
-    """Function that returns a family's model and keeps the last one."""
-    built: dict[str, Any] = {}
-
-    def model_of(family: Family) -> Any:
-        if family.name not in built:
-            built.clear()
-            built[family.name] = family.make()
-        return built[family.name]
-
-    return model_of
-
-
 def cases() -> list[Any]:
     results = []
     for family in FAMILIES:
@@ -177,34 +172,17 @@ def cases() -> list[Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def expectations() -> dict[tuple[str, ...], Any]:
-    """Cache of expected results, shared by columns with equal batches."""
-    return {}
-
-
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "column"), cases())
-def test_outputs_and_gradients_match_eager_attention(
-    models: Callable[[Family], Any],
-    expectations: dict[tuple[str, ...], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    column: str,
-) -> None:
+def test_outputs_and_gradients_match_eager_attention(monkeypatch: pytest.MonkeyPatch, name: str, column: str) -> None:
     assert column in COLUMNS
-    family = BY_NAME[name]
-    model = copy.deepcopy(models(family))
-    dtype = torch.bfloat16 if column == "bfloat16" else torch.float32
-    model = model.to(dtype)
+    family, dtype = BY_NAME[name], dtype_of(column)
     batch = "left-padded" if column in GENERATED else column
     # Packed sequences of a decoder have the same results as padded ones.
     decoder = "generate" in family.columns
-    like = "padded" if column == "torch.compile" or (decoder and column == "packed") else batch
-    shared = name, "generate" if column in GENERATED else like
-    if shared not in expectations:
-        expectations[shared] = expected_of(family, model, batches(family, like)[1], column, dtype)
-    mine, _ = batches(family, batch)
+    like = "padded" if column == "torch.compile" or (decoder and column == "packed") else column
+    want = expected(name, "generate" if column in GENERATED else like)
+    model, mine = copy.deepcopy(model_of(name)).to(dtype), rounded(batches(family, batch)[0], dtype)
     model.set_attn_implementation("fusion_attention")
     calls = []
     for module, called in (
@@ -222,7 +200,6 @@ def test_outputs_and_gradients_match_eager_attention(
         if family.has_experts:
             model.set_experts_implementation("batched_mm")  # eager's loop over experts is no graph
         model.compile(fullgraph=True, backend="aot_eager")
-    mine = rounded(mine, dtype)
     ours = generated(model, mine, column) if column in GENERATED else trained(model, mine, dtype)
-    check(name, ours, expectations[shared])
+    check(name, ours, want)
     assert column == "torch.compile" or len(calls) >= 2  # one per layer

@@ -11,35 +11,29 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family, in_float64
+from support.hf_models import BY_NAME, GROUPED, VOCABULARY, Family, in_float64, model_of
 from transformers import DynamicCache, EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
-BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py
 # Gemma 3 has layers with and without a window; Mistral has one kind of layer; GPT-OSS also has sinks.
 WINDOWED = ["Gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GPT-OSS"))]
 LENGTHS = 13, 6, 9
-Models = Callable[[str], Any]
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    """Function that returns a family's model with this library's attention."""
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
     integration.register()
-    built: dict[str, Any] = {}
 
-    def model_of(name: str) -> Any:
-        if name not in built:
-            built.clear()
-            built[name] = BY_NAME[name].make()
-        built[name].set_attn_implementation("fusion_attention")
-        return built[name]
 
-    return model_of
+def served(name: str) -> Any:
+    """A family's model with this library's attention."""
+    model = model_of(name)
+    model.set_attn_implementation("fusion_attention")
+    return model
 
 
 def prompts(left_padded: bool = True) -> dict[str, Tensor]:
@@ -80,8 +74,8 @@ def paged_layers(cache: PagedCache) -> list[PagedLayer]:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_paged_cache_generates_the_same_tokens_as_transformers_cache(models: Models, name: str) -> None:
-    model = models(name)
+def test_paged_cache_generates_the_same_tokens_as_transformers_cache(name: str) -> None:
+    model = served(name)
     if model.config.is_encoder_decoder:
         torch.manual_seed(1)
         whisper = {"input_features": torch.randn(3, 8, 24)}
@@ -100,16 +94,17 @@ def test_paged_cache_generates_the_same_tokens_as_transformers_cache(models: Mod
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), *WINDOWED])
 @pytest.mark.parametrize("attention", ["fusion_attention", "sdpa", "eager"])
-def test_paged_cache_works_with_sdpa_and_eager_attention(models: Models, name: str, attention: str) -> None:
-    model, batch = models(name), prompts()
+def test_paged_cache_works_with_sdpa_and_eager_attention(name: str, attention: str) -> None:
+    model, batch = served(name), prompts()
     if name == "GPT-OSS" and attention == "sdpa":
         attention = "eager"  # sdpa knows no sinks
     model.set_attn_implementation(attention)
-    result, want = (generated(model, batch, cache, output_logits=True) for cache in (paged(model), None))
+    how = {"output_logits": True, "max_new_tokens": 4}
+    result, want = (generated(model, batch, cache, **how) for cache in (paged(model), None))
     assert torch.equal(result.sequences, want.sequences)
     logits = {"pages": torch.stack(result.logits), "rows": torch.stack(want.logits)}
 
-    near(logits, model, BY_NAME[name], lambda model: torch.stack(generated(model, batch, output_logits=True).logits))
+    near(logits, model, BY_NAME[name], lambda model: torch.stack(generated(model, batch, **how).logits))
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
@@ -123,10 +118,8 @@ def test_paged_cache_works_with_sdpa_and_eager_attention(models: Models, name: s
     ],
     ids=str,
 )
-def test_paged_cache_supports_beams_sampling_and_chunked_prefill(
-    models: Models, name: str, options: dict[str, Any]
-) -> None:
-    model, result = models(name), []
+def test_paged_cache_supports_beams_sampling_and_chunked_prefill(name: str, options: dict[str, Any]) -> None:
+    model, result = served(name), []
     batch = prompts("prefill_chunk_size" not in options)
     for cache in (None, paged(model)):
         torch.manual_seed(0)
@@ -136,8 +129,8 @@ def test_paged_cache_supports_beams_sampling_and_chunked_prefill(
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 @pytest.mark.parametrize("kind", ["prompt_lookup_num_tokens", "assistant_model"])
-def test_paged_cache_frees_pages_of_rejected_speculative_tokens(models: Models, name: str, kind: str) -> None:
-    model = models(name)
+def test_paged_cache_frees_pages_of_rejected_speculative_tokens(name: str, kind: str) -> None:
+    model = served(name)
     helper = copy.deepcopy(model)
     with torch.no_grad():  # an assistant that is wrong now and then
         helper.lm_head.weight += 0.3 * torch.randn_like(helper.lm_head.weight)
@@ -154,8 +147,8 @@ def test_paged_cache_frees_pages_of_rejected_speculative_tokens(models: Models, 
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
-def test_paged_cache_continues_generation_in_a_second_turn(models: Models, name: str) -> None:
-    model, batch = models(name), prompts()
+def test_paged_cache_continues_generation_in_a_second_turn(name: str) -> None:
+    model, batch = served(name), prompts()
     results = []
     for cache in (DynamicCache(config=model.config), paged(model)):
         first = generated(model, batch, cache).sequences
@@ -165,8 +158,8 @@ def test_paged_cache_continues_generation_in_a_second_turn(models: Models, name:
     assert torch.equal(*results)
 
 
-def test_padding_uses_no_pages_and_sliding_layers_keep_only_the_window(models: Models) -> None:
-    model = models("Gemma 3")
+def test_padding_uses_no_pages_and_sliding_layers_keep_only_the_window() -> None:
+    model = served("Gemma 3")
     cache = paged(model)
     generated(model, prompts(), cache)
     for layer in paged_layers(cache):
@@ -179,8 +172,8 @@ def test_padding_uses_no_pages_and_sliding_layers_keep_only_the_window(models: M
     assert {layer.is_sliding for layer in paged_layers(cache)} == {True, False}
 
 
-def test_long_prompt_stores_only_the_sliding_window(models: Models) -> None:
-    model = models("Mistral")
+def test_long_prompt_stores_only_the_sliding_window() -> None:
+    model = served("Mistral")
     cache = paged(model)
     with torch.no_grad():
         model(torch.randint(3, VOCABULARY, (2, 90)), past_key_values=cache)
@@ -191,8 +184,8 @@ def test_long_prompt_stores_only_the_sliding_window(models: Models) -> None:
     assert cache.get_seq_length() == 90
 
 
-def test_beams_share_pages(models: Models) -> None:
-    model = models("Llama")
+def test_beams_share_pages() -> None:
+    model = served("Llama")
     cache = paged(model, page_size=2)
     batch = {key: t[:1].repeat(1, 4) for key, t in prompts(left_padded=False).items()}
     generated(model, batch, cache, num_beams=4)
@@ -201,8 +194,8 @@ def test_beams_share_pages(models: Models) -> None:
     assert pool.pages - pool.free_pages < 2 * (52 + 7) // 2  # of four beams of 59 tokens
 
 
-def test_int8_and_int4_caches_use_less_memory_with_small_logit_errors(models: Models) -> None:
-    model, batch = models("Llama"), prompts()
+def test_int8_and_int4_caches_use_less_memory_with_small_logit_errors() -> None:
+    model, batch = served("Llama"), prompts()
     caches = [paged(model, stored=stored) for stored in ("", "int8", "int4")]
     full_precision, *narrow = (
         generated(model, batch, cache, max_new_tokens=2, output_logits=True).logits for cache in caches
@@ -213,8 +206,8 @@ def test_int8_and_int4_caches_use_less_memory_with_small_logit_errors(models: Mo
     assert 0 < 4 * fine < coarse  # a step of int4 is 18 of int8
 
 
-def test_copied_and_reset_caches_generate_the_expected_tokens(models: Models) -> None:
-    model, batch = models("Gemma 3"), prompts()
+def test_copied_and_reset_caches_generate_the_expected_tokens() -> None:
+    model, batch = served("Gemma 3"), prompts()
     cache = paged(model)
     with torch.no_grad():
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -230,8 +223,8 @@ def test_copied_and_reset_caches_generate_the_expected_tokens(models: Models) ->
     assert torch.equal(generated(model, longer, cache).sequences, want)
 
 
-def test_mask_that_hides_cached_tokens_in_a_later_step_is_applied(models: Models) -> None:
-    model, batch = models("Llama"), prompts(left_padded=False)
+def test_mask_that_hides_cached_tokens_in_a_later_step_is_applied() -> None:
+    model, batch = served("Llama"), prompts(left_padded=False)
 
     def call(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -251,8 +244,8 @@ def test_mask_that_hides_cached_tokens_in_a_later_step_is_applied(models: Models
 
 
 @pytest.mark.parametrize("change", ["select", "repeat"])
-def test_batch_select_and_batch_repeat_match_dynamic_cache(models: Models, change: str) -> None:
-    model, batch = models("Mistral"), prompts()
+def test_batch_select_and_batch_repeat_match_dynamic_cache(change: str) -> None:
+    model, batch = served("Mistral"), prompts()
 
     def call(model: Any, cache: Any) -> Tensor:
         with torch.no_grad():
@@ -272,8 +265,8 @@ def test_batch_select_and_batch_repeat_match_dynamic_cache(models: Models, chang
         compare_with("(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2)
 
 
-def test_paged_cache_refuses_gradients_batch_changes_and_invalid_crops(models: Models) -> None:
-    model, batch = models("Mistral"), prompts(left_padded=False)
+def test_paged_cache_refuses_gradients_batch_changes_and_invalid_crops() -> None:
+    model, batch = served("Mistral"), prompts(left_padded=False)
     cache = paged(model)
     with pytest.raises(ValueError, match="expected no gradient, got one"):
         model(**batch, past_key_values=cache)
@@ -301,8 +294,8 @@ def in_parts(model: Any, cache: Any, ids: Tensor, mask: Tensor, first: int) -> T
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_sliding_window_counts_padding_between_turns(name: str, models: Models) -> None:
-    model, ids = models(name), torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(3))
+def test_sliding_window_counts_padding_between_turns(name: str) -> None:
+    model, ids = served(name), torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 6:9] = 0  # a first turn that ended earlier
     parts_are_near(model, BY_NAME[name], ids, mask, 9)
@@ -318,14 +311,13 @@ def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first:
 def test_values_changed_by_the_model_after_caching_are_used() -> None:
     family = Family("DiffLlama", "diffllama.DiffLlamaForCausalLM", "DiffLlamaConfig", GROUPED | {"hidden_size": 64})
     model = family.make()
-    integration.register()
     model.set_attn_implementation("fusion_attention")
-    ids = torch.randint(3, VOCABULARY, (2, 12))
+    ids = torch.randint(3, VOCABULARY, (2, 10))
     parts_are_near(model, family, ids, torch.ones_like(ids), 8)
 
 
-def test_generate_with_paged_cache_runs_under_autocast(models: Models) -> None:
-    model = models("Llama")
+def test_generate_with_paged_cache_runs_under_autocast() -> None:
+    model = served("Llama")
     with torch.autocast("cpu", torch.bfloat16):
         out = model.generate(**prompts(), max_new_tokens=2, eos_token_id=None, past_key_values=PagedCache(model.config))
     assert out.shape == (3, 15)

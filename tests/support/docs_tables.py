@@ -1,6 +1,6 @@
 """Writes the tables of docs/with_*.md: the tests of an integration and their results.
 
-python tests/integrations/test_sdpa.py          # writes its page's table; also test_flash_attn.py, test_flex_page.py
+python tests/integrations/test_sdpa.py          # writes its page's table; also test_flex_docs_table.py
 """
 
 import re

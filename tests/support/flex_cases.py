@@ -14,10 +14,10 @@ from fusion_attention.testing.estimated_rounding_errors import attend
 
 Mod = Callable[..., Any]
 
-ITEMS, HEADS, KV_HEADS, TOKENS, DIM = 2, 4, 2, 200, 16
-_DOCUMENT = torch.repeat_interleave(torch.arange(5), torch.tensor([30, 1, 100, 60, 9]))
+ITEMS, HEADS, KV_HEADS, TOKENS, DIM = 2, 4, 2, 140, 16  # more tokens than a tile of 128 has
+_DOCUMENT = torch.repeat_interleave(torch.arange(5), torch.tensor([30, 1, 60, 40, 9]))
 _OWN_DOCUMENT = torch.stack([_DOCUMENT, _DOCUMENT.flip(0).neg()])
-_LENGTH, _PAD, _PREFIX = torch.tensor([200, 133]), torch.tensor([0, 77]), torch.tensor([40, 140])
+_LENGTH, _PAD, _PREFIX = torch.tensor([140, 93]), torch.tensor([0, 77]), torch.tensor([40, 100])
 _GLOBAL = torch.arange(TOKENS) % 41 == 3
 _TABLE = torch.randn(HEADS, 2 * TOKENS, generator=torch.Generator().manual_seed(1))
 _BUCKETS = torch.randn(32, HEADS, generator=torch.Generator().manual_seed(2))
@@ -36,8 +36,8 @@ def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def neighbours(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Shows the 5 x 5 pixels around a pixel of a canvas of 20 columns and 10 rows, shifted inwards at its edges."""
-    row, column = (q // 20).clamp(2, 7), (q % 20).clamp(2, 17)
+    """Shows the 5 x 5 pixels around a pixel of a canvas of 20 columns and 7 rows, shifted inwards at its edges."""
+    row, column = (q // 20).clamp(2, 4), (q % 20).clamp(2, 17)
     return ((row - k // 20).abs() <= 2) & ((column - k % 20).abs() <= 2)
 
 

@@ -4,6 +4,7 @@ python tests/support/hf_models.py          # writes the page's table
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,6 +143,15 @@ NOT_SERVED = {
     ),
     "MPT": "the same",
 }
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@functools.lru_cache(maxsize=1)
+def model_of(name: str) -> Any:
+    """Makes a family's model, and keeps the last one; tests change only a copy, or its attention implementation."""
+    return BY_NAME[name].make()
 
 
 class Float64Torch:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -76,6 +77,25 @@ def layers_of(model: Any) -> list[Any]:
     ]
 
 
+def indexed_layer(name: str, model: Any) -> Any:
+    """Returns the first attention layer that chooses keys."""
+    return layers_of(model)[1 if name == "deepseek_v4" else 0]
+
+
+def inputs_of(name: str, model: Any, ids: Tensor) -> dict[str, Any]:
+    """Returns the arguments that the model passes to its first layer that chooses keys."""
+    given: dict[str, Any] = {}
+
+    def note(module: Any, args: Any, words: Any) -> None:
+        given.update(words, **dict(zip(("hidden_states", "position_embeddings"), args, strict=False)))
+
+    hook = indexed_layer(name, model).register_forward_pre_hook(note, with_kwargs=True)
+    with in_float64(model), torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    return given
+
+
 @contextlib.contextmanager
 def in_float64(model: Any) -> Iterator[None]:
     """Makes the modules of transformers and of this package compute everything in float64."""
@@ -105,3 +125,51 @@ def agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, expected in theirs.items():
         error = (ours[name] - expected).abs().max()
         assert error <= 1e-11 * expected.abs().max(), f"{name}: {float(error)} of {float(expected.abs().max())}"
+
+
+def scores_of(name: str, layer: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns (indexer scores, attention weights averaged over heads) [B, S, T] of a layer of transformers."""
+    taken: dict[str, Any] = {}
+    code, topk = code_of(name), torch.Tensor.topk
+    eager = code.eager_attention_forward
+
+    def scores(t: Tensor, *args: Any, **words: Any) -> Any:
+        if t.dim() == 3:
+            taken["scores"] = t
+        return topk(t, *args, **words)
+
+    def attend(*args: Any, **words: Any) -> Any:
+        out, weights = eager(*args, **words)
+        taken["weights"] = weights
+        return out, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", scores)
+        patch.setattr(code, "eager_attention_forward", attend)
+        if name != "deepseek_v4":  # whose indexer computes with gradients
+            patch.setattr(
+                code.__dict__[type(layer.indexer).__name__], "forward", type(layer.indexer).forward.__wrapped__
+            )
+        layer(**given)
+    weights = taken["weights"].mean(1).detach()
+    return taken["scores"], weights[..., weights.shape[-1] - taken["scores"].shape[-1] :]
+
+
+def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
+    """Returns the mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p), over keys with p > 0, and its size."""
+    visible, mass = p > 0, p.sum(-1, keepdim=True)
+    log_y = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0)
+    log_p = torch.where(visible, p / mass, 1).log()
+    rows = p.shape[0] * p.shape[1]
+    return (p * (log_p - log_y)).sum() / rows, float((p * (log_p.abs() + log_y.abs())).sum().detach()) / rows
+
+
+def same_losses(ours: tuple[Any, Tensor], theirs: tuple[Any, Tensor], size: float) -> None:
+    """Asserts that two (layer, loss) agree in loss and gradients, except for roundings to float32; only the indexer's
+    parameters of the first layer have gradients. size: of the terms of the loss."""
+    unit = torch.finfo(torch.float32).eps  # of the loss, and of the probabilities of compressed keys
+    assert abs(float(ours[1].detach()) - float(theirs[1].detach())) <= unit * size
+    grads, others = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m, _ in (ours, theirs))
+    assert grads.keys() == {n for n in others if "indexer" in n}
+    for name, gradient in grads.items():
+        assert (gradient - others[name]).abs().max() <= unit * others[name].abs().sum(), name

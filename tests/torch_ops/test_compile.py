@@ -28,11 +28,6 @@ def dense_npu(q: Any, k: Any, v: Any) -> torch.Tensor:
     return npu.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=TRIANGLE, sparse_mode=3, scale=0.125)[0]
 
 
-def rich(q: Any, k: Any, v: Any, q_rope: Any, k_rope: Any, pse: Any, sink: Any) -> torch.Tensor:
-    given = {"query_rope": q_rope, "key_rope": k_rope, "pse": pse, "pse_type": 0, "sink": sink, "scale": 0.3}
-    return npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", **given)[0]
-
-
 def packed(q: Any, k: Any, v: Any, ends: Any) -> torch.Tensor:
     lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
     out, *_ = npu.npu_fusion_attention_v3(q, k, v, 4, "TND", atten_mask=TRIANGLE, sparse_mode=3, **lengths)
@@ -47,14 +42,9 @@ def packed_own(q: Any, k: Any, v: Any, lengths: Any) -> torch.Tensor:
 def test_compiled_dense_attention_equals_eager(function: Callable[..., Any]) -> None:
     fast, graphs = compiled(function)
     same(function, fast, draw(2, 4, 4, 16))
-    for size in (8, 6, 5):
+    for size in (8, 5):
         same(function, fast, draw(2, size, 4, 16) if function is dense else draw(2, 4, size, 16))
     assert len(graphs) <= 3  # as it was, and with one or two sizes as symbols
-
-
-def test_compiled_attention_equals_eager_for_all_operand_gradients() -> None:
-    leaves = draw(2, 5, 4, 16) + draw(2, 5, 4, 8, count=2) + draw(2, 4, 5, 5, count=1) + draw(4, count=1)
-    same(rich, compiled(rich)[0], leaves)
 
 
 @pytest.mark.parametrize("function", [packed, packed_own], ids=lambda f: f.__name__)
@@ -189,30 +179,21 @@ def test_autocast_casts_as_sdpa_does() -> None:
     assert torch.autograd.grad(out.float().sum(), q)[0].dtype == torch.float32
 
 
-def test_mixed_dtypes_without_autocast_are_refused() -> None:
-    q, k, v = draw(2, 5, 4, 16)
-    with pytest.raises(fa.ContractError, match="k: expected float32 as q, got bfloat16"):
-        fa.attention(q, k.bfloat16(), v)
-
-
 # ---------------------------------------------------------------------------------------------- transforms and modes
 
 
-@pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [dense, dense_npu, packed], ids=lambda f: f.__name__)
 def test_torch_func_grad_equals_autograd(function: Callable[..., Any]) -> None:
-    leaves = draw(2, 4, 4, 16)
-    want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
-    got = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=(0, 1, 2))(*(t.detach() for t in leaves))
-    for a, b in zip(want, got, strict=True):
-        assert torch.equal(a, b)
+    leaves, rest = (draw(32, 4, 16), [torch.tensor([5, 32])]) if function is packed else (draw(2, 4, 4, 16), [])
 
+    def loss(*qkv: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = function(*qkv, *rest).square().sum()
+        return result
 
-def test_torch_func_grad_of_packed_attention_equals_autograd() -> None:
-    leaves, ends = draw(32, 4, 16), torch.tensor([5, 32])
-    (want,) = torch.autograd.grad(packed(*leaves, ends).square().sum(), leaves[:1])
-    assert torch.equal(torch.func.grad(lambda *t: packed(*t, ends).square().sum())(*leaves), want)
-    fast, _ = compiled(torch.func.grad(lambda *t: packed(*t, ends).square().sum()))
-    assert torch.equal(fast(*(t.detach() for t in leaves)), want)
+    want, given = torch.autograd.grad(loss(*leaves), leaves), tuple(t.detach() for t in leaves)
+    same_bits(torch.func.grad(loss, argnums=(0, 1, 2))(*given), want)
+    if function is packed:
+        same_bits(compiled(torch.func.grad(loss))[0](*given), want[0])
 
 
 def test_vmap_raises_not_implemented() -> None:
@@ -248,20 +229,16 @@ def test_numpy_scalars_in_compiled_code_equal_python_numbers() -> None:
     want = fa.attention(q, k, v, scale=0.25)
     fast = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(q, k, v), want)
-    given = torch.compile(lambda *qkv, scale: fa.attention(*qkv, scale=scale), backend="aot_eager")
-    assert torch.equal(given(q, k, v, scale=np.float32(0.25)), want)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_keep_prob_none_disables_dropout(traced: bool) -> None:
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Recorder])
+def test_keep_prob_none_disables_dropout(mode: Callable[[], Any]) -> None:
     q, k, v = draw(2, 4, 4, 16)
-
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=None)[0]  # type: ignore[arg-type]
-        return scaled, fa.attention(q, k, v, keep_prob=None)
-
-    result = (torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer)(q, k, v)
-    assert all(torch.equal(out, fa.attention(q, k, v)) for out in result)
+    want = fa.attention(q, k, v)
+    with mode():
+        same_bits(fa.attention(q, k, v, keep_prob=None), want)  # type: ignore[call-overload]
+        scaled = npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=None)  # type: ignore[arg-type]
+    same_bits(scaled[0], want)
 
 
 def test_traced_calls_refuse_the_same_invalid_lengths_as_eager() -> None:
@@ -272,16 +249,6 @@ def test_traced_calls_refuse_the_same_invalid_lengths_as_eager() -> None:
                 fa.attention(q, k, v, q_len=wrong)  # type: ignore[call-overload]
     with Recorder(), pytest.raises(TypeError, match="attention: band: expected a plain number or word, got"):
         fa.attention(q, k, v, band=(1, 2))
-
-
-def test_dispatch_mode_records_one_operator_per_pass() -> None:
-    leaves = draw(2, 4, 4, 16)
-    with Recorder() as mode:
-        out = dense(*leaves)
-        torch.autograd.grad(out.sum(), leaves)
-    ours = [str(operator) for operator, _ in mode.calls]
-    assert ours == ["fusion_attention.lowered.default", "fusion_attention.lowered_grad.default"]
-    assert torch.equal(out, dense(*leaves))
 
 
 def test_fake_tensors_return_output_shapes() -> None:
