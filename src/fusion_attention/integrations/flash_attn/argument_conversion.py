@@ -1,12 +1,12 @@
 """Conversion of flash-attn's arguments and results: windows, cumulative lengths, lse."""
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fusion_attention.integrations.transformers_masks import cached
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.torch_ops.dispatch import is_traced
 
@@ -15,10 +15,6 @@ Window = Sequence[int] | Tensor
 
 NO_WINDOW = (-1, -1)
 _FULL, _CAUSAL = Band.full(), Band.causal()
-# Numbers read from tensors on a GPU: tensor's id -> (weak reference, version, numbers). A read synchronizes the GPU, so
-# the layers of a model share one.
-_READ: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
-_ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
@@ -36,16 +32,10 @@ def band_of(causal: bool, window: Window) -> Band:
 
 
 def numbers(tensor: Tensor) -> list[int]:
-    """Returns the integers of a tensor as a list; for a tensor on a GPU the list is cached until the tensor changes."""
-    if tensor.device.type == "cpu" or tensor.is_inference():
+    """Returns the integers of a tensor as a list; on a GPU the layers of a model share one read, which synchronizes."""
+    if tensor.device.type == "cpu":
         return tensor.tolist()
-    entry = _READ.get(id(tensor))
-    if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
-        return entry[2]
-    result: list[int] = tensor.tolist()
-    while len(_READ) >= _ENTRIES:
-        del _READ[next(iter(_READ))]
-    _READ[id(tensor)] = weakref.ref(tensor), tensor._version, result
+    result: list[int] = cached(tensor, "numbers", lambda t: t.tolist())
     return result
 
 
@@ -62,14 +52,12 @@ def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
 
 
 def capped(softcap: float) -> float:
-    """Converts flash-attn's softcap, where 0 and negative numbers mean no cap, to the softcap of attention(): 0 for no
-    cap."""
+    """Converts flash-attn's softcap, where 0 and negative numbers mean no cap, to that of attention()."""
     return max(float(softcap), 0.0)
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """Returns out, or, if `with_probs`, (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1,
-    T1]."""
+    """Returns out, or, if `with_probs`, (out, lse, None) with lse [B, N1, S1], or packed [N1, T1]."""
     if not with_probs:
         return result
     out, lse = result

@@ -90,16 +90,14 @@ def uninstall() -> None:
 
 
 def _changed(version: str, changes: Changes) -> None:
-    """Adds the modules of flash_attn `version` to sys.modules, and makes transformers accept them; `changes` records
-    what uninstall() reverts."""
+    """Adds the modules of flash_attn `version` to sys.modules, and makes transformers accept them."""
     changes.play(modules_of(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Returns full name -> module for every module of flash_attn that a program can import; version: the release that
-    the modules imitate."""
+    """Returns full name -> module for every module of flash_attn `version` that a program can import."""
     modules = make_modules(_CONTENTS, _absent)
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (2, 7):
         vars(modules[f"{NAME}.bert_padding"])["unpad_input"] = _unpad_input_to_four
@@ -121,8 +119,7 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _admit(changes: Changes, module: ModuleType) -> None:
-    """Patches `module` (transformers' import_utils), so that its check for flash-attn returns True, also without
-    CUDA."""
+    """Patches transformers' import_utils, so that its check for flash-attn returns True, also without CUDA."""
     if hasattr(module, "is_flash_attn_2_available"):
         changes.set(module, "is_flash_attn_2_available", _always)
 

@@ -159,8 +159,7 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Returns each sequence's number of cached tokens before the call (lengths: cache_seqlens; None: the cache is
-    full); raises ValueError for inconsistent arguments."""
+    """Returns each sequence's number of cached tokens before the call; raises ValueError for inconsistent arguments."""
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
