@@ -43,8 +43,7 @@ class Chunks:
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
-        """Makes chunks that lie one after the other in tensors [1, tokens, heads, dim]; seq, first, count: each chunk's
-        sequence, first token in it, and number of tokens."""
+        """Makes chunks that lie one after the other in tensors [1, tokens, heads, dim]."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
@@ -110,8 +109,7 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Chunks of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v [.., dim_v], and k_rope [.., dim_rope]
-    or None."""
+    """Chunks of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v [.., dim_v], k_rope [.., dim_rope]."""
 
     chunks: Chunks
     k: Tensor
@@ -349,8 +347,7 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """Returns a strided view of a bias or mask matrix with one block for each pair of chunks in `met`: rows of the row
-    chunk, keys of the key chunk; size-1 axes broadcast."""
+    """Returns a strided view of a bias or mask with one block for each pair of chunks; size-1 axes broadcast."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

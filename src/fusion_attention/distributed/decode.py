@@ -85,8 +85,7 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes decode_attention() of this module; args: its tensors and options by parameter name; other parameters: as
-    there. Returns out, or (out, lse) if return_lse."""
+    """Computes decode_attention() of this module; args: its tensors and options by parameter name."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -250,8 +249,7 @@ def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises GroupError if a rank decodes other sequences or lengths: `parts`, the bytes received from each rank, must
-    end with `mark`, this rank's result of _mark()."""
+    """Raises GroupError if a rank's bytes do not end with `mark`: it decodes other sequences or lengths."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"

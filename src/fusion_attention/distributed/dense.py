@@ -148,8 +148,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options that attention() over several ranks has in addition; shape: the number of ranks along each dimension
-    of the group."""
+    """The options that attention() over several ranks has in addition; shape: of the group."""
 
     schedule: str
     shape: tuple[int, ...]
@@ -158,8 +157,7 @@ class _Options:
 
 
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes attention() over several ranks from this rank's arguments; returns (out, max, sum) of this rank's rows,
-    max and sum of the softmax."""
+    """Computes attention() over several ranks; returns (out, softmax max and sum) of this rank's rows."""
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
@@ -203,8 +201,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """Returns the arguments of the same call on one process, derived from this rank's arguments `args`, by name;
-    tensors are on device meta, without memory."""
+    """Returns the arguments of the same call on one process, with meta tensors."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -279,8 +276,7 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, rows: Side) -> None:
-    """Raises ValueError, on every rank alike, if the schedule cannot shard the call's heads, bias or mask matrix;
-    lowered: the call on one process; rows: distribution of query rows over the ranks."""
+    """Raises ValueError, on every rank alike, if the schedule cannot shard the call's heads, bias or mask matrix."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
@@ -380,8 +376,7 @@ def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, save
 
 
 def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns this rank's query tensors and key tensors (with their chunks of sequences) as views [batch, tokens,
-    heads, dim]; tensors: in the order of _TENSORS, in a layout."""
+    """Returns this rank's query tensors and key tensors, with their chunks, as views [batch, tokens, heads, dim]."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}

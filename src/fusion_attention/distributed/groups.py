@@ -6,6 +6,7 @@ This module computes sums over ranks, in the order of ranks.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import weakref
@@ -165,8 +166,7 @@ class Group:
         return [store.get(key).decode() for key in keys]
 
     def backend(self, device: torch.device) -> str:
-        """Returns the name of the torch.distributed back end ("gloo", "nccl") that serves a device; "" if there is
-        none."""
+        """Returns the name of torch.distributed's back end ("gloo", "nccl") for a device; "" if there is none."""
         try:
             config = dist.get_backend_config(self._data)
         except (*_FAILURES, TypeError) as error:  # the caller destroyed the group
@@ -200,21 +200,18 @@ class Call:
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
-        """Derives the key of this call's message tags from `text` and `key`; calls with other texts or keys never
-        receive its data."""
+        """Derives the key of this call's message tags; calls with other texts or keys never receive its data."""
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
         """Returns a Call with only the ranks along dimension `axis` of the group's mesh."""
-        call = object.__new__(Call)
-        call.__dict__.update(self.__dict__)
+        call = copy.copy(self)
         call.group = self.group.axes[axis]
         call.rank, call.world = call.group.rank, call.group.world
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """Returns a GroupError whose message has function, rank and schedule, and `step` (the action that failed),
-        `what` (the error) and `advice`."""
+        """Returns a GroupError whose message has function, rank, schedule, the failed step, the error and advice."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -223,8 +220,7 @@ class Call:
 
     def alone(self) -> Call:
         """Returns a Call with this rank only, which then communicates with no other."""
-        call = object.__new__(Call)
-        call.__dict__.update(self.__dict__)
+        call = copy.copy(self)
         call.rank, call.world = 0, 1
         return call
 
@@ -307,8 +303,7 @@ class Call:
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """Makes several exchanges like to_each() at once; passing: (sends, shapes) of each; returns a list of received
-        tensors, one per rank, for each. step: names the exchange in errors."""
+        """Makes several exchanges like to_each() at once, of (sends, shapes); returns the tensors received in each."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [
@@ -322,8 +317,7 @@ class Call:
         return results
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors of all ranks, in the order of ranks; sizes: each rank's size on the first axis, the only
-        one that may differ. step: names the exchange in errors."""
+        """Returns the tensors of all ranks, in their order; sizes: of the first axis, the only one that may differ."""
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
 
     def of_first(self, step: str, value: int) -> int:
@@ -333,8 +327,7 @@ class Call:
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """Sends parts[r] to each rank r; returns the sum of the tensors received here, added in the order of ranks, so
-        that every run has the same bits. step: names the exchange in errors."""
+        """Sends parts[r] to each rank r; returns the sum of the tensors received here, added in the order of ranks."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
@@ -424,8 +417,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the elementwise sum of tensors, computed in float32 (float64 for float64) and rounded once to their
-    dtype."""
+    """Returns the elementwise sum of tensors, computed in float32 or wider and rounded once to their dtype."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for shard in parts[1:]:

@@ -140,8 +140,7 @@ def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
 
 
 def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """Returns (queries with bias and mask, saved tensors of the backward) of all ranks, gathered from this rank's; a
-    bias or mask with one row for all query tokens is not exchanged."""
+    """Returns (queries, saved tensors) of all ranks; a bias or mask with one row for all tokens is not exchanged."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -151,8 +150,7 @@ def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Sav
 
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Returns tensors [batch, tokens of all ranks, ...], in sequence order, from this rank's shards; None for None.
-    step: names the exchange in errors. placement: the layout of tokens on ranks."""
+    """Returns tensors [batch, tokens of all ranks, ...], in sequence order, from this rank's shards; None for None."""
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
@@ -171,8 +169,7 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
 
 
 def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Sums tensors [batch, tokens of all ranks, ...] over ranks, in the order of ranks, and returns this rank's shard
-    of each sum; None for None. step: names the exchange in errors."""
+    """Sums tensors [batch, tokens of all ranks, ...] over ranks, in their order, and returns this rank's shards."""
     placement, call = m.keys.placement, m.call
     given = [t for t in tensors if t is not None]
     sends = [[shard_of(t, placement, rank, 1) for rank in range(call.world)] for t in given]

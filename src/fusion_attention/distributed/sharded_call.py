@@ -17,7 +17,8 @@ import torch
 
 from fusion_attention.contract import ContractError, Op, bind
 from fusion_attention.distributed.groups import AnyGroup, Call, group_of
-from fusion_attention.distributed.layout import Layout, layout_of
+from fusion_attention.distributed.layout import layout_of
+from fusion_attention.distributed.schedules import Side
 from fusion_attention.distributed.sharding import gathered, shape_of, shard_of, summed_shards
 from fusion_attention.ir.call import Lowered
 from fusion_attention.ir.mask import INFINITE
@@ -50,37 +51,29 @@ class Segment(NamedTuple):
     at: int  # index of the first token among this rank's tokens
 
 
-class Side:
-    """The layout of the tokens of queries, or of keys, on ranks and in the unsharded call.
+@dataclass(frozen=True, eq=False)
+class RankSide(Side):
+    """The distribution of the tokens of queries, or of keys, over ranks, as this rank sees it."""
 
-    Attributes:
-        lengths: tokens of every sequence, without padding.
-        starts: index of every sequence's first token in the unsharded tensor.
-        segments: segments of this rank, in order, without padding.
-        tokens: number of tokens of this rank.
-        full_tokens: number of tokens of all ranks.
-    """
+    rank: int
 
-    def __init__(self, placement: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
-        self.placement, self.lengths, self.padded, self.rank = placement, lengths, padded, rank
-        batch = len(lengths) if padded else 1
-        self.tokens, self.full_tokens = batch * placement.sizes[rank], batch * sum(placement.lengths)
-        starts = np.arange(batch) * sum(placement.lengths) if padded else np.cumsum((0, *placement.lengths))[:-1]
-        self.starts = starts.astype(np.int64)
-        self.segments: list[Segment] = []
-        for b in range(batch):
-            at = b * placement.sizes[rank]
-            for chunk in placement.ranks[rank]:
-                sequence = b if padded else chunk.sequence
-                count = min(chunk.end, int(lengths[sequence])) - chunk.first
-                if count > 0:
-                    self.segments.append(Segment(sequence, chunk.first, count, at))
-                at += chunk.end - chunk.first
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Index of every sequence's first token in the unsharded tensor: int64."""
+        starts = np.cumsum((0, *self.placement.lengths), dtype=np.int64)
+        return starts[:-1] if self.packed else np.arange(len(self.lengths)) * starts[-1]
+
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        """This rank's segments, in order, without padding."""
+        chunks = self.chunks(self.rank)
+        at = chunks.batch * self.placement.sizes[self.rank] + chunks.start
+        columns = (chunks.seq, chunks.first, chunks.count, at)
+        return [Segment(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
-        """This rank's segments in groups with at most one segment per sequence, so that one call on a group writes no
-        gradient of a key twice."""
+        """This rank's segments in groups with at most one per sequence: a call writes no gradient of a key twice."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for segment in self.segments:
@@ -92,31 +85,30 @@ class Side:
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Returns a tensor with one axis of tokens: padded [B, S, ...] becomes [B * S, ...], packed [T, ...] stays."""
-        return tensor.flatten(0, 1) if self.padded else tensor
+        return tensor if self.packed else tensor.flatten(0, 1)
 
     def unflattened(self, tensor: Tensor) -> Tensor:
         """Returns a tensor [tokens, ...] as [B, S, ...] if sequences are padded; the inverse of flat()."""
-        if not self.padded:
+        if self.packed:
             return tensor
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
-        """Returns the tokens of all ranks, [tokens of all ranks, ...], from this rank's `tensor` [tokens of this rank,
-        ...]."""
-        return self.flat(gathered(self.unflattened(tensor), call, self.placement, int(self.padded)))
+        """Returns the tokens of all ranks, [tokens of all ranks, ...], from this rank's tensor."""
+        return self.flat(gathered(self.unflattened(tensor), call, self.placement, int(not self.packed)))
 
     def local(self, full: Tensor) -> Tensor:
         """Returns this rank's shard [tokens of this rank, ...] of `full` [tokens of all ranks, ...]."""
-        return self.flat(shard_of(self.unflattened(full), self.placement, self.rank, int(self.padded)))
+        return self.flat(shard_of(self.unflattened(full), self.placement, self.rank, int(not self.packed)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
-        """Sums `full` [tokens of all ranks, ...] over ranks, in the order of ranks, and returns this rank's shard of
-        the sum."""
-        parts = (
-            shard_of(self.unflattened(full), self.placement, rank, int(self.padded))
-            for rank in range(len(self.placement.ranks))
-        )
-        return self.flat(summed_shards(call, [shard.contiguous() for shard in parts]))
+        """Sums [tokens of all ranks, ...] over ranks, in their order, and returns this rank's shard of the sum."""
+        return self.flat(summed_shards(call, self.shards(full)))
+
+    def shards(self, full: Tensor) -> list[Tensor]:
+        """Returns the shard of each rank of `full` [tokens of all ranks, ...], with a batch axis if it is padded."""
+        full, ranks = self.unflattened(full), range(len(self.placement.ranks))
+        return [shard_of(full, self.placement, rank, int(not self.packed)).contiguous() for rank in ranks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +117,8 @@ class ShardedCall:
 
     full: Any  # the operator's parameters for the unsharded sequences, with meta tensors
     call: Call  # the communication between the ranks
-    q: Side  # the distribution of queries over ranks
-    kv: Side  # the distribution of keys over ranks
+    q: RankSide  # the distribution of queries over ranks
+    kv: RankSide  # the distribution of keys over ranks
     backend: str
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
@@ -139,8 +131,7 @@ class ShardedCall:
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the operator's parameters for this rank's queries in `segments` and all keys of their sequences.
-        tensors, by name: queries of this rank and keys of all ranks, with one axis of tokens."""
+        """Returns the operator's parameters for this rank's queries in `segments` and all keys of their sequences."""
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
@@ -166,8 +157,7 @@ class ShardedCall:
         return replace(self.full, **changes)
 
     def run(self, call: Lowered, float32_results: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Computes an operator from its parameters `call` and returns its results by name; those named in
-        `float32_results` are allocated in float32 or wider."""
+        """Computes a call and returns its results by name, those of `float32_results` in float32 or wider."""
         results = call.results()
         for name in results.keys() & set(float32_results):
             t = results[name]
@@ -176,21 +166,18 @@ class ShardedCall:
         return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Gathers this rank's tensors of keys named `names` from all ranks in one exchange; returns name -> [tokens of
-        all ranks, ...], None for absent tensors."""
+        """Gathers this rank's tensors of keys `names` from all ranks in one exchange; None for absent tensors."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
         results = _as_one(given, lambda packed: self.kv.gathered(self.call, packed))
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Gathers `tensors`, this rank's query-side tensors [tokens, ...] by name, from all ranks; returns name ->
-        [tokens of all ranks, ...]."""
+        """Gathers this rank's query-side tensors [tokens, ...] by name from all ranks."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
 def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Exchanges several tensors [tokens, ...] by name as one tensor [tokens, elements], and returns the results by
-    name; exchange: takes this tensor, returns one with as many elements and other tokens."""
+    """Exchanges several tensors [tokens, ...] by name as one tensor [tokens, elements]."""
     widths = [t.shape[1:].numel() for t in tensors.values()]
     split = exchange(torch.cat([t.flatten(1) for t in tensors.values()], 1)).split(widths, 1)
     return {name: chunk.unflatten(1, t.shape[1:]) for (name, t), chunk in zip(tensors.items(), split, strict=True)}
@@ -202,7 +189,9 @@ class Sums:
     assigned, and gradients of the tokens of all ranks are summed."""
 
     call: Call  # the communication between the ranks
-    side: Side  # the tokens whose gradients are summed: keys if a round has some of this rank's queries, else queries
+    side: (
+        RankSide  # the tokens whose gradients are summed: keys if a round has some of this rank's queries, else queries
+    )
     names: Sequence[str]  # of the gradients of this rank's tokens; all others are summed
     dtype: torch.dtype  # to which summed() converts the sums
     local: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's tokens
@@ -274,7 +263,7 @@ def make_sharded_call(
             break
         used = getattr(full.extents, lengths)
         placement = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
-        sides.append(Side(placement, used, padded, ranks.rank))
+        sides.append(RankSide(placement, used, not padded, ranks.rank))
         have, want = args[name].shape[int(padded)], placement.sizes[ranks.rank]
         if have != want:
             fault = (
@@ -312,8 +301,7 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
-    """Returns name -> value that must be equal on all ranks: options, and shapes and dtypes of tensors; along: names of
-    the tensors with an axis of tokens, whose size is left out, because ranks may differ in it."""
+    """Returns name -> value that must be equal on all ranks: options, and shapes and dtypes without the token axis."""
     results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):

@@ -10,7 +10,6 @@ import torch
 
 from fusion_attention.distributed.lists import owned
 from fusion_attention.distributed.sharded_call import ShardedCall, Sums, returned
-from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import lowered_call as indexer
 from fusion_attention.plan import compute
@@ -72,8 +71,7 @@ class Merged(torch.autograd.Function):
 
 
 def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Returns the indexer's inputs by name from its differentiable inputs, in the order of indexer.DIFFERENTIABLE; the
-    page table of a paged cache is None."""
+    """Returns the indexer's inputs by name from its differentiable inputs; block_table is None."""
     return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 
@@ -109,14 +107,10 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sends each rank the candidates (key indices, scores [query tokens of all ranks, heads, count]) of its query
-    tokens; returns the best ones received for this rank's tokens, in the same shapes."""
+    """Sends each rank the candidates of its query tokens; returns the best ones received for this rank's."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
-    full = side.unflattened(offers)
-    sends = [
-        shard_of(full, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
-    ]
+    sends = side.shards(offers)
     shape = sends[sharded.call.rank].shape
     parts = [side.flat(t) for t in sharded.call.to_each("exchanging the best keys", sends, [shape] * len(sends))]
     size = count * indices.element_size()

@@ -46,8 +46,7 @@ class Heads:
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
-        """Divides the heads of the inputs `m` among the ranks of `line`; rest: the communication among one rank of each
-        line, which compute the same heads, each with all tokens of its line."""
+        """Divides the heads among the ranks of `line`; rest: the communication among ranks with the same heads."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -94,8 +93,7 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Exchanges this rank's tokens with all heads for all tokens of the line with this rank's heads; returns
-        (queries, keys)."""
+        """Exchanges this rank's tokens for all tokens of the line with this rank's heads; returns (queries, keys)."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -104,8 +102,7 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """Returns a bias or mask t with the rows of all query tokens of the line and this rank's heads; rows: this
-        rank's number of query tokens."""
+        """Returns a bias or mask with the rows of all query tokens of the line and this rank's heads."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
@@ -116,8 +113,7 @@ class Heads:
         return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
-        """Returns for each rank of the line the heads [first, end) that it needs of a bias or mask [batch, heads, query
-        tokens, keys]; (0, 1) if one head serves all."""
+        """Returns the heads [first, end) that each rank needs of a bias or mask; (0, 1) if one head serves all."""
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
@@ -131,8 +127,7 @@ class Heads:
         return result.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
-        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim].
-        step: names the exchange in errors. heads: range of heads of each rank. sizes: tokens of each rank."""
+        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]."""
         first, end = heads[self.call.rank]
         passing = [
             ([t[:, :, a:b].contiguous() for a, b in heads], [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes])
@@ -143,14 +138,12 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Exchanges tensors [batch, all tokens, local heads, dim] for [batch, local tokens, all query heads, dim]; the
-        inverse of _taken(). step: names the exchange in errors."""
+        """Exchanges [batch, all tokens, local heads, dim] for [batch, local tokens, all query heads, dim]."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """Exchanges gradients [batch, all tokens, local heads, dim] of keys for [batch, local tokens, all heads, dim];
-        several ranks' gradients of one head are added in the order of ranks. step: names the exchange in errors."""
+        """Exchanges gradients of keys as _back() does; several ranks' gradients of one head are added in rank order."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:
