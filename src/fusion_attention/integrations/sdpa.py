@@ -124,8 +124,7 @@ def _ours(
     scale: float | None,
     grouped: bool,
 ) -> Tensor | None:
-    """Returns the result computed by attention(), or None if torch must compute or reject the call.
-    The parameters are those of scaled_dot_product_attention(); mask and grouped are attn_mask and enable_gqa."""
+    """Returns the result computed by attention(), or None if torch must compute or reject the call."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None
     if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode()):
@@ -234,8 +233,7 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """Returns the attention of nested tensors [B, N, j, E] with contiguous rows, computed as packed sequences; None if
-    torch must compute it."""
+    """Returns the attention of nested tensors [B, N, j, E] as packed sequences; None if torch must compute it."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

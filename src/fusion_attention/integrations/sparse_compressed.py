@@ -36,8 +36,7 @@ class Call(NamedTuple):
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
-        """Returns int64 [n]: for each compressed key that this call completes, the position of the first of the `ratio`
-        tokens that it pools."""
+        """Returns int64 [n], the position of the first token of each compressed key that this call completes."""
         device = self.positions.device
         if self.lengths is None:
             first = (self.tokens - len(self.positions)) // ratio
@@ -45,8 +44,7 @@ class Call(NamedTuple):
         return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
 
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
-        """Returns the arguments of lightning_indexer() that describe lengths: layout, q_len, kv_len (packed sequences
-        only) and residual (tokens after the last compressed key). ratio: tokens per compressed key."""
+        """Returns the arguments of lightning_indexer() that describe lengths; ratio: tokens per compressed key."""
         if self.lengths is None:
             return {"residual": [self.tokens % ratio] * batch}
         kv_len, residual = [n // ratio for n in self.lengths], [n % ratio for n in self.lengths]
@@ -86,8 +84,7 @@ def forward(
 
 
 def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
-    """Returns lengths, positions and cache of the sequences of rows [B, S, ...]; mask, position_ids, cache and others
-    are forward()'s arguments. Raises ValueError for packed sequences with a cache."""
+    """Returns the call's lengths, positions and cache; raises ValueError for packed sequences with a cache."""
     lengths = _lengths(rows, mask, position_ids, others, cache)
     first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     tokens = first + rows.shape[1]
@@ -103,8 +100,7 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
-    """Returns the lengths of the packed sequences in rows [B, S, ...]; None if they are not packed.
-    others: further arguments of forward(), of which cu_seq_lens_q has cumulative lengths."""
+    """Returns the lengths of the packed sequences in rows [B, S, ...]; None if they are not packed."""
     if mask is not None and mask.dtype == torch.bool:
         return None
     fresh = cache is None or cache.get_seq_length() == 0
@@ -114,8 +110,7 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute these arguments of `layer`, or "". given: name -> argument of the
-    layer's forward."""
+    """Returns the reason why forward() cannot compute these arguments of `layer`, by name, or ""."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -279,8 +274,7 @@ def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, rea
 
 
 def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """Returns the sum over the queries [B, S, ...] of the indexer's loss, for sequences of `tokens` tokens; lists,
-    real: as for _loss()."""
+    """Returns the sum over the queries [B, S, ...] of the indexer's loss, for sequences of `tokens` tokens."""
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)

@@ -34,8 +34,7 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The queries q [..., heads, dim], keys k [..., 1, dim] and head weights [..., heads] of an indexer, a module that
-    scores keys."""
+    """The queries q [..., heads, dim], keys k [..., 1, dim] and head weights [..., heads] of an indexer."""
 
     q: Tensor
     k: Tensor

@@ -12,8 +12,7 @@ Tensor = torch.Tensor
 
 
 class Loss:
-    """Holds the indexer's loss of a layer's last forward; a copied or pickled layer has none, because autograd's graph
-    cannot be copied."""
+    """Holds the loss of a layer's last forward; copies and pickles have none, because a graph cannot be copied."""
 
     def __init__(self, value: Tensor | None = None) -> None:
         self.value = value

@@ -38,8 +38,7 @@ class Family(NamedTuple):
 
 
 def _latent_faults(config: Any) -> list[str]:
-    """Returns a sentence for each setting of a configuration of DeepSeek-V3.2 or GLM-5 that contradicts another or is
-    out of range; [] if none."""
+    """Returns a sentence for each contradiction in a configuration of DeepSeek-V3.2 or GLM-5."""
     kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -56,16 +55,14 @@ def _latent_faults(config: Any) -> list[str]:
 
 
 def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why this library cannot compute a call of a DeepSeek-V3.2, GLM-5 or Qwen4 layer; "" if it can.
-    given: the arguments of the layer's forward by name."""
+    """Returns the reason why this library cannot compute a call of a DeepSeek-V3.2, GLM-5 or Qwen4 layer, or ""."""
     if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
         return "a four-dimensional attention_mask may hide any key"
     return ""
 
 
 def _compressed_faults(config: Any) -> list[str]:
-    """Returns a sentence for each setting of a configuration of DeepSeek-V4 that contradicts another or is out of
-    range; [] if none."""
+    """Returns a sentence for each contradiction in a configuration of DeepSeek-V4."""
     rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -151,8 +148,7 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 
 
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
-    """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch. serves: takes a
-    configuration, returns True if its attention implementation is this library's."""
+    """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch."""
     owner, compute = getattr(module, family.layer), functools.partial(family.forward, module, *family.options)
     if family.stages:
         changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
@@ -191,8 +187,7 @@ def _forward(
 
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why this library cannot compute a call of `layer` over chosen keys, or "". given: the
-    arguments of the layer's forward by name."""
+    """Returns the reason why this library cannot compute a call of `layer` over chosen keys, or ""."""
     if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
@@ -201,8 +196,7 @@ def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
 
 
 def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
-    """Returns the attention mask of a call as transformers' code of the layer reads it: [B, 1, S, T], bool, or float if
-    family.bias. given: the arguments of the layer's forward by name."""
+    """Returns the mask of a call as transformers' code of the layer reads it: [B, 1, S, T], bool or float."""
     rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
     rows = rows_in.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
@@ -221,8 +215,7 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
-    """True if a call of a layer of a sparse family must return attention weights (output_attentions); given: the
-    arguments of the layer's forward by name."""
+    """True if a call of a layer of a sparse family must return attention weights (output_attentions)."""
     config = getattr(layer, "config", None)
     wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
     return bool(wanted) and family_of(config) is not None

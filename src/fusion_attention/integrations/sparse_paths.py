@@ -113,8 +113,7 @@ def _blocks(config: Any) -> list[str]:
 
 
 def _of_others(config: Any, name: str) -> Paths:
-    """Returns the description (Paths) of a model without an indexer, from the source of its modeling module; name: the
-    configuration's class."""
+    """Returns the description of a model without an indexer, from the source of its modeling module."""
     place = type(config).__module__
     try:
         importlib.import_module(place.replace("configuration_", "modeling_"))

@@ -22,8 +22,7 @@ class Sequences(NamedTuple):
     described: int  # the number of keys that the mask describes; later keys are unused memory of a static cache
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns queries t [B, S, ...] in the order that attention() needs: tokens before padding, or packed [B * S,
-        ...]."""
+        """Returns queries [B, S, ...] with tokens before padding, or packed as [B * S, ...]."""
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.q_order)
 
     def keys(self, t: Tensor) -> Tensor:
@@ -60,8 +59,7 @@ def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _between(lengths: Any, first: int, end: int | None) -> Any:
-    """Returns how many of the positions first to end - 1 exist in each sequence, for sequences of these lengths; end
-    None: all positions from `first` on. None for None."""
+    """Returns how many of the positions first to end - 1 (None: all later ones) exist in sequences of these lengths."""
     if lengths is None or (first == 0 and end is None):
         return lengths
     if isinstance(lengths, Tensor):
@@ -70,8 +68,7 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
-    """True if sequences_of() accepts a mask: it has padding or sequence numbers, not arbitrary visible keys for several
-    queries. rows: queries per batch item."""
+    """True if sequences_of() accepts a mask: padding or sequence numbers, not any visible keys of several queries."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1
@@ -106,8 +103,7 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """Returns the lengths and order of the sequences that a bool mask [B, T'] or [B, 1, 1, T] (true for a token)
-    describes, for `batch` items of `rows` queries."""
+    """Returns the sequences that a bool mask [B, T'] or [B, 1, 1, T] describes, for `batch` items of `rows` queries."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]

@@ -108,8 +108,7 @@ class _Sparse(Counted):
     """Patches the layers of transformers' sparse attention models while an attention implementation is registered."""
 
     def begin(self, changes: Changes) -> None:
-        """Patches transformers' layers with sparse attention, before the first attention implementation is registered;
-        `changes` records the patches."""
+        """Patches transformers' layers with sparse attention, before the first implementation is registered."""
         sparse_models.patch(changes, _serves)
 
 
@@ -142,8 +141,7 @@ _code_of = functools.cache(_read_code)
 
 
 def _code(configuration: str) -> _Code:
-    """Returns the arguments that a model's modeling code passes to the attention function, cached; a constant in
-    torch.compile's graphs. configuration: name of the module of the model's configuration class."""
+    """Returns _read_code(configuration), cached, and a constant in torch.compile's graphs."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -222,8 +220,7 @@ def mask(
 
 
 def _cacheable(mask: Tensor | None) -> Tensor | None:
-    """Returns the mask unchanged, after marking it so that cached() may store results on it even if it is an inference
-    tensor."""
+    """Returns the mask, marked so that cached() may store results on it even if it is an inference tensor."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -332,8 +329,7 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Returns the attention output [B, S, N, Dv] of packed sequences, whose tokens fill all batch items, one after
-    another."""
+    """Returns the attention output [B, S, N, Dv] of packed sequences, whose tokens fill all batch items."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -365,8 +361,7 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Adds a four-dimensional mask, `given`, to attention()'s arguments `words`, in place: floats as bias, bool as
-    blocked, or as kv_len if it is padding."""
+    """Adds a mask of four axes to attention()'s arguments: floats as bias, bool as blocked, or padding as kv_len."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
@@ -385,8 +380,7 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
-    """Returns attention [B, S, N, Dv] over the keys that an indexer chose, `indices` [B, S, K], and that the mask
-    `given` [B, 1, S, T] allows. words: further arguments of attention()."""
+    """Returns attention [B, S, N, Dv] over the keys `indices` [B, S, K] that the mask `given` [B, 1, S, T] allows."""
     visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:

@@ -130,8 +130,7 @@ class Present:
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Replaces the stored flags by how(flags); called when sequences are reordered or tokens removed. Without
-        padding there is nothing to replace."""
+        """Replaces the stored flags by how(flags), when sequences are reordered or tokens removed."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 
@@ -158,8 +157,7 @@ class PagedLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates empty sequences, and pages that hold the first tokens, [B, heads, new, dim], and one more page per
-        sequence."""
+        """Allocates empty sequences, and pages that hold the first tokens and one more page per sequence."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
             retained = min(tokens, self.sliding_window) if self.is_sliding else tokens

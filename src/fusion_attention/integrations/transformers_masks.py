@@ -61,8 +61,7 @@ def hidden(tensor: Tensor) -> bool:
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor under the key `name` until its content changes; not cached while
-    torch traces."""
+    """Returns compute(tensor), cached on the tensor until its content changes; not while torch traces."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
@@ -79,8 +78,7 @@ def run_lengths(ids: Tensor) -> Any:
 
 
 def _restarting(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of packed sequences from position_ids [B or 1, S], which restart at 0 in each; None if no
-    batch item has several sequences."""
+    """Returns the lengths of packed sequences, whose position_ids [B or 1, S] restart at 0; None if there are none."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     packed = (~starts | (position_ids[:, 1:] == 0)).all()  # a jump to another position is within a sequence
     if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):
@@ -110,8 +108,7 @@ def packed_lengths(
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns the sequence lengths from cumulative lengths `ends` [n + 1] with a leading 0: a list, on a GPU cached
-    until `ends` changes; while torch traces an int tensor [n]."""
+    """Returns the lengths between cumulative ends: a list, on a GPU cached; while torch traces an int tensor."""
 
     def between(ends: Tensor) -> Any:
         lengths = ends[1:] - ends[:-1]

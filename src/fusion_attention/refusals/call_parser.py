@@ -315,8 +315,7 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Returns the result of the function `name` of torch or numpy that creates a tensor; words: keyword arguments;
-    node: the call's syntax tree, for errors."""
+    """Returns the result of a function of torch or numpy that creates a tensor; node: its syntax tree, for errors."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")

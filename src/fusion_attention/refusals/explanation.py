@@ -265,8 +265,7 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Returns an argument of parameter p in the form that a check accepts: tensors on device meta, a tensor of one
-    number for a numeric attribute as that number."""
+    """Returns an argument in the form that a check accepts: meta tensors, a tensor of one number as that number."""
     if isinstance(p, Tensors) or (isinstance(p, Tensor) and isinstance(value, torch.Tensor)):
         return _without_memory(value)
     if isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
@@ -300,8 +299,7 @@ def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool)
 
 
 def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) -> tuple[str, ...]:
-    """Returns texts of changes of arguments that make the call legal on the chip; if there are none and the call is
-    meaningless, changes that make it legal in this library. in_memory: False if tensors are on device meta."""
+    """Returns changes of arguments that make the call legal on the chip, or, of a meaningless call, at least here."""
     if in_memory:
         args = {name: _without_memory(value) for name, value in args.items()}
 
@@ -335,8 +333,7 @@ def _note(op: Op, text: str) -> Finding:
 def _explained(
     op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, in_memory: bool = True
 ) -> Explanation:
-    """Returns the explanation of a call with these findings (violated rules); log: the chip's, or None. args: the
-    arguments of a call that has a meaning; in_memory: False if its tensors are on device meta."""
+    """Returns the explanation of a call with these findings; args: the arguments of a call that has a meaning."""
     everywhere = [f for f in findings if f.where == "everywhere"]
     of_chip = [f for f in findings if f.where == "chip"]
     violated = everywhere or of_chip

@@ -67,8 +67,7 @@ def _trained(
     backend: str,
     prepared: Prepared | None,
 ) -> Results:
-    """Runs a call on `inputs` with autograd, and returns {name: result}. bare: the call without tensors; names: the
-    inputs that it reads; prepared: the prepared call, or None."""
+    """Runs a call on `inputs` with autograd, and returns {name: result}; bare: the call without tensors."""
     # Inputs without a gradient are detached, so that backward does not run through, and free, their graph.
     tensors = [
         t.detach() if t is not None and t.requires_grad and name not in op.trained else t
@@ -78,8 +77,7 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a call at its second use, for later calls that differ only in memory: stores its plan and views in the
-    cache of `bound`, the checked call, if possible. backend: the back end's name, or "auto"."""
+    """Prepares a call at its second use, for later calls that differ only in memory, in the cache of `bound`."""
     prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None

@@ -37,8 +37,7 @@ def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeE
 
 
 def misused(function: Callable[..., object], given: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
-    """Returns the TypeError that Python raises for arguments that do not match a function's signature; given:
-    positional arguments; named: keyword arguments."""
+    """Returns the TypeError that Python raises for arguments that do not match a function's signature."""
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     first = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     error = misspelt(function, named, TypeError())

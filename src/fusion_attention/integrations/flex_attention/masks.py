@@ -23,8 +23,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all queries, as a band if some band equals the mask, and as tiles if the mask was
-    evaluated."""
+    """The visible keys of all queries, as a band if some band equals the mask, and as tiles if it was evaluated."""
 
     band: Band | None  # equals the mask, together with q_len and kv_len; None if there is no such band
     # Lengths of the items, or of the sequences of all items (`packed`), the first item's first; None: all tokens.
@@ -55,8 +54,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of an attention call (batch, query heads, queries per item, keys per item), and the device on which
-    mask_mod and score_mod run."""
+    """The sizes of an attention call, and the device on which mask_mod and score_mod run."""
 
     items: int
     heads: int
@@ -72,8 +70,7 @@ def of_block_mask(mask: Any, shape: Shape) -> Visible:
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """Returns the keys that a mask_mod shows to each query, as a band or as 128 x 128 tiles.
-    mod: a function of (batch, head, row, key) that returns True for a visible key."""
+    """Returns the keys that a mask_mod shows to each query, as a band or as 128 x 128 tiles."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
@@ -106,8 +103,7 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
-    """Returns bool [B or 1, N or 1, down, across], true for the blocks that a BlockMask's indices list. counts,
-    indices: kv_num_blocks and kv_indices of a BlockMask. down, across: numbers of blocks of queries and of keys."""
+    """Returns bool [B or 1, N or 1, down, across], true for the blocks that a BlockMask's kv_indices list."""
     numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
         numbers, positions = numbers[None], positions[None]
@@ -179,8 +175,7 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: np.minimum or np.maximum (`fold`) of the states of the blocks that
-    overlap each tile."""
+    """Returns [B, N, tiles down, tiles across]: fold (np.minimum or np.maximum) of the states of overlapping blocks."""
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
@@ -225,8 +220,7 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates first, end and count of `rows`, in place, by n evaluated tiles: at: their (batch, head, tile down, tile
-    across) [n, 4]; visible: bool [n, TILE, TILE]."""
+    """Updates first, end and count of `rows` by n evaluated tiles, at (batch, head, tile down, tile across) [n, 4]."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -241,8 +235,7 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """Returns a mask as a band if one equals it, for padded items or packed sequences, else as tiles, from its tiles
-    and each query's visible keys `rows`."""
+    """Returns a mask as a band if one equals it, for padded items or packed sequences, else as tiles."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -260,8 +253,7 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band (and lengths) that equal a mask of padded items, as fields of Visible; None if no band does.
-    first, end: [B or 1, queries], each query's first visible key and the end after its last."""
+    """Returns the band (and lengths) that equal a mask of padded items, as fields of Visible; None if no band does."""
     items, rows = first.shape
     item, row = np.divmod(np.arange(items * rows), rows)
     edges = _Edges(first.ravel(), end.ravel(), item, row)
@@ -278,8 +270,7 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """Returns a band, derived from one item, for all items of the batch: repeats the prefix length, which is per
-    item."""
+    """Returns one item's band for all items of the batch: repeats the prefix length, which is per item."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
@@ -407,8 +398,7 @@ def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
 
 
 class _Unreadable(mods.Position):
-    """Stands for the batch or head index when a mask function is tested for dependence on row - key alone: an operation
-    on it raises Absolute."""
+    """Stands for a batch or head index on which a mask function may not depend: any operation on it raises Absolute."""
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,8 +21,7 @@ Mod = Callable[..., Any]  # function of (b, h, q_idx, kv_idx)
 
 
 class _Indexed(TorchFunctionMode):
-    """Evaluates table[q_idx] as a gather: torch would convert the scalar tensor q_idx to a Python number, which vmap
-    cannot do."""
+    """Evaluates table[q_idx] as a gather: torch would convert q_idx to a Python number, which vmap cannot do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -68,6 +68,17 @@ class Absolute(Exception):
     """The error of a function that reads an absolute position, and not only a distance between positions."""
 
 
+def _of_difference(compare: Callable[[Any, Any], Any]) -> Any:
+    """Returns the method that compares two Positions: compare(difference, 0)."""
+
+    def method(self: Position, other: Any) -> Any:
+        if not isinstance(other, Position):
+            raise Absolute
+        return compare(self._shift - other._shift, 0)
+
+    return method
+
+
 class Position:
     """The index of a row or key of which only the distance to another Position is known.
     The difference of two Positions is a tensor. A function that accepts Positions has the same value for all pairs of
@@ -86,30 +97,9 @@ class Position:
             return self._shift - other._shift
         return Position(self._shift - _number(other))
 
-    def __ge__(self, other: Any) -> Any:
-        return self._apart(other) >= 0
-
-    def __gt__(self, other: Any) -> Any:
-        return self._apart(other) > 0
-
-    def __le__(self, other: Any) -> Any:
-        return self._apart(other) <= 0
-
-    def __lt__(self, other: Any) -> Any:
-        return self._apart(other) < 0
-
-    def __eq__(self, other: object) -> Any:
-        return self._apart(other) == 0
-
-    def __ne__(self, other: object) -> Any:
-        return self._apart(other) != 0
-
+    __ge__, __gt__, __le__, __lt__ = map(_of_difference, (operator.ge, operator.gt, operator.le, operator.lt))
+    __eq__, __ne__ = map(_of_difference, (operator.eq, operator.ne))
     __hash__ = None  # type: ignore[assignment]
-
-    def _apart(self, other: Any) -> Any:
-        if not isinstance(other, Position):
-            raise Absolute
-        return self._shift - other._shift
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -281,8 +271,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Returns a tuple that changes when a tensor is written or moved; for inference tensors a new object, so they
-    always count as changed."""
+    """Returns a tuple that changes when a tensor is written or moved; an inference tensor always counts as changed."""
     if tensor.is_inference():
         return object()
     return tensor._version, tensor.requires_grad, tensor.data_ptr() if tensor.layout is torch.strided else 0

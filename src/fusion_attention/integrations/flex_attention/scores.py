@@ -39,8 +39,7 @@ class Terms:
 
 
 def refused(got: str, hint: str) -> BackendError:
-    """Returns the BackendError for a score_mod that cannot be expressed by attention's arguments.
-    got: description of the unsupported operation. hint: advice for the user."""
+    """Returns the BackendError for a score_mod that cannot be expressed by attention's arguments; hint: advice."""
     return BackendError(
         "flex_attention: score_mod: expected score * f + t or c * tanh(score * f) + t, with a number c, an f that does "
         f"not depend on the key, and a t that does not depend on the score; got {got}; {hint}"
@@ -63,8 +62,7 @@ _IDENTITY = _Form(1.0, None)
 
 
 class _Score:
-    """A symbolic score, on which a score_mod runs: it records the factor and cap of the score s, and the added
-    terms."""
+    """A symbolic score, on which a score_mod runs: it records factor and cap of the score, and the added terms."""
 
     device: torch.device
 
@@ -73,7 +71,7 @@ class _Score:
         self.dtype, self.device, self.shape = like.dtype, like.device, like.shape
         self.ndim, self.requires_grad = 0, False
 
-    def _added(self, other: Any) -> _Score:
+    def __add__(self, other: Any) -> _Score:
         """Returns the sum of this score and a number, a tensor or another score."""
         if not isinstance(other, _Score):
             return _Score(self._like, self._form, self._bias + other, self._row)
@@ -84,7 +82,9 @@ class _Score:
         factor = self._form.factor + other._form.factor
         return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
-    def _scaled(self, other: Any) -> _Score:
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> _Score:
         """Returns this score times `other`, a number or, without a cap, a tensor; raises BackendError for others."""
         form = self._form
         if form.cap is not None:
@@ -98,29 +98,21 @@ class _Score:
         bias = self._bias * other if isinstance(self._bias, Tensor) or self._bias != 0 else 0.0
         return _Score(self._like, form._replace(by_row=True), bias, row)
 
-    def __add__(self, other: Any) -> _Score:
-        return self._added(other)
-
-    __radd__ = __add__
+    __rmul__ = __mul__
 
     def __neg__(self) -> _Score:
-        return self._scaled(-1.0)
+        return self * -1.0
 
     def __sub__(self, other: Any) -> _Score:
-        return self._added(-other)
+        return self + -other
 
     def __rsub__(self, other: Any) -> _Score:
-        return (-self)._added(other)
-
-    def __mul__(self, other: Any) -> _Score:
-        return self._scaled(other)
-
-    __rmul__ = __mul__
+        return -self + other
 
     def __truediv__(self, other: Any) -> _Score:
         if isinstance(other, _Score):
             raise refused("a quotient of two scores", _COMPUTE)
-        return self._scaled(1.0 / other)
+        return self * (1.0 / other)
 
     def tanh(self) -> _Score:
         if self._form.cap is not None or isinstance(self._bias, Tensor) or self._bias != 0:
@@ -164,8 +156,7 @@ _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by ha
 
 
 def _number(value: Any) -> float:
-    """Returns a value as a Python number; raises BackendError for a tensor that varies by position or needs a
-    gradient."""
+    """Returns a Python number; raises BackendError for a tensor that varies by position or needs a gradient."""
     try:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return float(value)
@@ -232,8 +223,7 @@ class _Interpreted:
         return self._both(b, h, row, key)[0]
 
     def by_row(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
-        """Returns the tensor by which the score_mod multiplies the score at (batch, head, row, key); 1 if there is
-        none."""
+        """Returns the tensor by which the score_mod multiplies the score at (batch, head, row, key), or 1."""
         return self._both(b, h, row, key)[1]
 
     def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
@@ -317,8 +307,7 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """Returns the sizes `shape` with 1 for the indices on which a function does not depend.
-    varies: for batch, head, query and key, True if the function depends on it."""
+    """Returns the sizes with 1 for the indices (batch, head, query, key) on which a function does not depend."""
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
@@ -372,8 +361,7 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
-    """Returns slopes [N] or [B, N] with -slope * |distance| equal to `values`, except where `free` is True; else
-    None."""
+    """Returns slopes [N] or [B, N] with -slope * |distance| equal to `values`, except where `free`; else None."""
     if values.dtype != torch.float32:
         return None
     adjacent = (~free & (distance.abs() == 1)).expand_as(values)
@@ -405,8 +393,7 @@ def _visibility(bias: _Interpreted) -> mods.Mod:
 
 
 def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
-    """Compares the converted terms with score_mod at random indices and scores; raises BackendError if they differ.
-    bias: the score_mod on a symbolic score, read for its dtype. shape: the sizes of the call."""
+    """Compares the converted terms with score_mod at random indices and scores; raises BackendError if they differ."""
     random = torch.Generator().manual_seed(0)
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]
