@@ -172,7 +172,7 @@ def cases() -> list[Any]:
     return results
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("name", "column"), cases())
 def test_outputs_and_gradients_match_eager_attention(monkeypatch: pytest.MonkeyPatch, name: str, column: str) -> None:
     assert column in COLUMNS

@@ -58,15 +58,6 @@ class Worlds:
 
         kill: ranks that are expected to die; their results are None, and the pool is started again.
         """
-        results = self.outcomes(world, case, *args, kill=kill)
-        failed = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if isinstance(result, Failed)]
-        if failed:
-            self.end()  # ranks may still be waiting
-            raise Failed("\n".join(failed))
-        return results
-
-    def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """Returns the same as run(), but a Failed as the result of each rank that raises."""
         if not self._processes:
             self._begin()
         request = pickle.dumps((world, next(self._cases) * GROUPS, case, args))
@@ -74,9 +65,13 @@ class Worlds:
             for end in self._ends[:world]:
                 end.send_bytes(request)
             until = time.monotonic() + SECONDS + self.timeout
-            return [self._result(rank, until, rank in kill) for rank in range(world)]
+            results = [self._result(rank, until, rank in kill) for rank in range(world)]
+            failed = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if isinstance(result, Failed)]
+            if failed:
+                raise Failed("\n".join(failed))
+            return results
         except BaseException:
-            self.end()
+            self.end()  # ranks may still be waiting
             raise
         finally:
             if kill:

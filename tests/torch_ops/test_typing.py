@@ -76,19 +76,11 @@ def test_literal_types_list_exactly_the_accepted_values() -> None:
     assert get_args(nn.Stage) == nn.STAGES
 
 
-def checked(checker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", checker, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-CHECKERS = ("mypy", "basedpyright")
-by_checker = pytest.mark.parametrize(
-    "checker", [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in CHECKERS]
-)
-
-
 @pytest.mark.slow
-@by_checker
+@pytest.mark.parametrize(
+    "checker",
+    [pytest.param(c, marks=pytest.mark.skipif(not find_spec(c), reason=f"no {c}")) for c in ("mypy", "basedpyright")],
+)
 def test_type_checkers_report_every_wrong_call_of_tests_typed(checker: str, tmp_path: Path) -> None:
     """Without `type: ignore`, each call that must be an error is reported in the line of the call."""
     text = (ROOT / "tests/typed/interfaces.py").read_text(encoding="utf-8")
@@ -96,6 +88,7 @@ def test_type_checkers_report_every_wrong_call_of_tests_typed(checker: str, tmp_
     wrong = tmp_path / "wrong.py"
     wrong.write_text(text.replace("# type: ignore[", "# was ["), encoding="utf-8")
     options = ["--config-file=pyproject.toml"] if checker == "mypy" else []
-    done = checked(checker, *options, str(wrong))
+    command = [sys.executable, "-m", checker, *options, str(wrong)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert [n for n in lines if f"wrong.py:{n}:" not in done.stdout] == []
     assert len(lines) > 20
