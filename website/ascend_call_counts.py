@@ -45,21 +45,3 @@ EVERYWHERE: tuple[tuple[str, int], ...] = (
     ("npu_sparse_lightning_indexer_grad_kl_loss", 2),
 )
 ALL_CALLS = 1197  # those of rarer functions too
-
-# Of the repositories that train and of those that infer: all calls, and the share of them that goes to functions of the
-# first wave, and of both waves, as counted. Which calls of a function are whose was not kept.
-SHARES = {"training": (676, 0.66, 0.71), "inference": (521, 0.30, 0.77)}
-FIRST_WAVE = (
-    *("npu_rms_norm", "npu_rms_norm_backward", "npu_swiglu", "npu_swiglu_backward", "npu_rotary_mul"),
-    *("npu_grouped_matmul", "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_gelu", "npu_geglu", "npu_mrope"),
-    *("npu_apply_rotary_pos_emb", "npu_confusion_transpose", "npu_scaled_masked_softmax", "npu_ring_attention_update"),
-    *("npu_cross_entropy_loss", "npu_format_cast"),
-)
-SECOND_WAVE = (
-    *("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2", "npu_add_rms_norm"),
-    *("npu_interleave_rope", "npu_kv_rmsnorm_rope_cache", "npu_scatter_pa_kv_cache", "npu_gather_pa_kv_cache"),
-    *("npu_attention_update", "npu_dynamic_quant", "npu_quant_matmul", "npu_scatter_nd_update_"),
-    *("npu_transpose_batchmatmul", "npu_mla_prolog_v3", "npu_kv_quant_sparse_flash_attention"),
-    *("npu_quant_lightning_indexer", "_npu_paged_attention", "npu_prompt_flash_attention", "npu_moe_init_routing_v2"),
-    *("npu_moe_finalize_routing", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax"),
-)

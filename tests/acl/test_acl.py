@@ -199,7 +199,7 @@ def test_random_acl_arguments_return_handles_or_error_codes() -> None:
         numbers = [draw.choice(few) for _ in range(draw.choice((0, 1, 2, 2, 3, 9, 70)))]
         return draw.choice((numbers, tuple(numbers), None, None, 5, "ab"))
 
-    for _ in range(3000):
+    for _ in range(2000):
         arguments = (sizes(), draw.choice((acl.ACL_FLOAT, acl.ACL_BF16, torch.int8, draw.choice(odd))), sizes())
         rest = (draw.choice((0, 0, 0, draw.choice(odd))), draw.choice((2, 2, 2, draw.choice(odd))), sizes())
         handle = acl.create_tensor(*arguments, *rest, draw.choice((address, address, address + 4, draw.choice(odd))))
@@ -217,4 +217,4 @@ def test_random_acl_arguments_return_handles_or_error_codes() -> None:
         ):
             assert isinstance(ret, int)
         acl.get_recent_err_msg()
-    assert created > 50
+    assert created > 25

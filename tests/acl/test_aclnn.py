@@ -30,6 +30,7 @@ OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn"
 TRAINING = [op for op in OPERATORS.values() if op in (*training.RECORDS, *score_v4.RECORDS)]
 FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
 BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
+PADDED = V2.layouts
 FIRST = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -52,12 +53,18 @@ VARIANTS: dict[str, Args] = {
     | {"D": 128, "Dv": 128, "Dr": 64},
     "sink": {"sink": True},
     "token_major": {"softmax_layout": "same_as_input"},
+    "seed": {"keep_prob": 0.5, "seed": 7, "offset": 3, "sink": True},
+    "seed of 63 bits": {"keep_prob": 0.5, "seed": 2**63 - 1, "offset": 2**32 - 1},
+    "rope with seed": {"query_rope": True, "key_rope": True, "sink": True, "keep_prob": 0.5, "seed": 1, "offset": 0}
+    | {"D": 128, "Dv": 128, "Dr": 64, "out_dtype": 27},
 }
 
 
 def variants(op: Op) -> Iterator[tuple[str, Args]]:
-    """Yields sample calls of an operator, in every layout and with every feature that it has."""
-    for (name, settings), layout in itertools.product(VARIANTS.items(), op.layouts):
+    """Yields sample calls of an operator, in every layout, and with every feature in TND and in one other layout."""
+    for (at, (name, settings)), layout in itertools.product(enumerate(VARIANTS.items()), op.layouts):
+        if name != "plain" and layout not in ("TND", PADDED[at % len(PADDED)]):
+            continue
         settings_here = {**settings, **settings.get(layout, {})}
         applies = all(key in op.by_name or key in op.sizes or key in op.layouts for key in settings_here)
         of_packed = name == "token_major" or (name == "rope" and op not in score_v4.RECORDS)

@@ -9,7 +9,6 @@ from support.bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention.npu.operators import schema_of
-from fusion_attention.npu.surface.metadata import METADATA
 
 # Function -> (elements of the result, positional arguments of a call without lengths).
 OPAQUE: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -26,10 +25,6 @@ OPAQUE: dict[str, tuple[int, tuple[int, ...]]] = {
 @pytest.fixture
 def operators(torch_npu: Any) -> Any:
     return torch.ops.cann_ops_transformer
-
-
-def test_every_metadata_function_is_tested() -> None:
-    assert {one.__name__ for one in METADATA} == {*OPAQUE, "flash_attn_metadata"}
 
 
 @pytest.mark.parametrize("name", OPAQUE)

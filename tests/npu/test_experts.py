@@ -63,14 +63,6 @@ def test_unpermute_gradients_have_dtypes_of_float32_probs_and_bfloat16_rows() ->
     assert (out.dtype, probs.grad.dtype, rows.grad.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
 
 
-def test_unpermute_without_probs_saves_no_rows_for_backward() -> None:
-    saved: list[torch.Tensor] = []
-    rows = torch.randn(T * K, H, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        npu.npu_moe_token_unpermute(rows, torch.randperm(T * K))
-    assert not any(t.is_floating_point() for t in saved)
-
-
 @pytest.mark.parametrize("pads", [False, True])
 def test_permute_and_unpermute_with_routing_map_match_naive_loops(pads: bool) -> None:
     where = torch.zeros(T, E, dtype=torch.bool).scatter(1, routes(), True)

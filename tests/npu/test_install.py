@@ -113,20 +113,13 @@ def test_runtime_settings_of_torch_npu_are_accepted(torch_npu: Any) -> None:
     assert "cpu" in device.get_device_name(0)
 
 
-def test_attention_on_npu_eager_or_compiled_bitwise_equals_cpu(torch_npu: Any) -> None:
-    q = torch.randn(1, 6, 2, 16, device="npu").requires_grad_()
-
-    def call(q: torch.Tensor) -> torch.Tensor:
-        return torch_npu.npu_fusion_attention(q, q.to("npu"), q, 2, "BSND", scale=0.25)[0]
-
-    out = call(q)
-    (gradient,) = torch.autograd.grad(out.sum(), q)
-    fast = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
-    npu.uninstall()
-    want = npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.25)[0]
-    for got in (out, fast):
-        same_bits(got, want)
-    same_bits(gradient, torch.autograd.grad(want.sum(), q)[0])
+def test_attention_on_npu_bitwise_equals_cpu(torch_npu: Any) -> None:
+    x = torch.randn(1, 6, 2, 16)
+    results = []
+    for q in (x.npu().requires_grad_(), x.requires_grad_()):  # type: ignore[attr-defined]
+        out = torch_npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.25)[0]
+        results.append([t.cpu() for t in (out, *torch.autograd.grad(out.sum(), q))])
+    same_bits(*results)
 
 
 def test_install_raises_if_a_real_torch_npu_is_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,12 +328,3 @@ def test_compiled_grouped_matmul_matches_eager(kind: int) -> None:
         (compiled(x, weight, ends), grouped(x, weight, ends)),
         lambda: (torch.cat((first @ weight64[0], last @ weight64[2], torch.zeros(2, N).double())),) * 2,
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"), [(None, "Requires manual passing group_type"), (1, "The group type must be")]
-)
-def test_grouped_matmul_with_missing_or_invalid_group_type_raises(kind: int | None, text: str) -> None:
-    call: dict[str, Any] = {"group_list": torch.tensor([1, 2]), "group_type": kind, "split_item": 2}
-    with pytest.raises(RuntimeError, match=text):
-        npu.npu_grouped_matmul([torch.ones(2, 4)], [torch.ones(2, 4, 3)], **call)

@@ -96,14 +96,6 @@ def test_scores_in_small_row_chunks_bitwise_equal_scores_in_one_chunk(monkeypatc
     same_bits(msa_index_score(q, k, blocks, **given), want)
 
 
-def test_msa_index_score_on_npu_bitwise_equals_cpu(torch_npu: Any) -> None:
-    q, k, blocks = drawn(2, HEADS, DIM).npu(), drawn(200, 1, DIM).npu(), torch.tensor([1], dtype=torch.int32).npu()
-    given = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
-    result = import_module("cann_ops_transformer").msa_index_score(q, k, blocks, **given)
-    assert result.device.type == "npu"
-    same_bits(result.cpu(), msa_index_score(q.cpu(), k.cpu(), blocks.cpu(), **given))
-
-
 def test_msa_index_score_invalid_argument_error_names_parameter() -> None:
     q, k, blocks = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
     given: dict[str, Any] = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}

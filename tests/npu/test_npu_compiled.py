@@ -113,7 +113,7 @@ def test_compiled_attention_accepts_lengths_in_host_memory(backend: str, lengths
 
     def call(x: torch.Tensor) -> Any:
         how = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "scale": 0.25}
-        return npu.npu_fusion_attention_v3(x, x, x, 2, "TND", **how)[0]  # type: ignore[arg-type]
+        return npu.npu_fusion_attention_v3(x, x.to("npu"), x, 2, "TND", **how)[0]  # type: ignore[arg-type]
 
     got, want = torch.compile(call, backend=backend, fullgraph=True)(x), call(x)
     assert got.device.type == "npu"

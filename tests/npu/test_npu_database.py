@@ -1,7 +1,4 @@
-"""torch's operator database (op_db) gives the same bits, gradients or error on npu as on the CPU.
-
-`make test` runs a small sample, the slow tests a larger one; a seed draws each.
-"""
+"""torch's operator database (op_db) gives the same bits, gradients or error on npu as on the CPU, in a drawn sample."""
 
 import random
 from collections.abc import Iterator
@@ -16,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusion_attention import npu
 
 pytest.importorskip("expecttest", reason="torch's tests import it")
+pytestmark = pytest.mark.slow  # the import of the database takes five seconds
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.bool)
-EVERYDAY, LARGE = 40, 500  # rows
-SAMPLES = 4  # of one row
+ROWS, SAMPLES = 500, 4  # rows, and samples of one row
 
 # Operator -> the reason why it differs from the CPU by definition.
 APART = {
@@ -51,16 +48,15 @@ def title(op: Any) -> str:
 
 
 def database() -> list[Any]:
-    """All operators of torch's database, imported late because the import takes five seconds."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db
 
 
 @cache
-def drawn(count: int) -> list[tuple[Any, torch.dtype]]:
+def drawn() -> list[tuple[Any, torch.dtype]]:
     rows = [(op, dtype) for op in database() for dtype in DTYPES if dtype in op.dtypes and title(op) not in APART]
-    return random.Random(28).sample(rows, count)
+    return random.Random(28).sample(rows, ROWS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +101,10 @@ def same(got: Any, want: Any) -> None:
     same_bits(*(torch.view_as_real(x) if x.is_complex() else x for x in (one, other)))
 
 
-def judge(op: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("row", range(ROWS))
+@pytest.mark.filterwarnings("ignore")
+def test_torch_operator_on_npu_bitwise_equals_cpu(row: int) -> None:
+    op, dtype = drawn()[row]
     torch.manual_seed(0)
     wants_gradient = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     for sample in list(op.sample_inputs("cpu", dtype, requires_grad=wants_gradient))[:SAMPLES]:
@@ -119,21 +118,3 @@ def judge(op: Any, dtype: torch.dtype) -> None:
             assert len(of_npu) == len(of_cpu)
             for mine, other in zip(of_npu, of_cpu, strict=True):
                 same(mine, other)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("row", range(EVERYDAY))
-@pytest.mark.filterwarnings("ignore")
-def test_torch_operator_on_npu_bitwise_equals_cpu(row: int) -> None:
-    judge(*drawn(EVERYDAY)[row])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", range(LARGE))
-@pytest.mark.filterwarnings("ignore")
-def test_torch_operator_on_npu_bitwise_equals_cpu_in_large_sample(row: int) -> None:
-    judge(*drawn(LARGE)[row])
-
-
-def test_excluded_operators_exist_in_torch_operator_database() -> None:
-    assert APART.keys() <= {title(op) for op in database()}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.installed_state import there
+from torch.utils._pytree import tree_leaves
 
 from fusion_attention import attention, npu
 from fusion_attention.integrations.sdpa import patched
@@ -103,6 +104,27 @@ def test_parameter_view_in_inference_mode_is_not_an_inference_tensor() -> None:
             results = [tensor.is_inference() for tensor in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
             assert results == [False, False, False, False, True], device
             assert torch.nn.functional.linear(weight, weight).device.type == device
+
+
+CALLS: dict[torch.dtype, list[Callable[[torch.Tensor], Any]]] = {
+    torch.float32: [torch.std_mean, torch.linalg.lu_factor, lambda x: torch.meshgrid(x[0], x[1], indexing="ij"),
+                    lambda x: x.hsplit(2), torch.special.i1, lambda x: x.topk(2)],
+    torch.complex64: [torch.conj, lambda x: x.conj().mT @ x, lambda x: x.angle(), torch.var, lambda x: 2**x],
+    torch.bool: [torch.log2, torch.tril, lambda x: x ^ ~x.T, lambda x: x.any(1), lambda x: x.zero_()],
+    torch.bfloat16: [lambda x: torch.dist(x, x.T), lambda x: torch.kron(x, x), lambda x: x.round(decimals=3)],
+    torch.int64: [torch.asinh, torch.flipud, lambda x: x @ x, lambda x: x.gather(1, x % 4)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", CALLS)
+def test_results_of_every_kind_on_npu_match_cpu(dtype: torch.dtype) -> None:
+    """Numbers of each dtype, tuples, lists, views and conjugate views; test_npu_database.py has all operators."""
+    x = (9 * torch.randn(4, 4)).to(dtype)
+    for call in CALLS[dtype]:
+        for got, want in zip(tree_leaves(call(x.npu())), tree_leaves(call(x.clone())), strict=True):
+            assert str(got.device) == HERE
+            assert (got.dtype, got.stride(), got.is_conj()) == (want.dtype, want.stride(), want.is_conj())
+            assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

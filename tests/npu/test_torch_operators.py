@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.operators import CHECKED, declared, normalised, sampled
+from torch.utils._pytree import tree_leaves
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
@@ -101,21 +102,16 @@ def test_every_operator_passes_opcheck_with_dynamic_aot_dispatch(name: str) -> N
 
 
 def test_operator_results_and_gradients_match_function(ops: Any) -> None:
-    for name in ("npu_fusion_attention", "npu_sparse_flash_attention"):
-        args = sampled(name)
+    for name in ("npu_fusion_attention", "npu_sparse_flash_attention", "npu_swiglu"):
+        args, operator = sampled(name), getattr(ops, name).default
         trained = [t for t in args.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+        trained = trained or [args["input"].requires_grad_()]
         result = []
-        for function in (getattr(ops, name), getattr(npu, name)):
-            results = [t for t in function(**args) if isinstance(t, torch.Tensor)]
+        for returned in (operator(**named(operator, args)), getattr(npu, name)(**args)):
+            results = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor)]
             result.append([*results, *torch.autograd.grad(results[0].sum(), trained)])
         for got, want in zip(*result, strict=True):
             same_bits(got, want, name)
-
-
-def test_swiglu_operator_gradient_matches_function(ops: Any) -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    gradients = [torch.autograd.grad(f(x).sum(), x)[0] for f in (ops.npu_swiglu, npu.npu_swiglu)]
-    same_bits(*gradients, "npu_swiglu")
 
 
 def test_operator_errors_match_function_and_vmap_and_forward_mode_raise(ops: Any) -> None:

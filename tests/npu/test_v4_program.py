@@ -26,6 +26,5 @@ def test_deepseek_v4_layer_on_npu_matches_unfused_torch_layer(tmp_path: Path) ->
         results: dict[str, torch.Tensor] = program["step"](*program["layer_on"]("cpu", torch.float64), fused=False)
         return results
 
-    assert got.keys() == plainly().keys()
     assert all(t.isfinite().all() and t.any() for t in got.values())
     check("layer", got, expected_of(plainly, got, 16))

@@ -97,13 +97,13 @@ ATB = [
 
 AUXILIARY = [
     package("RMS norm: sum of squares in place of the mean", "npu/auxiliary/norms.py", "(x32 * x32).[-mean-]{+sum+}(",
-            "npu/test_auxiliary.py::test_norms_swiglu_and_rotary_match_float64_formulas"),
+            "npu/test_auxiliary.py::test_results_and_their_first_and_second_gradients_match_formulas"),
     package("RMS norm: dx leaves out the term through the mean", "npu/auxiliary/norms.py",
             "[-(weighed - xhat * (weighed * xhat).mean(axes, keepdim=True))-]{+weighed+}",
-            "npu/test_auxiliary.py::test_backward_functions_match_autograd"),
+            "npu/test_auxiliary.py::test_results_and_their_first_and_second_gradients_match_formulas"),
     package("rotary: adjacent pairs rotated in the opposite direction", "npu/auxiliary/rotary.py",
             "torch.stack([-(-x[..., 1::2], x[..., ::2])-]{+(x[..., 1::2], -x[..., ::2])+}, -1)",
-            "npu/test_auxiliary.py::test_norms_swiglu_and_rotary_match_float64_formulas"),
+            "npu/test_auxiliary.py::test_results_and_their_first_and_second_gradients_match_formulas"),
     package("rotary: rotation matrix transposed", "npu/auxiliary/rotary.py", "input32 @ rotate.float(){+.T+}",
             "npu/test_auxiliary.py::test_rotary_mul_with_rotate_matrix_matches_interleave_mode"),
     package("cache scatter: first instead of last row stored for a repeated slot", "npu/auxiliary/caches.py",
