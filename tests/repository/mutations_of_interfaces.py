@@ -140,7 +140,7 @@ EXPERTS = [
             "[order [-// choices, order % choices-]{+% len(tokens), order // len(tokens)+}]",
             "npu/test_experts.py::test_moe_token_permute_and_unpermute_match_naive_loops_with_gradients"),
     package("dynamic quantisation: int4 elements packed in reverse order", "npu/auxiliary/quantised.py",
-            "({+28 - +}4 * torch.arange(8, device=y.device))",
+            "({+28 - +}4 * torch.arange(8, device=weight.device))",
             "npu/test_integer_products.py::test_dynamic_quant_int4_with_grouped_smooth_scales_matches_naive_loops"),
     package("grouped matmul: first row of every group taken as 0", "npu/auxiliary/grouped_matmul.py",
             "self(x[a:b], i, [-a-]{+0+})",

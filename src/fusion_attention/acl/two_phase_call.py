@@ -9,9 +9,8 @@ import torch
 from fusion_attention.acl.overlap import overlap, overlaps_itself
 from fusion_attention.acl.state import Refusal
 from fusion_attention.acl.tensors import TensorList
-from fusion_attention.acl.workspace import workspace
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Op, Tensor, evaluate, members, scope, show
-from fusion_attention.ir.call import Filled, Lowered
+from fusion_attention.ir.call import Filled, Lowered, tensors_in
 from fusion_attention.plan import Plan, plan
 
 
@@ -119,8 +118,11 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
     if len(call.extents):
         result = plan(call.problem, call.extents, call.device, options.backend, call.op_kind)
     filled = call.fill(outputs)
-    tensors = [t for _, name in given for t in members(args[name]) or ()]
-    bytes_, copies = workspace(filled, tensors, result)
+    # Memory that phase 2 needs besides the caller's tensors: copies of inputs, and buffers.
+    theirs = {_storage(t) for _, name in given for t in members(args[name]) or ()}
+    copies = {_storage(t): t for t in tensors_in(filled.operands) if _storage(t) not in theirs}
+    buffers = {_storage(t): t for t in filled.buffers if _storage(t) not in theirs}
+    converted = sum(t.numel() * t.element_size() for t in (copies | buffers).values())
     idle = all(t.numel() == 0 for t in outputs.values())
     within = scope(bound.names, op.functions)
     reading = [r for r in op.applicable_rules if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
@@ -128,11 +130,15 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
         given=given,
         written=written,
         plan=result,
-        workspace=0 if idle else bytes_,
-        keeps=not idle and not copies,
+        workspace=0 if idle else converted + (result.workspace_bytes if result else 0),
+        keeps=not idle and copies.keys() <= buffers.keys(),
         reads=any(not r.when or evaluate(r.when, within) for r in reading),
         idle=idle,
     )
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
 
 
 def handles(value: Any) -> tuple[Any, ...]:

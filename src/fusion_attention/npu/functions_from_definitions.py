@@ -55,7 +55,7 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
-    """Returns the public function of an operator (op), which returns all its results as a tuple, in its order.
+    """Returns the public function of an operator (op), which returns its only result, or a tuple of all in its order.
 
     A result that a call does not compute is an empty tensor.
 
@@ -69,10 +69,12 @@ def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
     def body(args: Args) -> Any:
         if cast:
             dispatch.autocast(args, cast)
-        return dispatch.in_order(op, args, args[like])
+        found = dispatch.in_order(op, args, args[like])
+        return found if several else found[0]
 
-    results = (torch.Tensor,) * len(op.results)
-    body.__annotations__["return"] = GenericAlias(tuple, results) if len(results) > 1 else torch.Tensor
+    several = len(op.results) > 1
+    results = GenericAlias(tuple, (torch.Tensor,) * len(op.results))
+    body.__annotations__["return"] = results if several else torch.Tensor
     body.__module__, body.__name__ = module, op.called
     return from_record(op)(body)
 

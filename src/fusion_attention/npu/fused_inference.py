@@ -7,7 +7,7 @@ import torch
 
 from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
-from fusion_attention.npu.functions_from_definitions import Args, from_record
+from fusion_attention.npu.functions_from_definitions import Args, from_record, in_order
 from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.fused.output_allocator_definitions import ALLOCATOR_V1, ALLOCATOR_V2
 from fusion_attention.ops.inference import definitions as incre
@@ -29,14 +29,8 @@ def _both(op: Op, args: Args) -> tuple[Tensor, Tensor]:
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@from_record(incre.TORCH)
-def npu_incre_flash_attention(args: Args) -> Tensor:
-    return dispatch.results(incre.TORCH, args)["attention_out"]
-
-
-@from_record(fused.TORCH_PFA)
-def npu_prompt_flash_attention(args: Args) -> Tensor:
-    return dispatch.results(fused.TORCH_PFA, args)["attention_out"]
+npu_incre_flash_attention = in_order(incre.TORCH, __name__, "query")
+npu_prompt_flash_attention = in_order(fused.TORCH_PFA, __name__, "query")
 
 
 @fused_out.with_out(fused.TORCH_V1)

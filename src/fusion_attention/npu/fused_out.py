@@ -19,10 +19,7 @@ from fusion_attention.torch_ops.device_aliases import aliased
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
-Interface = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
-# Annotation of a written tensor in the operator's schema (operators.py).
-Written = Annotated[torch.Tensor, "a!"]
 _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
@@ -66,13 +63,8 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
             lse.copy_(result["softmax_lse"])
         return attention, lse
 
-    def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
-        result = cast("WithOut[P, Pair]", function)
-        rest = "A softmax_lse that the call does not request is not written."
-        result.out = _dressed(out, function, op, ("attention_out", "softmax_lse"), rest)
-        return result
-
-    return decorate
+    rest = "A softmax_lse that the call does not request is not written."
+    return lambda function: _attached(function, out, op, ("attention_out", "softmax_lse"), rest)
 
 
 def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:
@@ -94,24 +86,24 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
                     buffer.copy_(value)
             return tuple(out)
 
-        result = cast("WithOut[P, R_co]", function)
         rest = "Tensors for results that the call does not compute are not written. Nothing is differentiable."
-        result.out = _dressed(out, function, op, results, rest)
-        return result
+        return _attached(function, out, op, results, rest)
 
     return decorate
 
 
-def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
-    """Gives the function `out` a signature and a docstring, both derived from `function`; returns it.
+def _attached(
+    function: Callable[P, R_co], out: Callable[..., Any], op: Op, results: Sequence[str], rest: str
+) -> WithOut[P, R_co]:
+    """Makes `out` the variant `.out` of `function`, which it returns; signature and docstring are derived from it.
     results: names of the results. rest: a further sentence of the docstring about the argument `out`."""
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
     )
     parameters = [*inspect.signature(function).parameters.values(), *buffers]
-    returns = GenericAlias(tuple, (Written,) * len(results))
-    signature = inspect.Signature(parameters, return_annotation=returns)
+    written = (Annotated[torch.Tensor, "a!"],) * len(results)  # in the operator's schema (operators.py)
+    signature = inspect.Signature(parameters, return_annotation=GenericAlias(tuple, written))
     out.__signature__ = signature  # type: ignore[attr-defined]
     out.__wrapped__ = function  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
@@ -124,7 +116,9 @@ Args:
 
 Other arguments are those of {function.__name__}. Source: {op.page}.
 """
-    return out
+    result = cast("WithOut[P, R_co]", function)
+    result.out = out
+    return result
 
 
 def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:

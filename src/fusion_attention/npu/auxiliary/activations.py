@@ -23,49 +23,43 @@ def npu_swiglu(input: Tensor, dim: int) -> Tensor:
     return _of_one(compute, lambda dy, x: _swiglu_gradient(dy, x, dim), input)
 
 
-@computed(activations.SWIGLU_BACKWARD)
-def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
-    return _swiglu_gradient(grad_output, input, dim)
-
-
-def _swiglu_gradient(dy: Tensor, x: Tensor, dim: int) -> Tensor:
-    a, b = x.float().chunk(2, dim)
-    dy, s = dy.float(), a.sigmoid()
+def _swiglu_gradient(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
+    a, b = input.float().chunk(2, dim)
+    dy, s = grad_output.float(), a.sigmoid()
     y = a * s
-    return torch.cat((dy * b * torch.addcmul(s, y, 1 - s), dy * y), dim).to(x.dtype)
+    return torch.cat((dy * b * torch.addcmul(s, y, 1 - s), dy * y), dim).to(input.dtype)
+
+
+npu_swiglu_backward = computed(activations.SWIGLU_BACKWARD)(_swiglu_gradient)
 
 
 @computed(activations.GEGLU)
 def npu_geglu(input: Tensor, dim: int, approximate: int, activate_left: bool) -> tuple[Tensor, Tensor]:
-    word = _WORDS[approximate]
-
     def compute(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
         linear, active = _halves(x, dim, activate_left)
-        gelu = torch.nn.functional.gelu(active, approximate=word)
+        gelu = torch.nn.functional.gelu(active, approximate=_WORDS[approximate])
         return ((linear * gelu).to(x.dtype), gelu.detach().to(x.dtype)), (x,)
 
     def gradient(_: Any, dy: Tensor, x: Tensor) -> tuple[Tensor]:
         gelu = torch.nn.functional.gelu(
-            _halves(x, dim, activate_left)[1], approximate=word
+            _halves(x, dim, activate_left)[1], approximate=_WORDS[approximate]
         )  # recomputed in float32, more exact than the rounded result
-        return (_geglu_gradient(dy, x, gelu, dim, word, activate_left),)
+        return (_geglu_gradient(dy, x, gelu, dim, approximate, activate_left),)
 
     y, gelu = keeping(compute, gradient, input)
     return y, gelu
 
 
-@computed(activations.GEGLU_GRAD)
-def npu_geglu_grad(
+def _geglu_gradient(
     grad_output: Tensor, input: Tensor, gelu: Tensor, dim: int, approximate: int, activate_left: bool
 ) -> Tensor:
-    return _geglu_gradient(grad_output, input, gelu, dim, _WORDS[approximate], activate_left)
+    linear, active = _halves(input, dim, activate_left)
+    dy = grad_output.float()
+    pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * linear, active, approximate=_WORDS[approximate])
+    return torch.cat(pair[::-1] if activate_left else pair, dim).to(input.dtype)
 
 
-def _geglu_gradient(dy: Tensor, x: Tensor, gelu: Tensor, dim: int, word: str, left: bool) -> Tensor:
-    linear, active = _halves(x, dim, left)
-    dy = dy.float()
-    pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * linear, active, approximate=word)
-    return torch.cat(pair[::-1] if left else pair, dim).to(x.dtype)
+npu_geglu_grad = computed(activations.GEGLU_GRAD)(_geglu_gradient)
 
 
 @computed(activations.GELU)
@@ -77,13 +71,12 @@ def npu_gelu(input: Tensor, approximate: str) -> Tensor:
     )
 
 
-@computed(activations.GELU_BACKWARD)
-def npu_gelu_backward(grad_output: Tensor, input: Tensor, approximate: str) -> Tensor:
-    return _gelu_gradient(grad_output, input, approximate)
+def _gelu_gradient(grad_output: Tensor, input: Tensor, approximate: str) -> Tensor:
+    dx: Tensor = torch.ops.aten.gelu_backward(grad_output.float(), input.float(), approximate=approximate)
+    return dx.to(input.dtype)
 
 
-def _gelu_gradient(dy: Tensor, x: Tensor, word: str) -> Tensor:
-    return torch.ops.aten.gelu_backward(dy.float(), x.float(), approximate=word).to(x.dtype)
+npu_gelu_backward = computed(activations.GELU_BACKWARD)(_gelu_gradient)
 
 
 @computed(activations.FAST_GELU)
@@ -96,15 +89,13 @@ def fast_gelu(x: Tensor) -> Tensor:
     return x * (_SLOPE * x).sigmoid()
 
 
-@computed(activations.FAST_GELU_BACKWARD)
-def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    return _fast_gelu_gradient(grad, input)
-
-
-def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    steep = _SLOPE * x.float()
+def _fast_gelu_gradient(grad: Tensor, input: Tensor) -> Tensor:
+    steep = _SLOPE * input.float()
     s = steep.sigmoid()
-    return (dy.float() * s * (1 + steep * (1 - s))).to(x.dtype)
+    return (grad.float() * s * (1 + steep * (1 - s))).to(input.dtype)
+
+
+npu_fast_gelu_backward = computed(activations.FAST_GELU_BACKWARD)(_fast_gelu_gradient)
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:

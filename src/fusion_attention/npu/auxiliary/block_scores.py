@@ -21,7 +21,6 @@ def msa_index_score(
     scale: Tensor | None,
     actual_seq_qlen: Any,
     actual_seq_klen: Any,
-    layout_key: str,
     sparse_mode: int,
     init_blocks: int,
     local_blocks: int,

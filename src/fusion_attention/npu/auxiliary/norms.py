@@ -11,11 +11,6 @@ from fusion_attention.ops.auxiliary_definitions import norms
 Tensor = torch.Tensor
 
 
-@computed(norms.RMS_NORM)
-def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return normalised(input, gamma, epsilon)
-
-
 @computed(norms.RMS_NORM_BACKWARD)
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return _gradients((True, True), dy, input, gamma, rstd)
@@ -32,9 +27,9 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
     return normalised(input, 1 + gamma.float(), epsilon)
 
 
-def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32, not differentiable).
-    The mean of squares is over gamma's axes, the last ones of x; epsilon is added to it."""
+def normalised(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns (y = input / rms * gamma in the dtype of input, rstd = 1 / rms in float32, not differentiable).
+    The mean of squares is over gamma's axes, the last ones of input; epsilon is added to it."""
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)
@@ -45,8 +40,11 @@ def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor
         again = torch.is_grad_enabled()  # second derivatives also pass through rstd
         return _gradients(wanted, dy, x, gamma, _rstd(x, gamma, epsilon) if again else rstd)
 
-    y, rstd = keeping(compute, gradient, x, gamma)
+    y, rstd = keeping(compute, gradient, input, gamma)
     return y, rstd
+
+
+npu_rms_norm = computed(norms.RMS_NORM)(normalised)
 
 
 def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:

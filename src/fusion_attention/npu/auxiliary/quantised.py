@@ -69,21 +69,19 @@ _RANGES = {
 }
 
 
-def _packed(y: Tensor) -> Tensor:
-    """Packs eight int4 of y [..., 8 n] into one int32 [..., n], the first in the lowest bits."""
-    nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
-    return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
+def _packed(weight: Tensor) -> Tensor:
+    """Packs eight int4 of weight [..., 8 n] into one int32 [..., n], the first in the lowest bits."""
+    nibbles = (weight.to(torch.int64) & 15).unflatten(-1, (-1, 8))
+    return _signed((nibbles << (4 * torch.arange(8, device=weight.device))).sum(-1), 32).to(torch.int32)
+
+
+npu_convert_weight_to_int4pack = computed(quantised.INT4PACK)(_packed)
 
 
 def unpacked(words: Tensor) -> Tensor:
     """Unpacks eight int4 from each int32 of `words` [..., n] to int8 [..., 8 n]; the inverse of _packed()."""
     shifts = 4 * torch.arange(8, device=words.device)
     return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
-
-
-@computed(quantised.INT4PACK)
-def npu_convert_weight_to_int4pack(weight: Tensor) -> Tensor:
-    return _packed(weight)
 
 
 @computed(quantised.PARAM)

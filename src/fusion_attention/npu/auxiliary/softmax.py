@@ -22,19 +22,14 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float, fixed_triu_
     return y
 
 
-@computed(softmax.SCALED_MASKED_SOFTMAX_BACKWARD)
-def npu_scaled_masked_softmax_backward(
-    y_grad: Tensor, y: Tensor, mask: Tensor, scale: float, fixed_triu_mask: bool
-) -> Tensor:
-    return _gradient(y_grad, y, mask, scale, fixed_triu_mask)
-
-
-def _gradient(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, triangle: bool) -> Tensor:
-    """Returns the gradient of the scores, in the dtype of y, from dy and the softmax y; hidden scores, by `mask` or,
-    with `triangle`, those after the row's index, get 0."""
-    dy, weights = dy.float(), y.float()
+def _gradient(y_grad: Tensor, y: Tensor, mask: Tensor | None, scale: float, fixed_triu_mask: bool) -> Tensor:
+    """Returns the gradient of the scores, in the dtype of y, from that of the softmax y; hidden scores get 0."""
+    dy, weights = y_grad.float(), y.float()
     dx = scale * weights * (dy - (dy * weights).sum(-1, keepdim=True))
-    return dx.masked_fill(_hidden(y, mask, triangle), 0).to(y.dtype)
+    return dx.masked_fill(_hidden(y, mask, fixed_triu_mask), 0).to(y.dtype)
+
+
+npu_scaled_masked_softmax_backward = computed(softmax.SCALED_MASKED_SOFTMAX_BACKWARD)(_gradient)
 
 
 def _hidden(scores: Tensor, mask: Tensor | None, triangle: bool) -> Any:

@@ -68,24 +68,19 @@ def npu_moe_token_permute_grad(
     return _sum_of_choices(grad_permuted_tokens, sorted_indices, tokens.shape[0], choices)
 
 
-@computed(token_permute.UNPERMUTE)
-def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None) -> Tensor:
-    return _weighed(permuted_tokens, sorted_indices, probs)
-
-
-def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
+def _weighed(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None) -> Tensor:
     """Returns [T, elements], the sums of tokens' rows weighted by probs [T, K]; None: each token has one row.
 
-    permuted: rows in the order of experts. positions: int [T * K], the row of each of a token's choices.
+    permuted_tokens: rows in the order of experts. sorted_indices: int [T * K], the row of each of a token's choices.
     """
-    count = permuted.shape[0]
+    count = permuted_tokens.shape[0]
 
     def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
-        rows = taken(permuted, positions)
+        rows = taken(permuted, sorted_indices)
         if probs is not None:
             of_tokens = rows.reshape(*probs.shape, rows.shape[1])
             rows = (of_tokens * probs.float().unsqueeze(-1)).sum(1).to(rows.dtype)
-        return (rows,), (positions, probs, permuted if probs is not None and probs.requires_grad else None)
+        return (rows,), (sorted_indices, probs, permuted if probs is not None and probs.requires_grad else None)
 
     def gradient(
         wanted: tuple[bool, bool], dy: Tensor, positions: Tensor, probs: Tensor | None, permuted: Tensor | None
@@ -95,8 +90,11 @@ def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tenso
             None if probs is None or permuted is None else _of_probs(dy, positions, probs, permuted),
         )
 
-    (rows,) = keeping(compute, gradient, permuted, probs)
+    (rows,) = keeping(compute, gradient, permuted_tokens, probs)
     return rows
+
+
+npu_moe_token_unpermute = computed(token_permute.UNPERMUTE)(_weighed)
 
 
 def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:

@@ -25,6 +25,8 @@ sparse_flash_mla_grad = in_order(compressed.TORCH_GRAD, __name__, "query")
 block_sparse_attention_grad = in_order(blocks.CANN_GRAD, __name__, "query")
 sparse_lightning_indexer_kl_loss_grad = in_order(targets.TORCH, __name__, "query_index")
 dense_lightning_indexer_kl_loss_grad = in_order(targets.TORCH_DENSE, __name__, "query_index")
+dense_lightning_indexer_softmax_lse = in_order(targets.TORCH_LSE, __name__, "query_index")
+sparse_flash_mla_softmax_l1_norm = in_order(l1_norm.TORCH, __name__, "query")
 
 
 @from_record(compressed.TORCH)
@@ -33,11 +35,6 @@ def sparse_flash_mla(args: Args) -> tuple[Tensor, Tensor]:
     results = dispatch.results(compressed.TORCH, args, complete=args["return_softmax_lse"])
     out = results[compressed_call.OUT]
     return out, results[compressed_call.LSE] if args["return_softmax_lse"] else out.new_zeros((), dtype=torch.float32)
-
-
-@from_record(l1_norm.TORCH)
-def sparse_flash_mla_softmax_l1_norm(args: Args) -> Tensor:
-    return dispatch.results(l1_norm.TORCH, args)[l1_norm.OUT]
 
 
 @from_record(blocks.CANN)
@@ -54,11 +51,6 @@ def lightning_indexer(args: Args) -> tuple[Tensor, Tensor]:
     results = dispatch.results(second.TORCH, args)
     indices = results[RESULTS[0]]
     return indices, results[RESULTS[1]] if args["return_values"] else indices.new_empty(0, dtype=torch.float32)
-
-
-@from_record(targets.TORCH_LSE)
-def dense_lightning_indexer_softmax_lse(args: Args) -> Tensor:
-    return dispatch.in_order(targets.TORCH_LSE, args, args["query_index"])[0]
 
 
 @computed(losses.KL_LOSS)

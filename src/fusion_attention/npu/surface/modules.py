@@ -69,7 +69,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
         kind: device type of tensors on "npu": "npu", or that of base.
     """
     interfaces = functions()
-    npu = {**runtime.names(base), **device_module.names(base, kind), **interfaces}
+    npu = {**runtime.names(), **device_module.names(base, kind), **interfaces}
     amp = device_module.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), "Format": runtime.Format, **interfaces},

@@ -5,12 +5,11 @@ device_module.py has those for devices, streams and seeds. On a host, statistics
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,11 +156,6 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Accepts any arguments, without effect."""
 
 
-@contextlib.contextmanager
-def _block(*_: Any, **__: Any) -> Iterator[None]:
-    yield
-
-
 # Functions about compilation, dumps, checks and caches of the chip; they accept all arguments, without effect.
 _WITHOUT_EFFECT = (
     "init_dump finalize_dump set_dump set_aoe set_mm_bmm_format_nd set_sync_debug_mode ipc_collect "
@@ -174,7 +168,7 @@ _WITHOUT_EFFECT = (
 _COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached"
 
 
-def names(base: torch.device) -> dict[str, Any]:
+def names() -> dict[str, Any]:
     """Returns {name: object} of torch.npu besides device_module.py's; on a GPU, torch.cuda's replace them."""
     return {
         **graphs.NAMES,
