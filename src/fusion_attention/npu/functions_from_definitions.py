@@ -69,8 +69,8 @@ def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
     def body(args: Args) -> Any:
         if cast:
             dispatch.autocast(args, cast)
-        found = dispatch.in_order(op, args, args[like])
-        return found if several else found[0]
+        ordered = dispatch.in_order(op, args, args[like])
+        return ordered if several else ordered[0]
 
     several = len(op.results) > 1
     results = GenericAlias(tuple, (torch.Tensor,) * len(op.results))
