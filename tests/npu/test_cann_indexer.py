@@ -137,12 +137,17 @@ def check(call: Call, indices: Tensor, values: Tensor, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_lightning_indexer_of_padded_rows_matches_naive_loops(call: Call) -> None:
+def test_lightning_indexer_of_padded_rows_and_offset_matches_naive_loops(call: Call) -> None:
     given, words = padded(call), call.words()
     for side, lengths in (("q", call.rows), ("k", call.keys)):
         if len(set(lengths)) > 1:
             words[f"seqused_{side}"] = torch.tensor(lengths)
-    check(call, *lightning_indexer(**given, topk=TOP, **words), packed=False)
+    result = lightning_indexer(**given, topk=TOP, **words)
+    check(call, *result, packed=False)
+    batch, rows = result[0].shape[:2]
+    for offset in (torch.arange(7, 7 + batch).int(), torch.arange(batch * rows).view(batch, rows, 1).int()):
+        moved, _ = lightning_indexer(**given, topk=TOP, output_idx_offset=offset, **words)
+        same_bits(moved, torch.where(result[0] < 0, -1, result[0] + offset.view(batch, -1, 1, 1)).int())
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -161,17 +166,6 @@ def test_lightning_indexer_with_packed_rows_and_offset_matches_naive_loops(call:
         per_row = offset if offset.dim() == 2 else offset.repeat_interleave(torch.tensor(call.q_room))[:, None]
         same_bits(moved, torch.where(result[0] < 0, -1, result[0] + per_row[:, None]).int())
         same_bits(values, result[1])
-
-
-def test_output_idx_offset_shifts_indices_of_padded_rows() -> None:
-    call = CALLS[2]
-    given = {**padded(call), **call.words(), "topk": TOP}
-    bare = lightning_indexer(**given)[0]
-    for offset in (torch.tensor([100, 7]).int(), torch.arange(46).view(2, 23, 1).int()):
-        per_row = offset.view(2, -1, 1, 1)
-        same_bits(
-            lightning_indexer(**given, output_idx_offset=offset)[0], torch.where(bare < 0, -1, bare + per_row).int()
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -189,7 +189,7 @@ SURFACE = [
             f"{CANN_INDEXER}::test_lightning_indexer_with_packed_rows_and_offset_matches_naive_loops"),
     package("indexer: key of several tokens visible one token early", "ops/indexer/lower.py",
             'behind - n["q_len"] + [-1-]{+2+}',
-            f"{CANN_INDEXER}::test_lightning_indexer_of_padded_rows_matches_naive_loops"),
+            f"{CANN_INDEXER}::test_lightning_indexer_of_padded_rows_and_offset_matches_naive_loops"),
     package("block scores: hidden keys included in the maximum of a block",
             "npu/auxiliary/block_scores.py", "[-.masked_fill(~visible, -torch.inf)-]",
             "npu/test_msa_index_score.py::test_msa_index_score_matches_naive_loops"),
