@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.installed_state import modes, surroundings, there
+from support.installed_state import surroundings, there
 
 from fusion_attention import npu
 
@@ -34,15 +34,6 @@ def test_uninstall_restores_torch_and_import_state() -> None:
         importlib.metadata.version("torch_npu")
     with pytest.raises(RuntimeError):
         torch.ones(1, device="npu")
-
-
-def test_torch_modes_entered_after_install_survive_uninstall() -> None:
-    npu.install()
-    torch.set_default_device("cpu")
-    npu.uninstall()
-    assert len(modes()) == 1
-    torch.set_default_device(None)
-    assert not modes()
 
 
 def test_installed_torch_npu_is_found_by_importlib_and_metadata(torch_npu: Any) -> None:

@@ -255,7 +255,6 @@ def test_npu_streams_and_events_are_torch_streams_and_events() -> None:
     stream.wait_event(stream.record_event())
     for wait in (stream.synchronize, device().synchronize, end.synchronize, device().empty_cache):
         wait()
-    torch.ones(2).npu().record_stream(stream)
 
 
 def test_current_stream_is_thread_local() -> None:

@@ -195,13 +195,6 @@ def test_child_process_installs_torch_npu_on_demand(
     assert text.strip() == expected
 
 
-def test_sitecustomize_of_the_environment_is_still_executed(folder: Path) -> None:
-    text = run(
-        "-c", "import sys; print(sys.own)", path=os.pathsep.join([str(Path(subprocesses.__file__).parent), str(folder)])
-    )
-    assert text.strip() == "the environment has one too"
-
-
 SPAWNS = """
 import torch, torch.multiprocessing as processes
 def work(rank, queue):
