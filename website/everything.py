@@ -7,7 +7,7 @@ from functools import cache, partial
 from fusion_attention.cli import op_pages
 from fusion_attention.contract.doc_pages import versions
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
-from website import accuracy, ascend, charts, masks, overview_diagram, pictures, reference
+from website import accuracy, ascend, charts, masks, mistakes, overview_diagram, pictures, reference
 from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "functions": ascend.table,
     "coverage": ascend.coverage,
     "worst tiles": accuracy.table,
+    "mistakes": mistakes.table,
 }
 MARK = re.compile(r"<!-- table: ([\w ]+) -->")
 

@@ -3,7 +3,6 @@
 import fusion_attention as fa
 from fusion_attention.backends import BACKENDS
 from fusion_attention.ops import RECORDS
-from website.masks import of_band
 from website.svg import Picture
 
 INTEGRATIONS = (
@@ -91,6 +90,6 @@ def _packed_cells() -> list[list[str]]:
     cells = [["bg"] * 14 for _ in range(9)]
     sequences = ((0, 0, 5, 8, fa.Band.window(3), "a"), (5, 8, 4, 6, fa.Band.causal(), "b"))
     for start, first, rows, keys, band, colour in sequences:
-        for i, row in enumerate(of_band(band, rows, keys).tolist()):
+        for i, row in enumerate(band.visible(rows, keys).tolist()):
             cells[start + i][first : first + keys] = [colour if is_visible else "off" for is_visible in row]
     return cells

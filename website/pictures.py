@@ -7,7 +7,6 @@ import torch
 import fusion_attention as fa
 from fusion_attention.nn import SparseSelfAttention, Stage, set_stage
 from fusion_attention.ops import RECORDS
-from website.masks import of_band
 from website.svg import Picture
 
 Cell = tuple[int, int, int]  # sequence, token, head
@@ -59,20 +58,20 @@ def packing() -> Picture:
     computed = len(lengths) * longest * longest
     picture.note(32, 60, f"[B, S, N, D]: {len(lengths) * longest} rows, {computed} scores a head")
     for b, length in enumerate(lengths):
-        band = of_band(causal, length, length)
+        band = causal.visible(length, length)
         cells = [
             [SEQUENCES[b] if i < length and j < length and band[i, j] else "off" for j in range(longest)]
             for i in range(longest)
         ]
         picture.grid(32 + b * (longest * (size + 2) + 18), 84, cells, size)
     x = 500
-    used = sum(int(of_band(causal, n, n).sum()) for n in lengths)
+    used = sum(int(causal.visible(n, n).sum()) for n in lengths)
     picture.text(x, 38, "packed", size=18, bold=True)
     picture.note(x, 60, f'layout="TND": {total} rows, {used} scores a head')
     cells = [["bg"] * total for _ in range(total)]
     for b, length in enumerate(lengths):
         start = sum(lengths[:b])
-        for i, row in enumerate(of_band(causal, length, length).tolist()):
+        for i, row in enumerate(causal.visible(length, length).tolist()):
             cells[start + i][start : start + length] = [SEQUENCES[b] if is_visible else "off" for is_visible in row]
     picture.grid(x, 84, cells, size)
     picture.note(32, 222, "Rows of padding are computed by every layer,")
@@ -138,7 +137,7 @@ def stages() -> Picture:
     weights = torch.tensor([2.0, 1.0]).expand(1, tokens, 2)
     indices, _ = fa.lightning_indexer(q, k, weights, top)
     every, values = fa.lightning_indexer(q, k, weights, tokens)
-    causal = of_band(fa.Band.causal(), tokens, tokens)
+    causal = fa.Band.causal().visible(tokens, tokens)
     scores = torch.zeros(tokens, tokens)
     for i in range(tokens):
         for j, value in zip(every[0, i, 0].tolist(), values[0, i, 0].tolist(), strict=True):
