@@ -1,9 +1,10 @@
-"""Builds of C programs: examples/capi by the commands of its README, CMakeLists in the style of CANN's samples,
-pkg-config; the libraries export all functions that the headers declare.
+"""Builds of C programs: examples/capi by the commands of its README, CMakeLists in the style of CANN's samples and with
+find_package, pkg-config; the libraries export all functions that the headers declare.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,9 @@ pytestmark = [
 ]
 EXAMPLES = ROOT / "examples/capi"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.c"))
-# CMakeLists in the style of CANN's samples: paths below ASCEND_CUSTOM_PATH, libraries as files, no package.
-CANN_STYLE = """
+# CMakeLists in the style of CANN's samples: paths below ASCEND_CUSTOM_PATH, libraries as files, no package. A second
+# program finds the package.
+CMAKE = """
 cmake_minimum_required(VERSION 3.14)
 project(ACLNN_EXAMPLE)
 add_compile_options(-std=c++11)
@@ -34,6 +36,9 @@ set(INCLUDE_BASE_DIR "${ASCEND_PATH}/include")
 include_directories(${INCLUDE_BASE_DIR} ${INCLUDE_BASE_DIR}/aclnn)
 target_link_libraries(opapi_test PRIVATE ${ASCEND_PATH}/lib64/libascendcl.so ${ASCEND_PATH}/lib64/libnnopbase.so
                       ${ASCEND_PATH}/lib64/libopapi.so)
+find_package(fusion_attention REQUIRED)
+add_executable(packaged program.cpp)
+target_link_libraries(packaged PRIVATE fusion_attention::fusion_attention)
 """
 # Calls the operator with invalid arguments before aclInit: the library must answer without starting Python.
 PROGRAM = """
@@ -72,63 +77,49 @@ def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
     return done.stdout
 
 
-def documented() -> list[str]:
-    """Returns the two shell commands of the README of examples/capi."""
-    return blocks((EXAMPLES / "README.md").read_text(encoding="utf-8"), "sh")[0].splitlines()
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the programs by the first command of the README; returns the build folder."""
-    folder = tmp_path_factory.mktemp("c examples") / "build"
-    tool = folder.parent / "bin/fusion-attention"  # of this Python, installed or not
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fusion_attention "$@"\n', encoding="utf-8")
-    tool.chmod(0o755)
-    build, test = (line.replace("build/capi", f"'{folder}'") for line in documented())
-    assert str(folder) in build
-    assert str(folder) in test
-    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
-    run("bash", "-ec", build, cwd=ROOT, CFLAGS="-O0 -Werror", PATH=path)
-    return folder
-
-
-def test_readme_names_every_c_example() -> None:
+def test_c_examples_compile_without_warnings_and_are_in_the_readme() -> None:
+    flags = ["-std=c11", "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", f"-I{environment.INCLUDE}"]
+    run("cc", *flags, *(EXAMPLES / f"{name}.c" for name in PROGRAMS))
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert [name for name in PROGRAMS if f"| `{name}.c` |" not in text] == []
 
 
-def test_decode_c_example_passes(built: Path) -> None:
-    assert "from the formula" in run(built / "decode")
-
-
 @pytest.mark.slow
-def test_every_c_example_passes(built: Path) -> None:
-    text = run("bash", "-ec", documented()[1].replace("build/capi", f"'{built}'"), cwd=ROOT)
-    assert f"100% tests passed, 0 tests failed out of {len(PROGRAMS)}" in text
-
-
-def flags() -> list[str]:
-    return [f"-I{environment.INCLUDE}", f"-L{environment.LIBRARY}", f"-Wl,-rpath,{environment.LIBRARY}",
-            *(f"-l{name}" for name in environment.LIBRARIES)]  # fmt: skip
+def test_every_c_example_passes(tmp_path: Path) -> None:
+    """The commands of the README build and run the programs."""
+    folder = tmp_path / "c examples/build"
+    folder.parent.mkdir()
+    tool = folder.parent / "bin/fusion-attention"  # of this Python, installed or not
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fusion_attention "$@"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    (commands,) = blocks((EXAMPLES / "README.md").read_text(encoding="utf-8"), "sh")
+    build, test = (line.replace("build/capi", f"'{folder}'") for line in commands.splitlines())
+    assert str(folder) in build
+    assert str(folder) in test
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+    run("bash", "-ec", build, cwd=ROOT, CFLAGS="-O0", PATH=path)
+    assert f"100% tests passed, 0 tests failed out of {len(PROGRAMS)}" in run("bash", "-ec", test, cwd=ROOT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "poisoned"), [("decode", "-Dexp=exp2"), ("kl_loss", "-Dfmax=fmin")])
 def test_c_example_with_wrong_formula_exits_with_1(program: str, poisoned: str, tmp_path: Path) -> None:
-    run("cc", "-std=c11", poisoned, EXAMPLES / f"{program}.c", *flags(), "-lm", "-o", tmp_path / program)
+    flags = shlex.split(f"{environment.cflags()} {environment.libs()} -lm")
+    run("cc", "-std=c11", poisoned, EXAMPLES / f"{program}.c", *flags, "-o", tmp_path / program)
     done = subprocess.run([tmp_path / program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "WRONG" in done.stdout
 
 
-def test_program_builds_and_runs_with_cann_style_cmake(tmp_path: Path) -> None:
+def test_programs_build_and_run_with_cann_style_cmake_and_the_package(tmp_path: Path) -> None:
     """A CANN project needs no change except ASCEND_CUSTOM_PATH."""
-    (tmp_path / "CMakeLists.txt").write_text(CANN_STYLE, encoding="utf-8")
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE, encoding="utf-8")
     (tmp_path / "program.cpp").write_text(PROGRAM, encoding="utf-8")
-    run("cmake", "-S", ".", "-B", "build", cwd=tmp_path, ASCEND_CUSTOM_PATH=str(environment.ROOT))
+    paths = {"ASCEND_CUSTOM_PATH": str(environment.ROOT), "CMAKE_PREFIX_PATH": str(environment.CMAKE)}
+    run("cmake", "-S", ".", "-B", "build", cwd=tmp_path, **paths)
     run("cmake", "--build", "build", cwd=tmp_path)
-    assert run(tmp_path / "build/opapi_test") == "ran\n"
+    assert [run(tmp_path / "build" / name) for name in ("opapi_test", "packaged")] == ["ran\n"] * 2
 
 
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")

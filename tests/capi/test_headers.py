@@ -98,13 +98,15 @@ def test_outputs_are_the_last_consecutive_tensor_parameters() -> None:
 @needs_compiler
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_headers_compile_without_warnings(language: str, tmp_path: Path) -> None:
-    """All headers together, and each alone: a header must not depend on the includes of another."""
+    """All headers together, and some alone: a header must not depend on the includes of another. One of those that
+    codegen writes suffices, because their includes are equal.
+    """
     names = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
     together = "".join(f'#include "{name}"\n' for name in names)
     for compiler in COMPILERS:
         compiles(compiler, language, together, tmp_path)
-    alone = names if language == "c11" else []
-    for name in alone:
+    written = [name for name in names if not name.startswith("aclnnop/")]
+    for name in [*written, names[-1]] if language == "c11" else []:
         compiles(COMPILERS[0], language, f'#include "{name}"\n', tmp_path)
 
 
@@ -159,5 +161,4 @@ int calls() {
     switch (ret) { case ACLNN_ERR_PARAM_INVALID: case ACL_ERROR_INVALID_PARAM: return 1; default: return OK; }
 }
 """
-    for language in ("c++11", "c++20"):
-        compiles(COMPILERS[0], language, program, tmp_path)
+    compiles(COMPILERS[0], "c++11", program, tmp_path)
