@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from support.commands import run
 
 from fusion_attention.cli import demo_comparison as demo
@@ -68,8 +67,7 @@ def slightly_wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
 def verdict(encoder: Encoder, attention: Any) -> tuple[int, str]:
     """(exit code, text) of a demo run on a console wide enough for every row."""
     console = Console(file=io.StringIO(), width=160)
-    settings, progress = demo.Settings(0, 1, BUDGET), Progress(console=console, disable=True)
-    code = demo.run(encoder, SENTENCES, attention, settings, console, backend="test", progress=progress)
+    code = demo.run(encoder, SENTENCES, attention, demo.Settings(0, 1, BUDGET), console, backend="test")
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,8 @@
 
 import typer
 
+from fusion_attention.cli.output import progress
+
 
 def demo(
     sentences: int = typer.Option(256, min=200, help="Number of docstrings to encode."),
@@ -16,32 +18,18 @@ def demo(
     """
     # Imported here, so that `fusion-attention --help` does not load torch.
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.text import Text
 
     from fusion_attention.cli.demo_comparison import Settings, chosen_backend, draw_sentences, library_texts, run
     from fusion_attention.cli.encoder import DemoUnavailable, load_encoder, model_folder
     from fusion_attention.npu import npu_fusion_attention
 
-    settings = Settings(seed, runs, tokens_per_batch)
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # The progress bar is drawn only on a terminal.
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        try:
-            folder = model_folder()
-            loading = progress.add_task("loading the model", total=None)
-            encoder = load_encoder(folder)
-            progress.update(loading, total=1, completed=1)
-            reading = progress.add_task("reading docstrings", total=1)
-            texts = library_texts(advance=lambda fraction: progress.update(reading, completed=fraction))
-            drawn = draw_sentences(encoder, texts, sentences, seed)
-        except DemoUnavailable as error:
-            progress.stop()
-            errors.print(Text(f"fusion-attention demo: {error}"), soft_wrap=True)
-            raise typer.Exit(1) from None
-        code = run(
-            encoder, drawn, npu_fusion_attention, settings, Console(), backend=chosen_backend(encoder),
-            progress=progress, as_json=as_json,
-        )  # fmt: skip
-    raise typer.Exit(code)
+    try:
+        with progress("loading the model", None):
+            encoder = load_encoder(model_folder())
+        with progress("reading docstrings", 1) as advance:
+            drawn = draw_sentences(encoder, library_texts(advance=advance), sentences, seed)
+    except DemoUnavailable as error:
+        typer.echo(f"fusion-attention demo: {error}", err=True)
+        raise typer.Exit(1) from None
+    settings, backend = Settings(seed, runs, tokens_per_batch), chosen_backend(encoder)
+    raise typer.Exit(run(encoder, drawn, npu_fusion_attention, settings, Console(), backend=backend, as_json=as_json))

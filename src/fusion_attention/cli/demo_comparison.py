@@ -8,12 +8,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -28,7 +26,7 @@ from fusion_attention.cli.encoder import (
     padded_batches,
     padded_tokens,
 )
-from fusion_attention.cli.output import show_json
+from fusion_attention.cli.output import progress, show_json
 from fusion_attention.ir.problem import Problem
 
 # Largest difference of an element of two embeddings, float32 unit vectors; two correct encoders differ by much less.
@@ -37,6 +35,7 @@ NEIGHBOURS = 3
 QUERIES = 5
 # Smallest number of tokens of a sentence, two of which are special tokens.
 SHORTEST = 3
+Advance = Callable[[float, str], None]  # a function of the amount of work done and a text, which draws a progress bar
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Comparison:
         return (self.padded - self.packed).abs().amax(dim=-1).nan_to_num(nan=math.inf)
 
 
-def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda fraction: None) -> list[str]:
+def library_texts(folder: Path | None = None, advance: Advance = lambda fraction, words: None) -> list[str]:
     """Returns the docstrings of the modules in a folder (None: the standard library's), without duplicates. Sources are
     parsed, never imported: importing runs code. advance: called with the fraction of modules read."""
     files = sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py"))
@@ -80,7 +79,7 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
             text = " ".join((ast.get_docstring(node) or "").split()) if isinstance(node, documented) else ""
             if text.isprintable() and any(c.isalpha() for c in text):
                 texts.setdefault(text.casefold(), text)
-        advance((number + 1) / len(files))
+        advance((number + 1) / len(files), "")
     return list(texts.values())
 
 
@@ -104,14 +103,20 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 
 
 def compare(
-    encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
+    encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, advance: Advance
 ) -> Comparison:
     """Embeds the sentences by both encoders, padded and packed, then times both in turn, settings.runs times.
 
-    tokens: ids of each sentence. attention: computes packed attention. progress: called with the steps done.
+    tokens: ids of each sentence. attention: computes packed attention. advance: called with the sentences done.
     """
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
-    done = partial(progress.advance, progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens)))
+    encoded = 0
+
+    def done(count: int) -> None:
+        nonlocal encoded
+        encoded += count
+        advance(encoded, "")
+
     encoders: list[Callable[[], Tensor]] = [
         lambda: encode_padded(encoder, tokens, batches, done),
         lambda: encode_packed(encoder, tokens, settings.tokens_per_batch, attention, done),
@@ -213,14 +218,14 @@ def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree:
 
 def run(
     encoder: Encoder, sentences: list[str], attention: Attention, settings: Settings, console: Console, *,
-    backend: str, progress: Progress, as_json: bool = False,
+    backend: str, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Compares both encoders, prints tables or JSON, and returns the exit code: 0 if the encoders agree, else 1.
     attention: a function with the signature of `npu_fusion_attention`; backend: the name of its back end."""
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]
-    result = compare(encoder, tokens, attention, settings, progress)
-    progress.stop()  # so that the progress bar is not drawn into the tables
+    with progress("encoding", 2 * (settings.runs + 1) * len(tokens), calm=True) as advance:
+        result = compare(encoder, tokens, attention, settings, advance)
     padded, packed = cosines(result.padded), cosines(result.packed)
     agree = rankings_agree(padded, packed)
     agreeing, largest = int(agree.sum()), float(result.differences.max())
