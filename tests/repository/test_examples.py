@@ -111,7 +111,7 @@ FOLDERS = (".", "src/fusion_attention", "src/fusion_attention/backends/triton", 
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/dev/design.md", "docs/dev/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
+    "page", ["docs/dev/design.md", "docs/dev/testing.md", "docs/sparse_modes.md", "CONTRIBUTING.md"]
 )
 def test_docs_pages_refer_to_existing_files(page: str) -> None:
     named = re.findall(
