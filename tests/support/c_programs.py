@@ -26,18 +26,11 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
     return program
 
 
-def plain_shell(**settings: str) -> dict[str, str]:
-    """Returns an environment with the variables of a plain shell, the cap of instruction sets, and `settings`."""
-    settings_kept = {
-        name: os.environ[name]
-        for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "FUSION_ATTENTION_CPU")
-        if name in os.environ
-    }
-    return settings_kept | settings
-
-
 def ended(program: Path | list[str], **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program with the variables of a plain shell, the cap of instruction sets, and `settings`."""
+    names = ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "FUSION_ATTENTION_CPU")
+    variables = {name: os.environ[name] for name in names if name in os.environ} | settings
     command = [str(program)] if isinstance(program, Path) else program
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=plain_shell(**settings), timeout=120, check=False
+        command, capture_output=True, text=True, errors="replace", env=variables, timeout=120, check=False
     )
