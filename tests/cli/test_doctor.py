@@ -36,6 +36,7 @@ def test_doctor_lists_cpu_features_and_instruction_sets() -> None:
     for name in (*FEATURES["features"], *FEATURES["built"]):
         assert f" {name} " in text
     assert f"chosen {FEATURES['chosen']} " in text
+    assert "Experimental" not in text
     assert facts()["native"] == FEATURES
 
 
@@ -67,7 +68,6 @@ def test_doctor_prints_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyP
 def test_doctor_notes_that_macos_and_windows_are_untested(
     system: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "Experimental" not in output_of()
     monkeypatch.setattr(module, "sys", SimpleNamespace(platform=system))
     (note,) = (note for note in facts()["notes"] if words in note)
     assert note.endswith("fusion-attention doctor --json")
@@ -181,16 +181,6 @@ def test_doctor_reports_native_core_that_cannot_be_loaded(monkeypatch: pytest.Mo
 # ----------------------------------------------------------------------------------------------------------- self test
 
 
-def test_doctor_self_test_passes_and_measures_peaks() -> None:
-    result = facts("--seconds", "2")
-    assert result["problems"] == []
-    assert set(result["peaks"]) == {"float32", "float16", "bfloat16", "read"}
-    assert all(rate > 0 for rate in result["peaks"].values())
-    assert result["self_test"]["wrong"] == []
-    assert result["self_test"]["steps"] > 10
-    assert "cpu" in result["self_test"]["back_ends"]
-
-
 def test_self_test_ends_at_the_time_limit() -> None:
     start = time.monotonic()
     outcomes = list(selftest.outcomes(["cpu"], 1.0))
@@ -207,16 +197,23 @@ def a_second_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "time", clock)
 
 
-def test_self_test_fixed_steps_pass_and_drawn_steps_are_deterministic(a_second_a_step: None) -> None:
-    steps = len(list(selftest._of("cpu")))
-    outcomes = list(selftest.outcomes(["cpu"], steps + 4))
-    fixed = [one.name for one in outcomes if not one.name.startswith("drawn ")]
-    assert [one for one in outcomes if one.fault] == []
-    assert {"decoding over pages", "the indexer's choice", f"instruction set {FEATURES['chosen']}"} <= set(fixed)
-    drawn = [one.name for one in outcomes if one.name.startswith("drawn ")]
-    again = [step.name for step, _ in zip(selftest._drawn(["cpu"]), drawn, strict=False)]
-    assert len(drawn) == 4
-    assert drawn == again
+def test_doctor_self_test_passes_and_measures_peaks(a_second_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense steps are equal in three dtypes; those in bfloat16 run."""
+    fixed = [step for step in selftest._of("cpu") if not step.name.endswith((", float16", ", float32"))]
+    names = {step.name for step in fixed}
+    assert {"decoding over pages", "the indexer's choice", f"instruction set {FEATURES['chosen']}"} <= names
+    monkeypatch.setattr(selftest, "_of", lambda backend: fixed)
+    result = facts("--seconds", str(len(fixed) + 4))
+    assert result["problems"] == []
+    assert set(result["peaks"]) == {"float32", "float16", "bfloat16", "read"}
+    assert all(rate > 0 for rate in result["peaks"].values())
+    test = result["self_test"]
+    assert (test["wrong"], test["steps"], test["back_ends"]) == ([], len(fixed) + 4, ["cpu"])
+
+
+def test_drawn_self_test_steps_are_deterministic() -> None:
+    drawn = ([step.name for step, _ in zip(selftest._drawn(["cpu"]), range(9), strict=False)] for _ in range(2))
+    assert next(drawn) == next(drawn)
 
 
 @pytest.mark.parametrize("output_name", ["out", "dq", "indices"])
@@ -239,6 +236,7 @@ def test_doctor_self_test_detects_wrong_results(
             return result
 
         monkeypatch.setattr(selftest, "run", wrong)
+    monkeypatch.setattr(machine, "peaks", lambda threads: {})
     result = facts("--seconds", "3")
     assert result["self_test"]["wrong"]
     assert result["problems"][0].startswith("self test: ")

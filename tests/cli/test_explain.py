@@ -18,7 +18,6 @@ from fusion_attention.contract.sampling import InvalidSample, invalid_samples, s
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.refusals import explanation
-from fusion_attention.refusals.call_parser import parse_call
 from fusion_attention.refusals.cann_logs import CODES, read_log
 from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
 
@@ -245,15 +244,6 @@ def test_explain_suggests_no_fix_when_no_single_change_works() -> None:
     # The call runs here; a change without effect on the chip is not offered as a fix.
     speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
     assert fa.explain(speculating).fixes == ()
-
-
-def test_parse_call_returns_operator_and_meta_arguments() -> None:
-    call = parse_call(
-        "npu.npu_incre_flash_attention(f16[1,1,64], key=[f16[1,9,64]], value=[f16[1,9,64]], num_heads=2-1)"
-    )
-    assert call.operator == "npu_incre_flash_attention"
-    assert [t.is_meta for t in (*call.positional, *call.named["key"])] == [True, True]
-    assert call.named["num_heads"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- logs

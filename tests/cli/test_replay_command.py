@@ -12,7 +12,6 @@ from support.commands import run as command
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.captures.reader import read
 from fusion_attention.cli.replay import session
 
 
@@ -101,11 +100,3 @@ def test_captures_are_replayed_in_numeric_order(tmp_path: Path) -> None:
     assert [file.stem for file in session([tmp_path])] == ["0002-a", "0002-b", "9999-c", "10000-a", "x"]
     chosen = [tmp_path / "x.safetensors", tmp_path / "9999-c.safetensors"]
     assert session(chosen) == chosen
-
-
-def test_read_returns_operator_and_arguments_of_a_capture(folder: Path) -> None:
-    recorded_call = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
-    op, args = recorded_call.op, recorded_call.args
-    assert op.name == "decode_attention"
-    assert args["kv_len"] == [40, 7]
-    assert args["q"].shape == (2, 1, 4, 64)

@@ -1,20 +1,20 @@
 """`fusion-attention mask`: pictures, numbers, files, and errors of invalid options."""
 
+import io
 import json
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
-import zlib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.commands import run
 
 from fusion_attention import Band
@@ -168,29 +168,23 @@ def test_pickled_npy_files_are_refused(tmp_path: Path) -> None:
 SETTING = Setting(5, (5,), (7,), prefix=(3,), mask="own", own=((0, 1), (1, 0)))
 
 
-def unpacked(data: bytes) -> np.ndarray:
-    """Pixels [height, width, 4] of a PNG without filters."""
-    width, height = struct.unpack(">II", data[16:24])
-    start = data.index(b"IDAT") + 4
-    size = struct.unpack(">I", data[start - 8 : start - 4])[0]
-    assert struct.unpack(">I", data[start + size : start + size + 4])[0] == zlib.crc32(data[start - 4 : start + size])
-    rows = np.frombuffer(zlib.decompress(data[start : start + size]), np.uint8).reshape(height, -1)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, 4)
+def pixels(data: bytes) -> np.ndarray:
+    """Pixels [height, width, 4] of a PNG."""
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGBA"))
 
 
 def test_png_and_svg_files_show_the_mask(tmp_path: Path) -> None:
     arguments = (3, "--q", 4, "--kv", 6, "--svg", tmp_path / "a" / "m.svg", "--png", tmp_path / "m.png")
     assert invoke(*arguments)[0] == 0
     visible = Band.causal().visible(4, 6)
-    pixels = unpacked((tmp_path / "m.png").read_bytes())
-    scale = pixels.shape[0] // 4
-    colours = pixels[scale // 2 :: scale, scale // 2 :: scale]
+    drawn = pixels((tmp_path / "m.png").read_bytes())
+    scale = drawn.shape[0] // 4
+    colours = drawn[scale // 2 :: scale, scale // 2 :: scale]
     blue = [int(LIGHT[VISIBLE][i : i + 2], 16) for i in (1, 3, 5)]
     assert np.array_equal((colours[..., :3] == blue).all(-1), visible.numpy())
     tree = ElementTree.parse(tmp_path / "a" / "m.svg")
-    drawn = {path.get("class"): str(path.get("d")).count("M") for path in tree.iter(f"{SVG}path")}
-    assert drawn == {"fa-k1": 24 - int(visible.sum()), "fa-k3": int(visible.sum())}
+    counts = {path.get("class"): str(path.get("d")).count("M") for path in tree.iter(f"{SVG}path")}
+    assert counts == {"fa-k1": 24 - int(visible.sum()), "fa-k3": int(visible.sum())}
     assert tree.findtext(f"{SVG}title") == "sparse_mode 3: causal, lower right"
 
 
@@ -198,7 +192,7 @@ def test_large_svg_merges_cells_into_runs() -> None:
     cells = cells_of(Setting(3, (900,), (900,)))
     assert cells is not None
     assert svg(cells, "large").count("M") < 2000
-    assert unpacked(png(cells)).shape == (900, 900, 4)
+    assert pixels(png(cells)).shape == (900, 900, 4)
 
 
 @pytest.mark.parametrize("width", [1, 7, 20, 200])

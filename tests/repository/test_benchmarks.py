@@ -57,7 +57,9 @@ def test_launches_benchmark_reports_triton_launch_counts(tmp_path: Path) -> None
 
 def test_peer_with_other_flops_is_compared_by_flop_rate() -> None:
     pair = Pair("", "", "", lambda: sum(range(200_000)), lambda: sum(range(200_000)), flops=100, peer_flops=400)
-    assert 0.1 < measure(pair, 9).ratio < 0.6  # as long for a quarter of the work
+    result = measure(pair, 9)
+    assert 0.1 < result.ratio < 0.6  # as long for a quarter of the work
+    assert 0 < result.low <= result.ratio <= result.high
 
 
 @pytest.mark.slow
