@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from byte_model import read_text
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -151,13 +152,6 @@ class Run:
         dcp.load(state, checkpoint_id=self.options.folder / f"step-{last['step']}")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.losses = last["losses"]
-
-
-def read_text() -> Tensor:
-    """Returns the help topics of this Python, as bytes."""
-    from pydoc_data.topics import topics
-
-    return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from byte_model import Model, draw, held_out_loss, read_text
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fusion_attention as fa
@@ -36,7 +37,6 @@ from fusion_attention.nn import SparseSelfAttention, rope_table, set_stage
 
 RECALL, WORSE = 0.8, 1.02  # goals: least recall after warm-up, and largest ratio of the sparse and the dense loss
 FULL = 600  # dense steps of a full run; shorter runs need not reach the goals
-Logits = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,54 +59,11 @@ class Settings:
         return [("dense", self.steps), ("warmup", math.ceil(self.steps / 3)), ("sparse", math.ceil(self.steps / 3))]
 
 
-class Block(nn.Module):
-    """Attention and a two-layer network, each with a norm and a residual connection."""
-
-    def __init__(self, s: Settings) -> None:
-        super().__init__()
-        sizes = {"kv_heads": s.kv_heads, "index_heads": 4, "index_dim": 32, "top_k": s.top_k}
-        self.before = nn.RMSNorm(s.dim)
-        self.attention = SparseSelfAttention(s.dim, s.heads, **sizes)
-        self.network = nn.Sequential(
-            nn.RMSNorm(s.dim), nn.Linear(s.dim, 4 * s.dim), nn.GELU(), nn.Linear(4 * s.dim, s.dim)
-        )
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        mixed, index_loss = self.attention(self.before(x), rope=rope)
-        x = x + mixed
-        return x + self.network(x), index_loss
-
-
-class Model(nn.Module):
-    """A language model: takes bytes, returns logits of the next byte and the indexers' losses."""
-
-    def __init__(self, s: Settings) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, s.dim)
-        self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
-        self.head = nn.Sequential(nn.RMSNorm(s.dim), nn.Linear(s.dim, 256, bias=False))
-        self.rope = rope_table(torch.arange(s.context), s.dim // s.heads)
-
-    def forward(self, tokens: Tensor) -> Logits:
-        x, index_loss = self.embed(tokens), torch.zeros(())
-        for block in self.blocks:
-            x, loss = block(x, self.rope)
-            index_loss = index_loss + loss
-        return self.head(x), index_loss
-
-
-def read_text() -> Tensor:
-    """Returns the help topics of this Python, as bytes."""
-    from pydoc_data.topics import topics
-
-    return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
-
-
-def draw(text: Tensor, s: Settings, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns random (bytes, next bytes) of [batch, context]; the same for the same seed."""
-    starts = torch.randint(len(text) - s.context, (s.batch,), generator=torch.Generator().manual_seed(seed))
-    rows = text[starts[:, None] + torch.arange(s.context + 1)]
-    return rows[:, :-1], rows[:, 1:]
+def model_of(s: Settings) -> Model:
+    """Returns an untrained model with the layers of the settings."""
+    sizes = {"kv_heads": s.kv_heads, "index_heads": 4, "index_dim": 32, "top_k": s.top_k}
+    attentions = (SparseSelfAttention(s.dim, s.heads, **sizes) for _ in range(s.layers))
+    return Model(s.dim, attentions, rope_table(torch.arange(s.context), s.dim // s.heads))
 
 
 # ---------------------------------------------------------------------------------------------------------- the state
@@ -183,18 +140,6 @@ class State:
 
 
 @torch.no_grad()
-def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
-    """Returns the cross entropy per byte of held-out text, in the model's current stage."""
-    model.eval()
-    losses = []
-    for seed in range(8):
-        tokens, following = draw(text, s, seed)
-        losses.append(cross_entropy(model(tokens)[0].flatten(0, 1), following.flatten()).item())
-    model.train()
-    return sum(losses) / len(losses)
-
-
-@torch.no_grad()
 def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, Tensor]]:
     """Yields for each layer its recall, the part of dense attention's weights on the selected keys, and their lists.
 
@@ -229,7 +174,7 @@ def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list
     """Returns the recall of every layer on held-out text, with dense attention."""
     stage = model.blocks[0].attention.stage
     set_stage(model, "dense")
-    results = [recalled for recalled, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
+    results = [recalled for recalled, _ in selections(model.eval(), draw(text, s.batch, s.context, 99)[0], by)]
     set_stage(model.train(), stage)
     return results
 
@@ -239,7 +184,8 @@ def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list
 
 def advance(state: State, stage: str, train: Tensor) -> None:
     """Runs one step of a stage; in the sparse stage the dense copy takes the same step."""
-    tokens, following = draw(train, state.settings, 1000 + state.step)
+    s = state.settings
+    tokens, following = draw(train, s.batch, s.context, 1000 + state.step)
     for name, one in ((stage, state.learner), ("baseline", state.baseline)):
         if one is None:
             continue
@@ -310,7 +256,7 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
     for name, values in state.recalls.items():
         shares.add_row(name, *(f"{value:.3f}" for value in (*values, sum(values) / len(values))))
     console.print(shares)
-    with_sparse, with_dense = (held_out_loss(model, held_out, s) for model in (sparse, baseline.model))
+    with_sparse, with_dense = (held_out_loss(model, held_out, s.batch, s.context) for model in (sparse, baseline.model))
     console.print(
         f"held-out loss per byte: sparse {with_sparse:.4f}, dense {with_dense:.4f}: "
         f"ratio {with_sparse / with_dense:.4f} (goal {WORSE})"
@@ -345,7 +291,7 @@ def picture(state: State, held_out: Tensor, path: Path, console: Console) -> Non
     middle.set(xlabel="steps of the indexers", ylabel="KL, sum of layers", title="The indexers", yscale="log")
     middle.legend()
     set_stage(state.learner.model, "sparse")
-    *_, (_, lists) = selections(state.learner.model.eval(), draw(held_out, s, 99)[0], by="indexer")
+    *_, (_, lists) = selections(state.learner.model.eval(), draw(held_out, s.batch, s.context, 99)[0], by="indexer")
     chosen = torch.zeros(s.context, s.context + 1).scatter_(1, lists[0, :, 0].long() % (s.context + 1), 1)
     right.imshow(chosen[:, : s.context], cmap="Blues", interpolation="nearest")
     right.set(xlabel="key", ylabel="row", title=f"Keys chosen by layer {s.layers - 1} ({s.top_k} per row)")
@@ -366,7 +312,7 @@ def main(
     text = read_text()
     texts = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     torch.manual_seed(seed)
-    state = State(s, Learner(Model(s), s))
+    state = State(s, Learner(model_of(s), s))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "checkpoint.pt"
     if path.exists():

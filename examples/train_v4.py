@@ -23,10 +23,11 @@ from typing import Annotated
 
 import torch
 import typer
+from byte_model import Model, draw, held_out_loss, read_text
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fusion_attention as fa
@@ -40,68 +41,14 @@ KINDS: tuple[dict[str, int], ...] = ({}, CHOSEN, {"ratio": FAR}, CHOSEN)  # of t
 Lists = Tensor | None
 
 
-class Block(nn.Module):
-    """Attention and a two-layer network, each with a norm and a residual connection."""
-
-    def __init__(self, kind: dict[str, int]) -> None:
-        super().__init__()
-        self.before = nn.RMSNorm(DIM)
-        self.attention = CompressedAttention(
-            DIM, 4, head_dim=32, q_rank=64, window=WINDOW, out_groups=2, out_rank=64, **kind
-        )
-        self.network = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        mixed, index_loss = self.attention(self.before(x), rope=rope)
-        x = x + mixed
-        return x + self.network(x), index_loss
-
-
-class Model(nn.Module):
-    """A language model: takes bytes, returns logits of the next byte and the indexers' losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, DIM)
-        self.blocks = nn.ModuleList(Block(kind) for kind in KINDS)
-        self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False))
-        self.rope = rope_table(torch.arange(CONTEXT), 16)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x, index_loss = self.embed(tokens), torch.zeros(())
-        for block in self.blocks:
-            x, loss = block(x, self.rope)
-            index_loss = index_loss + loss
-        return self.head(x), index_loss
-
-
-def read_text() -> Tensor:
-    """Returns the help topics of this Python, as bytes."""
-    from pydoc_data.topics import topics
-
-    return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
-
-
-def draw(text: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns random (bytes, next bytes) of [BATCH, CONTEXT]; the same for the same seed."""
-    starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=torch.Generator().manual_seed(seed))
-    rows = text[starts[:, None] + torch.arange(CONTEXT + 1)]
-    return rows[:, :-1], rows[:, 1:]
+def model_of() -> Model:
+    """Returns an untrained model with the layers in KINDS."""
+    sizes = {"head_dim": 32, "q_rank": 64, "window": WINDOW, "out_groups": 2, "out_rank": 64}
+    attentions = (CompressedAttention(DIM, 4, **sizes, **kind) for kind in KINDS)
+    return Model(DIM, attentions, rope_table(torch.arange(CONTEXT), 16))
 
 
 # -------------------------------------------------------------------------------------------------------- measurements
-
-
-@torch.no_grad()
-def held_out_loss(model: Model, text: Tensor, batches: int) -> float:
-    """Returns the cross entropy per byte of held-out text, in the model's current stage."""
-    model.eval()
-    losses = []
-    for seed in range(batches):
-        tokens, following = draw(text, seed)
-        losses.append(cross_entropy(model(tokens)[0].flatten(0, 1), following.flatten()).item())
-    model.train()
-    return sum(losses) / len(losses)
 
 
 def chosen_by(layer: CompressedAttention, by: str, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[float, Tensor]:
@@ -155,7 +102,7 @@ def recall(model: Model, text: Tensor, by: str = "indexer") -> list[float]:
     """Returns the recall of every layer with an indexer, on held-out text."""
     stage = model.blocks[0].attention.stage
     set_stage(model.eval(), "dense")
-    results = [recalled for recalled, _ in selections(model, draw(text, 99)[0], by)]
+    results = [recalled for recalled, _ in selections(model, draw(text, BATCH, CONTEXT, 99)[0], by)]
     set_stage(model.train(), stage)
     return results
 
@@ -179,7 +126,7 @@ def train(model: Model, texts: tuple[Tensor, Tensor], steps: int, console: Conso
     curves, step, batches = Curves(), 0, min(8, steps)
     # One optimizer for all stages: it does not change parameters without a gradient.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01)
-    curves.held_out["untrained"] = held_out_loss(model, texts[1], batches)
+    curves.held_out["untrained"] = held_out_loss(model, texts[1], BATCH, CONTEXT, batches)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         for stage, count in (("dense", steps), ("warmup", math.ceil(steps / 3)), ("sparse", math.ceil(steps / 3))):
@@ -190,7 +137,7 @@ def train(model: Model, texts: tuple[Tensor, Tensor], steps: int, console: Conso
             losses, index_losses = curves.losses.setdefault(stage, []), curves.index_losses.setdefault(stage, [])
             bar, start = progress.add_task(stage, total=count), time.perf_counter()
             for _ in range(count):
-                tokens, following = draw(texts[0], 1000 + step)
+                tokens, following = draw(texts[0], BATCH, CONTEXT, 1000 + step)
                 logits, index_loss = model(tokens)
                 loss = cross_entropy(logits.flatten(0, 1), following.flatten())
                 (index_loss if stage == "warmup" else loss + index_loss).backward()
@@ -201,7 +148,7 @@ def train(model: Model, texts: tuple[Tensor, Tensor], steps: int, console: Conso
                 step += 1
                 progress.update(bar, advance=1, description=f"{stage} {losses[-1]:.3f}, KL {index_losses[-1]:.3f}")
             curves.seconds[stage] = time.perf_counter() - start
-            curves.held_out[stage] = held_out_loss(model, texts[1], batches)
+            curves.held_out[stage] = held_out_loss(model, texts[1], BATCH, CONTEXT, batches)
             if stage != "dense":
                 curves.recalls[f"indexer, after {stage}"] = recall(model, texts[1])
     curves.recalls["the best keys of one list"] = recall(model, texts[1], "attention")
@@ -259,7 +206,7 @@ def picture(model: Model, curves: Curves, text: Tensor, path: Path, console: Con
         panel.set(xlabel="steps", ylabel=label, title=title)
         panel.legend()
     set_stage(model.eval(), "sparse")
-    *_, (_, lists) = selections(model, draw(text, 99)[0], "indexer")
+    *_, (_, lists) = selections(model, draw(text, BATCH, CONTEXT, 99)[0], "indexer")
     count = CONTEXT // RATIO
     chosen = torch.zeros(CONTEXT, count + 1).scatter_(1, lists[0, :, 0].long() % (count + 1), 1)
     right.imshow(chosen[:, :count], cmap="Blues", interpolation="nearest", aspect="auto")
@@ -279,7 +226,7 @@ def main(
     text = read_text()
     texts = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     torch.manual_seed(seed)
-    model = Model()
+    model = model_of()
     console.print(
         f"{len(text)} bytes of text, {sum(p.numel() for p in model.parameters())} weights, context {CONTEXT}; "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32"

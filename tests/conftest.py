@@ -5,6 +5,7 @@ and memory for results and scratch that is NaN before an operator writes it.
 import contextlib
 import os
 import signal
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ from fusion_attention import memory
 from fusion_attention.testing.cases import Named
 
 # The device "npu" is compiled once per checkout, by the first process that needs it; other processes wait.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build" / "torch_extensions"))
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
+sys.path.append(str(ROOT / "examples"))  # of the module that several examples share
 
 
 FRESH = "FUSION_FRESH_SEED"  # draws every test and case anew; the environment reaches the processes of xdist too

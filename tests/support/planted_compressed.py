@@ -100,11 +100,11 @@ Captures = dict[str, list[Path]]
 def captured(folder: Path) -> Captures:
     """Records a training step of the example in its last stage; returns the files by operator and direction."""
     script = runpy.run_path(str(ROOT / "examples" / "train_v4.py"))
-    names = script["Model"].__init__.__globals__
-    names["CONTEXT"], names["BATCH"] = TOKENS, 2
+    names = script["model_of"].__globals__
+    names["CONTEXT"] = TOKENS
     names["KINDS"] = ({}, names["CHOSEN"], {"ratio": FAR})
     torch.manual_seed(0)
-    model, (tokens, _) = script["Model"](), script["draw"](script["read_text"](), 0)
+    model, (tokens, _) = script["model_of"](), script["draw"](script["read_text"](), 2, TOKENS, 0)
     for block in model.blocks:
         torch.nn.init.normal_(block.attention.sinks)
     with fa.capture(folder) as recorded:
