@@ -8,8 +8,9 @@ from fusion_attention.judging.mistakes.sink_and_bias_gradients import NAMES
 
 def table() -> str:
     """Returns a row for each name of a mistake, with its first description and advice."""
-    texts = [(m.name, m.means, m.fix) for m in MISTAKES]
-    texts += [(name, means, fix) for name, means, fix, *_ in (*NAMES, *INDEX_MISTAKES, *pooling.MISTAKES)]
+    texts = [*((m.name, m.means, m.fix) for m in MISTAKES), *NAMES]
+    texts += [each[:3] for each in INDEX_MISTAKES]
+    texts += [each[:3] for each in pooling.MISTAKES]
     cells = [[text.replace("|", r"\|") for text in each] for each in reversed(texts)]
     rows = {name: f"| `{name}` | {means} | {fix} |" for name, means, fix in cells}
     return "\n".join(["| name | what the kernel does | where to look |", "|---|---|---|", *reversed(rows.values())])
