@@ -11,6 +11,8 @@ def table() -> str:
     texts = [*((m.name, m.means, m.fix) for m in MISTAKES), *NAMES]
     texts += [each[:3] for each in INDEX_MISTAKES]
     texts += [each[:3] for each in pooling.MISTAKES]
-    cells = [[text.replace("|", r"\|") for text in each] for each in reversed(texts)]
-    rows = {name: f"| `{name}` | {means} | {fix} |" for name, means, fix in cells}
-    return "\n".join(["| name | what the kernel does | where to look |", "|---|---|---|", *reversed(rows.values())])
+    rows: dict[str, str] = {}
+    for name, *cells in texts:
+        means, fix = (text.replace("|", r"\|") for text in cells)
+        rows.setdefault(name, f"| `{name}` | {means} | {fix} |")
+    return "\n".join(["| name | what the kernel does | where to look |", "|---|---|---|", *rows.values()])
