@@ -172,13 +172,6 @@ def test_capture_file_contains_tensors_attributes_strides_and_arrays(tmp_path: P
     assert arrays == {"actual_seq_qlen": [3, 10], "actual_seq_kvlen": [3, 10]}
 
 
-def test_second_capture_continues_file_numbers_of_the_first(tmp_path: Path) -> None:
-    for _ in range(2):
-        with fa.capture(tmp_path):
-            forward(rows(1, 4, 4, 8))
-    assert [file.name[:4] for file in sorted(tmp_path.iterdir())] == ["0000", "0001"]
-
-
 def test_capture_as_decorator_records_legal_calls_despite_exceptions(tmp_path: Path) -> None:
     recorder = fa.capture(tmp_path)
 

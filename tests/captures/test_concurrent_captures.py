@@ -148,7 +148,7 @@ def test_captures_in_concurrent_threads_record_the_calls_of_their_thread(tmp_pat
 
     def work(i: int) -> None:
         for folder in (tmp_path / str(i), tmp_path / "all"):
-            for _ in range(5):
+            for _ in range(3):
                 with fa.capture(folder) as recorded:
                     small()
                     small()
@@ -157,8 +157,8 @@ def test_captures_in_concurrent_threads_record_the_calls_of_their_thread(tmp_pat
 
     in_threads(8, work)
     for i in range(8):
-        assert len(numbers(tmp_path / str(i))) == len(set(numbers(tmp_path / str(i)))) >= 10
-    assert len(numbers(tmp_path / "all")) == len(set(numbers(tmp_path / "all"))) >= 80
+        assert len(numbers(tmp_path / str(i))) == len(set(numbers(tmp_path / str(i)))) >= 6
+    assert len(numbers(tmp_path / "all")) == len(set(numbers(tmp_path / "all"))) >= 48
 
 
 def test_recursive_decorated_function_in_threads_captures_each_call_once(tmp_path: Path) -> None:

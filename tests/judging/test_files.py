@@ -71,7 +71,7 @@ def test_verify_accepts_a_capture_and_diagnoses_a_wrong_scale(capture: Path, tmp
     code, printed, _ = verify(broken, "--json")
     result = json.loads(printed)["calls"][0]
     assert (code, result["verdict"], result["mistakes"][0]["name"]) == (1, "wrong", "scale-default")
-    assert verify(capture.parent, broken)[0] == 1
+    assert verify(capture.parent, broken, "--no-diagnose")[0] == 1
 
 
 def msprobe(folder: Path, scale: float, kind: str = ".pt", **changes: Any) -> Path:
@@ -108,7 +108,7 @@ def test_verify_reads_msprobe_dumps(kind: str, tmp_path: Path) -> None:
     code, printed, _ = verify(msprobe(tmp_path / "wrong", 1.0, kind))
     assert code == 1
     assert "scale-missing" in printed
-    assert verify(tmp_path / "wrong" / "step0" / "rank0", "--call", "npu_fusion_attention.0")[0] == 1
+    assert verify(tmp_path / "wrong" / "step0" / "rank0", "--call", "npu_fusion_attention.0", "--no-diagnose")[0] == 1
 
 
 def save_npz(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -135,8 +135,9 @@ def test_verify_maps_tensor_names_of_npz_safetensors_and_npy_files(name: str, tm
                                   "o": outputs["attention_out"]})  # fmt: skip
     pairs = tmp_path / "names.json"
     pairs.write_text(json.dumps({"query": "a", "output.attention_out": "o"}))
-    assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c")[0] == 0
-    assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c", "--set", "scale=0.9")[0] == 1
+    named = (*OPTIONS, "--map", pairs, "--map", "value=c", "--no-diagnose")
+    assert verify(tmp_path / name, *named)[0] == 0
+    assert verify(tmp_path / name, *named, "--set", "scale=0.9")[0] == 1
     refused(
         tmp_path / name,
         *OPTIONS,
@@ -154,9 +155,8 @@ def test_verify_refuses_missing_invalid_and_incomplete_files(tmp_path: Path, cap
     noise = tmp_path / "noise.safetensors"
     noise.write_bytes(b"\xff" * 64)
     refused(noise, what="not a readable .safetensors file")
-    for size in (0, 7, 40, capture.stat().st_size - 1):
-        (truncated := tmp_path / "cut.safetensors").write_bytes(capture.read_bytes()[:size])
-        refused(truncated, what="cut.safetensors")
+    (truncated := tmp_path / "cut.safetensors").write_bytes(capture.read_bytes()[:-1])
+    refused(truncated, what="cut.safetensors")
     bad = tmp_path / "bad.npz"
     bad.write_bytes(b"PK\x03\x04 and nothing")
     refused(bad, *OPTIONS, what="not a readable .npz file")
@@ -190,14 +190,12 @@ def test_verify_refuses_named_pipes_without_blocking(name: str, tmp_path: Path) 
     os.close(end)
 
 
-def test_verify_refuses_newer_capture_versions_and_invalid_bits(capture: Path, tmp_path: Path) -> None:
+def test_verify_refuses_invalid_bits(capture: Path, tmp_path: Path) -> None:
     tensors, text = content_of(capture)
-    newer = tmp_path / "newer.safetensors"
-    safetensors.torch.save_file(tensors, newer, {**text, "version": "7"})
-    refused(newer, what="format version '7', and this library reads 1 and 2")
+    wrong = tmp_path / "wrong.safetensors"
     for bits in ({"atten_mask": [1 << 50]}, {"atten_mask": [-1, 12]}, {"query": [12]}, {"atten_mask": "x"}, {"x": [1]}):
-        safetensors.torch.save_file(tensors, newer, {**text, "bits": json.dumps(bits)})
-        refused(newer, what="bits")
+        safetensors.torch.save_file(tensors, wrong, {**text, "bits": json.dumps(bits)})
+        refused(wrong, what="bits")
 
 
 class Trap:

@@ -183,7 +183,7 @@ def right(name: str) -> Long:
     return CALLS[name]()
 
 
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(200)
 @pytest.mark.parametrize("seed", range(400))
 def test_local_fault_in_a_long_result_is_called_wrong(seed: int) -> None:
     rng = random.Random(seed)

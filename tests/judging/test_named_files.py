@@ -11,13 +11,15 @@ from support.commands import run
 
 import fusion_attention as fa
 from fusion_attention.judging import outputs
+from fusion_attention.judging.naming import value_of
+from fusion_attention.ops import RECORDS
 
 CAUSAL = ("--op", "attention", "--set", "band=causal")
 
 
 def verify(*args: Any) -> tuple[int, str]:
     """(exit code, printed line) of `fusion-attention verify`."""
-    outcome = run("verify", *args, "--no-backends")
+    outcome = run("verify", "--no-backends", "--no-diagnose", *args)
     return outcome.code, outcome.line
 
 
@@ -112,12 +114,17 @@ def test_rows_without_keys_may_have_infinite_lse_and_zero_gradients(call: dict[s
 def test_verify_reads_nested_dicts_and_reports_unused_entries(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
     file = tmp_path / "call.pt"
     inputs = {n: call[n] for n in ("q", "k", "v")} | {"scale": 0.25, "q_len": [40, 40]}
-    torch.save({"inputs": inputs, "mine": {"o": call["out"]}, "grads": {"dk": call["dk"], "dout": call["dout"]},
-                "step": 7, "none": None}, file)  # fmt: skip
+    grads = {"dk": call["dk"].clone(), "dout": call["dout"]}
+    content = {"inputs": inputs, "mine": {"o": call["out"]}, "grads": grads, "step": 7, "none": None}
+    torch.save(content, file)
     code, printed = verify(file, *CAUSAL, "--map", "out=mine.o")
     assert code == 0, printed
     assert "left alone: step" in printed
     assert "2 of 2 right" in printed
+    grads["dk"] *= 2
+    torch.save(content, file)
+    code, printed = verify(file, *CAUSAL, "--map", "out=mine.o", "--diagnose")
+    assert (code, "output-factor (2 times)" in printed) == (1, True), printed
     torch.save({"a": {"q": call["q"]}, "b": {"q": call["q"]}, "k": call["k"], "v": call["v"], "out": call["out"]}, file)
     code, printed = verify(file, *CAUSAL)
     assert code == 2
@@ -135,22 +142,16 @@ def test_verify_reads_nested_dicts_and_reports_unused_entries(call: dict[str, to
         ("full", fa.Band.full()),
     ],
 )
-def test_verify_parses_bands_written_as_text(
-    text: str, band: fa.Band, call: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    q, k, v = (call[n] for n in ("q", "k", "v"))
-    torch.save({"q": q, "k": k, "v": v, "out": fa.attention(q, k, v, band=band)}, tmp_path / "call.pt")
-    assert verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")[0] == 0
+def test_band_written_as_text_is_parsed(text: str, band: fa.Band) -> None:
+    assert value_of(RECORDS["attention"], "band", text) == band
 
 
 @pytest.mark.parametrize(
     "text", ["causl", "window(x)", "window(", "__import__('os')", "full.real", "3", "window(1,2,3,4)"]
 )
-def test_verify_refuses_invalid_band_text(text: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    torch.save(call, tmp_path / "call.pt")
-    code, printed = verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")
-    assert code == 2
-    assert "band: expected full, causal, window(left, right)" in printed
+def test_invalid_band_text_is_refused(text: str) -> None:
+    with pytest.raises(fa.JudgeError, match=r"attention: band: expected full, causal, window\(left, right\)"):
+        value_of(RECORDS["attention"], "band", text)
 
 
 def test_packed_lse_is_accepted_in_flash_attn_layout(call: dict[str, torch.Tensor], tmp_path: Path) -> None:

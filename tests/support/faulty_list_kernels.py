@@ -248,19 +248,14 @@ def _loss(seed: int, wrong: str) -> Faulty:
 
 
 @fault
-def _index(seed: int, word: str, **options: Any) -> Faulty:
-    return chosen(drawn_indexer(seed), **options), (word,)
+def _index(seed: int, word: str, options: Callable[[Indexer], dict[str, Any]], *, exact: bool = False) -> Faulty:
+    x = drawn_indexer(seed, exact)
+    return chosen(x, **options(x)), (word,)
 
 
-def _upper_left(seed: int) -> Faulty:
-    x = drawn_indexer(seed)
-    return chosen(x, bound=x.q.shape[1] - x.k.shape[1]), ("",)
-
-
-def _unread(seed: int) -> Faulty:
-    x = drawn_indexer(seed)
+def _last_tile(x: Indexer) -> tuple[int, int]:
     tile = x.rng.choice([16, 32])
-    return chosen(x, unread=((x.k.shape[1] - 1) // tile * tile, x.k.shape[1])), ("",)
+    return (x.k.shape[1] - 1) // tile * tile, x.k.shape[1]
 
 
 FAULTS: dict[str, tuple[Callable[[int], Faulty], tuple[str, ...]]] = {
@@ -288,15 +283,17 @@ FAULTS: dict[str, tuple[Callable[[int], Faulty], tuple[str, ...]]] = {
     "a backward with lists of the row before": (
         _backward("before", lambda x: {"lists": _moved(x.lists, -1)}), ("list-of-another-row",)
     ),
-    "no relu": (_index("", relu=False), ("relu-missing",)),
-    "weights of the next head": (_index("next head", by=1), ("index-weights-moved",)),
-    "a bound one too large": (_index("after the right edge", bound=1), ("window-off-by-one",)),
-    "a bound one too small": (_index("diagonal", bound=-1), ("window-off-by-one",)),
-    "lists one short": (_index("", shorter=1), ("list-shortened",)),
-    "the last tile is not read": (_unread, ("tile-skipped",)),
-    "ties go to the last key": (lambda seed: (chosen(drawn_indexer(seed, True), last=True), ("",)), ("topk-ties",)),
-    "no weights": (_index("", weighs=False), ("index-weights-missing",)),
-    "a diagonal from the upper left": (_upper_left, ("causal-alignment",)),
+    "no relu": (_index("", lambda x: {"relu": False}), ("relu-missing",)),
+    "weights of the next head": (_index("next head", lambda x: {"by": 1}), ("index-weights-moved",)),
+    "a bound one too large": (_index("after the right edge", lambda x: {"bound": 1}), ("window-off-by-one",)),
+    "a bound one too small": (_index("diagonal", lambda x: {"bound": -1}), ("window-off-by-one",)),
+    "lists one short": (_index("", lambda x: {"shorter": 1}), ("list-shortened",)),
+    "the last tile is not read": (_index("", lambda x: {"unread": _last_tile(x)}), ("tile-skipped",)),
+    "ties go to the last key": (_index("", lambda x: {"last": True}, exact=True), ("topk-ties",)),
+    "no weights": (_index("", lambda x: {"weighs": False}), ("index-weights-missing",)),
+    "a diagonal from the upper left": (
+        _index("", lambda x: {"bound": x.q.shape[1] - x.k.shape[1]}), ("causal-alignment",)
+    ),
     **{f"loss: {wrong}": (_loss(wrong), (wrong,)) for wrong in ("kl-direction", "loss-mean", "target-heads")},
 }  # fmt: skip
 

@@ -49,16 +49,18 @@ class Long:
         return Unit(b, heads, slice(first, min(first + count, self.length(o, b))), o.by_keys)
 
 
-def long_call(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
-    """Computes a call of a record."""
-    names = RECORDS[operator].by_name
-    inputs = {n: v for n, v in {**inputs, **(saved or {})}.items() if n in names and v is not None}
-    inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
+def computed_call(operator: str, inputs: dict[str, Any], backend: str = "cpu") -> Recorded:
+    """Computes a call of a record; arguments that are None, or that the operator lacks, are left out."""
+    names = RECORDS[operator].by_name.keys() - {"seed", "offset"}
+    inputs = {n: v for n, v in inputs.items() if n in names and v is not None}
     call = recorded(operator, inputs, {"none yet": torch.zeros(1)})
-    results = call.lowered().results()
-    result = call.computed(backend, results)
-    assert not isinstance(result, str), result
-    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, cached={})
+    results = call.computed(backend, call.lowered().results())
+    assert not isinstance(results, str), results
+    return replace(call, outputs={n: t.clone() for n, t in results.items() if t.numel()}, cached={})
+
+
+def long_call(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
+    call = computed_call(operator, inputs | (saved or {}), backend)
     return Long(call, *setting_of(call.lowered(), call.judgeable(call.lowered())))
 
 

@@ -7,6 +7,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from fusion_attention.judging.judge import diagnose
+from fusion_attention.judging.verdict import Judgement
+
 Tensor = torch.Tensor
 
 
@@ -17,6 +20,9 @@ class Capture:
     operator: str
     inputs: dict[str, Any]
     outputs: dict[str, Tensor]
+
+    def diagnosed(self) -> Judgement:
+        return diagnose(self.operator, self.inputs, self.outputs)
 
 
 # A call with a fault, names of the mistakes that describe the fault, texts of the fault's parameters in the diagnosis.

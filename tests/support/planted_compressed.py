@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.compressed import pooled_by_loops
 from support.planted import Capture, Planted
 from support.sources import ROOT
 
@@ -72,25 +73,19 @@ def chosen(args: dict[str, Any], wrong: str = "") -> Results:
     return {"sparse_indices_out": indices[:, :, None].int(), "sparse_values_out": values[:, :, None, :count].to(dtype)}
 
 
-def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
+def pooled(args: dict[str, Any], wrong: str = "") -> Tensor:
     """Computes the compressed keys of complete sequences in float64, window by window."""
-    kv, gate, bias, ratio = (args[name] for name in ("kv", "gate", "position_bias", "ratio"))
-    kv, z = kv.double(), gate.double()
-    if bias is not None and wrong != "position-bias-missing":
-        z = z + bias.double()[torch.arange(kv.shape[1]) % ratio][:, None]
-    dim = kv.shape[-1] // 2 if args["overlap"] else kv.shape[-1]
-    first, last = (slice(dim), slice(-dim, None))[:: -1 if wrong == "compressor-halves" else 1]
-    results = []
-    for w in range(kv.shape[1] // ratio):
-        here = slice(w * ratio, (w + 1) * ratio)
-        x, scores = kv[:, here, :, last], z[:, here, :, last]
-        if args["overlap"] and w:
-            before = slice((w - 1) * ratio, w * ratio)
-            x, scores = torch.cat((kv[:, before, :, first], x), 1), torch.cat((z[:, before, :, first], scores), 1)
-        elif args["overlap"] and wrong == "compressor-first-window":
-            x, scores = (torch.cat((torch.zeros_like(t), t), 1) for t in (x, scores))
-        results.append((scores.softmax(1) * x).sum(1))
-    return torch.stack(results, 1).to(args["kv"].dtype)
+    kv, gate, bias = (args[name].double() for name in ("kv", "gate", "position_bias"))
+    if wrong == "position-bias-missing":
+        bias = torch.zeros_like(bias)
+    if wrong == "compressor-halves":
+        kv, gate, bias = (t.roll(t.shape[-1] // 2, -1) for t in (kv, gate, bias))
+    first = int(wrong == "compressor-first-window")
+    if first:  # a window of zeros before the sequence
+        kv = torch.cat((torch.zeros_like(kv[:, : len(bias)]), kv), 1)
+        gate = torch.cat((-bias[None, :, None].expand(len(gate), -1, gate.shape[2], -1), gate), 1)
+    each = [pooled_by_loops(x, z, bias, args["ratio"], args["overlap"])[first:] for x, z in zip(kv, gate, strict=True)]
+    return torch.stack(each).to(args["kv"].dtype)
 
 
 TOKENS, FAR = 72, 16  # 18 keys of 4 tokens; 4 keys of 16 and 8 more tokens: every mistake changes the visible keys
@@ -147,3 +142,7 @@ FAULTS = {
 def planted(fault: str, seed: int) -> Planted:
     """Returns a call of the example with wrong results."""
     return FAULTS[fault]()
+
+
+def right(seed: int) -> Capture:
+    return _planted(seed % 3, "")[0]

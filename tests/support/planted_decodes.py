@@ -139,10 +139,6 @@ def _tables(x: Call, change: Callable[[Tensor], Tensor], sides: str, word: str) 
     return capture(x, paged(x, tables=tables)), (word,)
 
 
-def _dropped(x: Call) -> Faulty:
-    return capture(x, paged(x, beyond="dropped")), ("the last, partial tile of", f" {x.page}")
-
-
 def _one_page(x: Call) -> Faulty:
     table = x.table.clone()
     b = x.rng.randrange(3)
@@ -165,16 +161,15 @@ def _lost_split(x: Call) -> Faulty:
 
 
 @fault
-def _fixed(x: Call, word: str, **options: Any) -> Faulty:
-    return capture(x, paged(x, **options)), (word,)
+def _fixed(x: Call, *words: str, **options: Any) -> Faulty:
+    """Makes a fault without drawn parameters; words: its description, with {page} for the size of a page."""
+    return capture(x, paged(x, **options)), tuple(word.format(page=x.page) for word in words)
 
 
 def _modulo(x: Call) -> Faulty:
-    heads, group = x.pool[0].shape[2], x.q.shape[1] // x.pool[0].shape[2]
-    other = torch.arange(heads * group) % heads
-    rows = [attended(x, x.q[b], *(x.gathered(side, x.table, b, n)[:, other] for side in (0, 1)))
-            for b, n in enumerate(x.lengths)]  # fmt: skip
-    return capture(x, torch.stack(rows).to(x.dtype)), ("h % N2",)
+    """Gives every query head a key head, so that groups have one head."""
+    out = paged(x, heads=lambda t, side: t[:, torch.arange(x.q.shape[1]) % t.shape[1]])
+    return capture(x, out), ("h % N2",)
 
 
 @fault
@@ -294,7 +289,9 @@ FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "the first sequence's pages": (_tables(lambda t: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
     "slots after the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
-    "the last, partial page left out": (_dropped, ("tile-skipped",)),
+    "the last, partial page left out": (
+        _fixed("the last, partial tile of", " {page}", beyond="dropped"), ("tile-skipped",)
+    ),
     "zeros after the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
     "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
     "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),

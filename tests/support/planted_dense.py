@@ -15,6 +15,7 @@ from support.planted import Capture, Planted
 
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.cases import UNLIMITED, Case, arguments, part, seen, stats_part
+from fusion_attention.testing.plain import _bias, _keep_mask
 from fusion_attention.testing.run_case import pythonic
 
 Tensor = torch.Tensor
@@ -24,29 +25,6 @@ LANES = 8
 
 
 # -------------------------------------------------------------------------------------------------------- the kernel
-
-
-def bias_of(case: Case, args: Args, b: int) -> Tensor | float:
-    """Returns the bias [heads, rows, keys] of a sequence."""
-    pse, rows, keys = args["pse"], case.q_len[b], case.kv_len[b]
-    if pse is None:
-        return 0.0
-    one = (pse if pse.dim() == 1 else pse[b if pse.shape[0] > 1 else 0]).float()
-    if case.pse_type in (0, 1):
-        return one[:, :rows, :keys].expand(-1, rows, -1)
-    away = (torch.arange(rows)[:, None] - torch.arange(keys)).abs().float()
-    return -one[:, None, None] * (away.sqrt() if case.pse_type == 3 else away)
-
-
-def kept_of(case: Case, args: Args, b: int) -> Tensor:
-    """Returns the dropout mask [heads, rows, keys] as zeros and 1 / keep_prob."""
-    rows, keys = case.q_len[b], case.kv_len[b]
-    if case.dropout == "none":
-        return torch.ones(())
-    sizes = [case.heads_q * m * n for m, n in zip(case.q_len, case.kv_len, strict=True)]
-    first = sum(sizes[:b])
-    bits = np.unpackbits(args["drop_mask"].numpy(), bitorder="little")[first : first + sizes[b]]
-    return torch.from_numpy(bits.astype(np.float32)).view(case.heads_q, rows, keys) / case.keep_prob
 
 
 def attended(case: Case, args: Args, b: int, low: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,8 +43,9 @@ def attended(case: Case, args: Args, b: int, low: torch.dtype | None) -> tuple[T
     products, values = rows_of("query") @ rows_of("key").mT, rows_of("value")
     if args["query_rope"] is not None:
         products = products + rows_of("query_rope") @ rows_of("key_rope").mT
-    bias, visible = bias_of(case, args, b), seen(case, args, b)
-    scores = rounded((products + bias) * case.scale if case.pse_type == 1 else products * case.scale + bias)
+    bias, visible = _bias(case, args, b), seen(case, args, b)
+    bias = bias if isinstance(bias, float) else bias.float()
+    scores = rounded(products * case.scale + bias)
     if cap and wrong == "softcap-order":
         scores = cap * torch.tanh(scores / cap)
     elif cap:
@@ -75,9 +54,9 @@ def attended(case: Case, args: Args, b: int, low: torch.dtype | None) -> tuple[T
     sink = torch.tensor(-math.inf) if args["sink"] is None else args["sink"].float()[:, None, None]
     top = torch.maximum(scores.amax(-1, keepdim=True), sink)
     weights = (scores - top).exp().nan_to_num(0.0)
-    keep = kept_of(case, args, b)
-    if wrong == "dropout-divisor":
-        keep = keep * case.keep_prob
+    keep = torch.as_tensor(_keep_mask(case, args, b)).float()
+    if case.dropout != "none" and wrong != "dropout-divisor":
+        keep = keep / case.keep_prob
     divided = weights * keep if wrong == "dropout-divisor" else weights
     total = divided.sum(-1, keepdim=True) + (sink - top).exp().nan_to_num(0.0)
     carried = (weights.to(torch.bfloat16).float() if case.dtype == "bfloat16" else weights) * keep

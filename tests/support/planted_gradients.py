@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from support import right_gradients
-from support.planted import Edit, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
-
-from fusion_attention.judging.calls import Recorded
+from support.planted import Edit, Planted, fault, head_factor, moved, rolled_columns, shifted_rows, zero_tail
 
 Tensor = torch.Tensor
 Grads = dict[str, Tensor]
@@ -138,22 +136,22 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Planted = tuple[Grads, tuple[str, ...]]  # wrong gradients, and texts of the fault's parameters in the diagnosis
+Faulty = tuple[Grads, tuple[str, ...]]  # wrong gradients, and texts of the fault's parameters in the diagnosis
 
 
 @fault
-def _fixed(x: Call, *words: str, **options: Any) -> Planted:
+def _fixed(x: Call, *words: str, **options: Any) -> Faulty:
     return kernel(x, **options), words
 
 
 @fault
-def _scaled(x: Call, dq: float | None, dk: float | None, word: str) -> Planted:
+def _scaled(x: Call, dq: float | None, dk: float | None, word: str) -> Faulty:
     scales = tuple(x.scale if by is None else by if word == "not at all" else by * x.scale for by in (dq, dk))
     return kernel(x, scales=scales), (word,)
 
 
 @fault
-def _of_heads(x: Call, weights: Callable[[Call], tuple[list[float], str]]) -> Planted:
+def _of_heads(x: Call, weights: Callable[[Call], tuple[list[float], str]]) -> Faulty:
     """Sums dk and dv over a group's heads with wrong weights."""
     factors, word = weights(x)
     by = torch.tensor(factors).repeat(x.k.shape[1])[:, None, None]
@@ -176,19 +174,20 @@ def _side(kinds: str) -> str:
 
 
 @fault
-def _tile(x: Call, kinds: str, factor: float, which: str) -> Planted:
-    """Counts a tile of keys (dq) or of rows (dk, dv) `factor` times; which: "inner" or "last"."""
+def _tile(x: Call, kinds: str, factor: float, which: str, others: float = 1.0) -> Faulty:
+    """Counts a tile of keys (dq) or of rows (dk, dv) `factor` times, others `others` times; which: "inner", "last"."""
     tiles = x.tiles(_side(kinds))
     number = len(tiles) - 1 if which == "last" else x.rng.randrange(0, len(tiles) - 1)
 
     def times(kind: str, i: int, j: int) -> float:
-        return factor if kind in kinds and (j if kind == "dq" else i) == number else 1.0
+        return (factor if (j if kind == "dq" else i) == number else others) if kind in kinds else 1.0
 
-    return kernel(x, times=times), (f"{_side(kinds)} {number * x.tile} to", "twice" if factor else "left out")
+    word = "left out" if not factor else "twice" if others else "alone"
+    return kernel(x, times=times), (f"{_side(kinds)} {number * x.tile} to", word)
 
 
 @fault
-def _update(x: Call, kind: str, factor: float) -> Planted:
+def _update(x: Call, kind: str, factor: float) -> Faulty:
     """Counts one addition of a concurrent sum `factor` times: of one tile to one tile of a head's gradient."""
     rows, keys = len(x.tiles("rows")), len(x.tiles("keys"))
     b, h = x.rng.randrange(2), x.rng.randrange(x.q.shape[1])
@@ -207,31 +206,20 @@ def _update(x: Call, kind: str, factor: float) -> Planted:
 
 
 @fault
-def _stored(x: Call, kinds: str) -> Planted:
-    """Stores the last tile's contribution instead of adding it."""
-    last = len(x.tiles(_side(kinds))) - 1
-
-    def times(kind: str, i: int, j: int) -> float:
-        return float(kind not in kinds or (j if kind == "dq" else i) == last)
-
-    return kernel(x, times=times), (f"{_side(kinds)} {last * x.tile} to", "alone")
-
-
-@fault
-def _diagonal(x: Call, kinds: str) -> Planted:
+def _diagonal(x: Call, kinds: str) -> Faulty:
     """Omits the tile on the diagonal; rows and keys have the same length."""
     which = f"the last visible tile of {x.tile} keys" if "dq" in kinds else f"the first visible tile of {x.tile}"
     return kernel(x, times=lambda kind, i, j: float(kind not in kinds or i != j)), (which, "left out")
 
 
 @fault
-def _stale(x: Call, kind: str) -> Planted:
+def _stale(x: Call, kind: str) -> Faulty:
     number = x.rng.randrange(1, len(x.tiles(_side(kind))))
     return kernel(x, stale=(kind, number)), (f"{_side(kind)} {number * x.tile} to",)
 
 
 @fault
-def _summed_in_turns(x: Call) -> Planted:
+def _summed_in_turns(x: Call) -> Faulty:
     """Sums dk and dv of key head n over the query heads n, n + N2, ..."""
     heads = x.k.shape[1]
     order = torch.arange(x.q.shape[1]).view(x.group, heads).T.reshape(-1)
@@ -241,13 +229,13 @@ def _summed_in_turns(x: Call) -> Planted:
 
 
 @fault
-def _exchanged(x: Call, one: str, other: str) -> Planted:
+def _exchanged(x: Call, one: str, other: str) -> Faulty:
     grads = kernel(x)
     return grads | {one: grads[other], other: grads[one]}, (f"{one} and {other}",)
 
 
 @fault
-def _edited(x: Call, name: str, edit: Edit) -> Planted:
+def _edited(x: Call, name: str, edit: Edit) -> Faulty:
     """Changes one gradient after it is computed."""
     grads = kernel(x)
     word = edit(grads[name], x.rng)
@@ -257,7 +245,7 @@ def _edited(x: Call, name: str, edit: Edit) -> Planted:
 _NEXT_HEAD = moved(lambda t: t.roll(-1, 1), "head")
 _LOG2E = 1 / math.log(2)
 # Faults by name: (the fault, names of the mistakes that describe it, properties of calls that can have it).
-FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, Any]]] = {
+FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...], dict[str, Any]]] = {
     "no delta": (_fixed(delta="missing"), ("delta-missing",), {}),
     "delta is added": (_fixed("added", delta="added"), ("delta-wrong",), {}),
     "delta of the next head": (_fixed("next head", delta="next"), ("delta-wrong",), {"grouped": True}),
@@ -280,8 +268,8 @@ FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, An
     "a lost addition to dq": (_update("dq", 0.0), ("update-lost",), {"square": True}),
     "a lost addition to dk": (_update("dk", 0.0), ("update-lost",), {"square": True}),
     "an addition twice to dv": (_update("dv", 2.0), ("update-twice",), {"square": True}),
-    "dk and dv are stored, not added": (_stored("dk dv"), ("update-alone", "update-lost"), {}),
-    "dq is stored, not added": (_stored("dq"), ("update-alone", "update-lost"), {"causal": False}),
+    "dk and dv are stored, not added": (_tile("dk dv", 1.0, "last", 0.0), ("update-alone", "update-lost"), {}),
+    "dq is stored, not added": (_tile("dq", 1.0, "last", 0.0), ("update-alone", "update-lost"), {"causal": False}),
     "dq without the diagonal": (_diagonal("dq"), ("update-lost",), {"causal": True, "square": True}),
     "dk and dv without the diagonal": (_diagonal("dk dv"), ("update-lost",), {"causal": True, "square": True}),
     "dq with stale keys": (_stale("dq"), ("update-stale",), {"causal": False}),
@@ -323,9 +311,9 @@ FAULTS: dict[str, tuple[Callable[[Call], Planted], tuple[str, ...], dict[str, An
 }
 
 
-def planted(name: str, seed: int) -> tuple[Recorded, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with the fault `name`, names of the fault's mistakes, texts of its parameters)."""
+def planted(name: str, seed: int) -> Planted:
+    """Returns a call with the fault `name`."""
     program, names, wanted = FAULTS[name]
     x = drawn(1000 * seed + [*FAULTS].index(name), **wanted)
     grads, words = program(x)
-    return x.recorded(grads), names, words
+    return x.captured(grads), names, words

@@ -63,12 +63,6 @@ def drawn(seed: int) -> Call:
 EVERY = -2
 
 
-def _prepared(x: Call) -> tuple[Tensor, Tensor, Tensor]:
-    group = x.q.shape[2] // x.k.shape[2]
-    q, k, v = (t.transpose(1, 2).double() for t in (x.q, x.k, x.v))
-    return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-
 def kernel(
     x: Call,
     *,
@@ -82,16 +76,15 @@ def kernel(
     moved: tuple[int, str, int] = (-1, "", 0),
     exchanged: tuple[int, ...] = (),
     apart: str = "",
-    change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
+    change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, k, v: (k, v),
 ) -> Tensor:
     """Computes the output with float32 sums of weights in the dtype; every option is a fault.
 
     moved: (a tile or EVERY, "k", "v" or "kv", offset in keys from which it is read). exchanged: two tiles of values.
+    change: of keys and values [B, N1, S2, D].
     """
-    q, k, v = _prepared(x)
-    if change is not None:
-        q, k, v = change(q, k, v)
-    q, k, v = (t.float() for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2).float() for t in (x.q, x.k, x.v))
+    k, v = change(x, *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v)))
     row = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
     tiles = x.tiles()
     top = torch.full((*q.shape[:3], 1), -math.inf)
@@ -188,12 +181,6 @@ def _stored(x: Call, edit: Edit) -> Faulty:
     return out, (word,)
 
 
-@fault
-def _changed(x: Call, word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Faulty:
-    """Replaces keys and values [B, N1, S2, D]."""
-    return kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,)
-
-
 def _neighbour(x: Call, t: Tensor) -> Tensor:
     return t.roll(x.q.shape[2] // x.k.shape[2], 1)
 
@@ -246,12 +233,12 @@ FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "tiles of values exchanged": (_exchanged, ("tile-stale",)),
     "the edge tile first, the accumulator not rescaled": (_first("last", ""), ("rescale-missing",)),
     "backwards, the accumulator not rescaled": (_first("reversed", "from the last"), ("rescale-missing",)),
-    "values of another head": (_changed("values of", lambda x, k, v: (k, _neighbour(x, v))), ("head-offset",)),
-    "keys of another head": (_changed("keys of", lambda x, k, v: (_neighbour(x, k), v)), ("head-offset",)),
-    "tiles of keys transposed": (_changed("keys,", lambda x, k, v: (_turned(k), v)), ("tile-transposed",)),
-    "tiles of values transposed": (_changed("values,", lambda x, k, v: (k, _turned(v))), ("tile-transposed",)),
-    "values of another sequence": (_changed("values:", lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),
-    "keys of another sequence": (_changed("keys:", lambda x, k, v: (k.flip(0), v)), ("sequence-offset",)),
+    "values of another head": (_fixed("values of", change=lambda x, k, v: (k, _neighbour(x, v))), ("head-offset",)),
+    "keys of another head": (_fixed("keys of", change=lambda x, k, v: (_neighbour(x, k), v)), ("head-offset",)),
+    "tiles of keys transposed": (_fixed("keys,", change=lambda x, k, v: (_turned(k), v)), ("tile-transposed",)),
+    "tiles of values transposed": (_fixed("values,", change=lambda x, k, v: (k, _turned(v))), ("tile-transposed",)),
+    "values of another sequence": (_fixed("values:", change=lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),
+    "keys of another sequence": (_fixed("keys:", change=lambda x, k, v: (k.flip(0), v)), ("sequence-offset",)),
     "a head times a factor": (_stored(head_factor), ("output-factor",)),
     "the last rows are zeros": (_stored(zero_tail), ("rows-unwritten",)),
     "16 columns are zeros": (_stored(_zero_columns), ("rows-unwritten",)),

@@ -14,12 +14,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from support.planted import Capture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusion_attention as fa
-from fusion_attention.judging import judge
-from fusion_attention.judging.calls import Recorded, recorded
 from fusion_attention.judging.verdict import Judgement
 
 Tensor = torch.Tensor
@@ -82,16 +81,16 @@ class Call:
         carried = self.dropped(weights).to(self.dtype).float()
         return (carried @ self.per_head(self.v).float() / total).to(self.dtype), top, total
 
-    def recorded(self, grads: Grads) -> Recorded:
-        """Returns the call with these gradients and the saved results of forward()."""
+    def captured(self, grads: Grads) -> Capture:
+        """Returns the backward with these gradients and the saved results of forward()."""
         out, top, total = self.forward()
         inputs = {
             "q": self.q, "k": self.k, "v": self.v, "layout": "BNSD", "scale": self.scale, "bias": self.bias,
             "blocked": None if bool(self.visible.all()) else ~self.visible, "softcap": self.softcap,
-            "sink": self.sink, "keep_prob": self.keep_prob, "drop_bits": self.drop_bits,
+            "sink": self.sink, "keep_prob": self.keep_prob, "drop_bits": self.drop_bits, "dout": self.dout,
+            "out": out, "max": top[..., 0], "sum": total[..., 0],
         }  # fmt: skip
-        saved = {"out": out, "max": top[..., 0], "sum": total[..., 0]}
-        return replace(recorded("attention", inputs, grads), saved=saved, upstream={"out": self.dout})
+        return Capture("attention", inputs, grads)
 
     @property
     def drop_bits(self) -> Tensor | None:
@@ -261,9 +260,10 @@ def drawn(rng: random.Random) -> Call:
 
 
 def judged(c: Call, grads: Grads) -> Judgement:
-    """Judges gradients as a recorded backward with saved results; plain calls use CANN's record of gradients."""
+    """Judges gradients with saved results; plain calls use CANN's record of gradients."""
     if c.keep is not None or c.softcap:
-        return judge.judged(c.recorded(grads), search=False, backends=False)
+        call = c.captured(grads)
+        return fa.judge(call.operator, call.inputs, call.outputs, backends=False)
     out, top, total = c.forward()
     lanes = (t.expand(*t.shape[:-1], 8) for t in (top, total))
     names = ("query", "key", "value", "dy", "attention_in", "softmax_max", "softmax_sum", "pse")
