@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,21 +194,14 @@ def test_expected_score_and_statistic_errors_match_simulated_roundings(grade: Ro
         added = added * (1 + program.noise((grade.a * visible.sum(-1, keepdim=True) / 3 + grade.r).expand_as(mine)))
         for i, (drawn, golden) in enumerate(((scores, c.scored.scores), (mine, top), (added, total))):
             squares[i] = squares[i] + (drawn - golden).square().sum(0)
-    s = Index("indexer_lse", x.problem, x.extents, x.index)
-    object.__setattr__(s, "problem", _Choice(x.problem))
+    p = x.problem
+    problem = SimpleNamespace(heads=p.heads_index, dtype=p.dtype, torch_dtype=torch.float32, ratio=p.ratio)
+    s = Index("indexer_lse", problem, x.extents, x.index)
     two = errors.statistics(s, 0, slice(0, 7), grade)
     for drawn, variance in zip(squares, (u.scores, two["max"].variance[0], two["sum"].variance[0]), strict=True):
         ratio = (drawn / DRAWS / variance).sqrt()[variance > 0]
         assert 0.9 < float(ratio.mean()) < 1.05, ratio
         assert 0.7 < float(ratio.min()) <= float(ratio.max()) < 1.3, ratio
-
-
-class _Choice:
-    """Problem of a loss with the attributes of an indexer's problem."""
-
-    def __init__(self, problem: Any) -> None:
-        self.heads, self.dtype, self.torch_dtype = problem.heads_index, problem.dtype, torch.float32
-        self.ratio = problem.ratio
 
 
 def test_product_of_uncertain_sign_enlarges_expected_gradient_error() -> None:

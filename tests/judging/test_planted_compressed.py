@@ -10,7 +10,6 @@ import fusion_attention as fa
 from fusion_attention.captures.reader import Recording, read
 from fusion_attention.judging.calls import JudgeError, from_recording
 from fusion_attention.judging.judge import diagnose, judged
-from fusion_attention.judging.verdict import Judgement
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +17,11 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
     return captured(tmp_path_factory.mktemp("captures"))
 
 
-def explained(recorded: Recording, outputs: dict[str, torch.Tensor]) -> Judgement:
-    inputs = {name: value for name, value in recorded.args.items() if value is not None}
-    return diagnose(recorded.op.name, inputs, outputs)
+@pytest.fixture
+def call(captures: Captures) -> Recording:
+    """A call of compress with overlapping windows."""
+    calls = (recording(captures, "compress", n) for n in range(len(captures["compress"])))
+    return next(c for c in calls if c.args["overlap"])
 
 
 def test_captured_calls_of_train_v4_example_are_right(captures: Captures) -> None:
@@ -61,22 +62,18 @@ def test_planted_mistakes_of_sparse_flash_mla_are_diagnosed(wrong: str, captures
 
 
 @pytest.mark.parametrize("wrong", ["", "compressor-halves", "compressor-first-window", "position-bias-missing"])
-def test_planted_mistakes_of_compress_are_diagnosed(wrong: str, captures: Captures) -> None:
-    calls = [recording(captures, "compress", n) for n in range(len(captures["compress"]))]
-    call = next(c for c in calls if c.args["overlap"])
+def test_planted_mistakes_of_compress_are_diagnosed(wrong: str, call: Recording) -> None:
     bias = call.args["position_bias"]
     bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))  # 0 before the first step
-    result = explained(call, {"out": pooled(call.args, wrong)})
+    result = diagnose("compress", call.args, {"out": pooled(call.args, wrong)})
     assert result.verdict == ("wrong" if wrong else "right"), result
     assert [m.name for m in result.mistakes][:1] == ([wrong] if wrong else []), result
 
 
-def test_a_mistake_that_does_not_explain_all_errors_is_not_named(captures: Captures) -> None:
-    calls = [recording(captures, "compress", n) for n in range(len(captures["compress"]))]
-    call = next(c for c in calls if c.args["overlap"])
+def test_a_mistake_that_does_not_explain_all_errors_is_not_named(call: Recording) -> None:
     out = pooled(call.args, "compressor-halves")
     out[0, -1, 0, 0] += 1
-    result = explained(call, {"out": out})
+    result = diagnose("compress", call.args, {"out": out})
     assert result.verdict == "wrong", result
     assert not result.mistakes, result
 
