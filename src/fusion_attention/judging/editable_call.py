@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fusion_attention.backends.golden.sparse_indices import added_up
 from fusion_attention.ir import bias
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.ir.mask import blocked_by_tiles
@@ -284,7 +285,8 @@ class Setting:
         read = (torch.arange(entries.shape[2]) < -(-end // p.select_block)) & (entries >= 0).cumprod(-1).bool()
         if self.lists is not None:
             entries, read, _ = self.lists(Lists(entries, read, -(-listed // p.select_block)))
-        times = selected_times(entries, read, listed, p.select_block)
+        blocks = added_up(read.to(WORKING_DTYPE), entries, read, -(-listed // p.select_block))
+        times = blocks.repeat_interleave(p.select_block, -1)[..., :listed]
         if p.compressed_ratio:  # all keys of the first source's band are visible
             times = torch.nn.functional.pad(times, (int(e.kv_len[b]), 0), value=1.0)
         return times[..., keys]
@@ -339,22 +341,6 @@ class Setting:
             return None
         offset = None if o.out_offset is None else o.out_offset[heads].to(WORKING_DTYPE)[:, None]
         return o.out_scale[heads].to(WORKING_DTYPE)[:, None], offset
-
-
-def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
-    """Returns [heads, rows, kv_len]: how many times a row's list of selected keys contains each key.
-
-    Args:
-        entries: numbers of selected blocks of keys, [heads, rows, entries of a list].
-        read: bool in the same shape, true for entries that count; the others, such as -1 at the end, are ignored.
-        kv_len: the number of keys of the sequence.
-        block: the number of keys in a block; 1 if entries are numbers of keys.
-    """
-    blocks = -(-kv_len // block)
-    counted = read & (entries < blocks)
-    total = torch.zeros(*entries.shape[:-1], blocks + 1, dtype=WORKING_DTYPE)
-    total.scatter_add_(-1, entries.where(counted, blocks), counted.to(WORKING_DTYPE))
-    return total[..., :blocks].repeat_interleave(block, -1)[..., :kv_len]
 
 
 def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows: slice) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from fusion_attention.backends.golden.attention import weighted_sum
 from fusion_attention.backends.golden.sparse_indices import added_up
 from fusion_attention.ir.problem import Extents
-from fusion_attention.judging.editable_call import selected_times
 from fusion_attention.judging.expected_error import products_of_squares
 
 Tensor = torch.Tensor
@@ -205,7 +204,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
         entries, read = _entries(x, b, rows)
-        times = times * selected_times(entries, read, times.shape[-1], 1)[0].to(dtype)
+        times = times * added_up(read.to(dtype), entries, read, times.shape[-1])[0]
     visible, own_statistics = times > 0, bool(p.select_count) or x.index.stats is None
     if own_statistics:
         top, total = softmax(s.scores, times)

@@ -72,7 +72,7 @@ def _file(path: Path, how: Reading) -> Iterator[Recorded]:
     if not path.is_file():
         raise JudgeError(f"{path}: no such file, or not one that can be read to its end")
     if path.suffix == ".npz":
-        yield from named(path, _npz(path), how)
+        yield from named(path, _read(path, how), how)
     elif path.suffix in (".npy", ".pt", ".pth"):
         content = _within(path, path.resolve().parent, how)
         if isinstance(content, Tensor):
@@ -118,18 +118,6 @@ def _plain_safetensors(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
-def _npz(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            _sized(path, sum(entry.file_size for entry in archive.infolist()))
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: _of_array(f"{path}: {name}", archive[name]) for name in archive.files}
-    except JudgeError:
-        raise
-    except Exception as error:  # numpy's reader, too, raises many types
-        raise JudgeError(f"{path}: not a readable .npz file ({_short(error)})") from None
-
-
 def _of_array(who: str, array: np.ndarray) -> Any:
     """Returns an array as a tensor, an array with one text as a string; who: the file, for error messages."""
     if array.dtype.kind in "US" and array.size == 1:
@@ -148,18 +136,26 @@ def _within(path: Path, folder: Path, how: Reading) -> Any:
     if not path.is_file():
         raise JudgeError(f"{path}: no such file")
     _sized(path, path.stat().st_size)
+    return _read(path, how)
+
+
+def _read(path: Path, how: Reading) -> Any:
+    """Reads a .npz, .npy or .pt file."""
     try:
         if path.suffix == ".npy":
             return _of_array(str(path), np.load(path, allow_pickle=False))
-        if zipfile.is_zipfile(path):
+        if path.suffix == ".npz" or zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 _sized(path, sum(entry.file_size for entry in archive.infolist()))
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                return {name: _of_array(f"{path}: {name}", archive[name]) for name in archive.files}
         return torch.load(path, map_location="cpu", weights_only=not how.unsafe_pickle)
     except JudgeError:
         raise
-    except Exception as error:
+    except Exception as error:  # the readers raise many types
         hint = "; save a dict of tensors, numbers and strings; --unsafe-pickle reads what may run code"
-        hint = "" if path.suffix == ".npy" or how.unsafe_pickle else hint
+        hint = "" if path.suffix in (".npy", ".npz") or how.unsafe_pickle else hint
         raise JudgeError(f"{path}: not a readable {path.suffix} file ({_short(error)}){hint}") from None
 
 

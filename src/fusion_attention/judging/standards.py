@@ -68,7 +68,6 @@ class Tally:
     peak: float = 0.0
     # Per sequence, rows with NaN, infinities or only zeros where the exact result has none, and marked() of its rows.
     marks: list[Marks] = field(default_factory=list)
-    measured: bool = False  # True if a baseline was measured too
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
         """Adds the errors of a range of the output, `ours` [heads, rows, elements], against the exact values `wanted`.
@@ -122,7 +121,6 @@ class Tally:
         self.beyond += int((error > (0.005 * larger).clamp(min=2.5e-5)).sum())
         if baseline is None:
             return
-        self.measured = True
         allowed = (baseline.double() - value).abs().nan_to_num(nan=0.0, posinf=0.0).masked_fill(odd, 0)
         self.baseline = [self.baseline[0] + float(allowed.square().sum()), max(self.baseline[1], float(size.amax()))]
         floor, tiny = (2.0**-20, 2.0**-30) if self.dtype == torch.float32 else (2.0**-10, 2.0**-16)

@@ -1,7 +1,7 @@
 """Mistakes in caches: pages and their table, dequantisation."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,22 +55,14 @@ def _in_order(view: PagedView) -> Tensor:
     return view.table.new_tensor(order)
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums over the keys of each page: of weights [pages], and of weights times values [pages, elements]."""
-
-    total: Tensor
-    values: Tensor
-
-
-def _of_pages(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Sums]:
+def _of_pages(blocks: Sequence[Block], sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Returns for each block of keys of one query row the sums over its pages of the weights exp(score - the largest
-    score of all blocks), and of weights times values. sizes: keys of a page, by block."""
+    score of all blocks), [pages], and of weights times values [pages, elements]. sizes: keys of a page, by block."""
     scores = [formulas.scores_of(x)[0][0, 0] for x in blocks]
     top, results = torch.cat(scores).nan_to_num(-torch.inf).amax(), []
     for x, of_keys, size in zip(blocks, scores, sizes, strict=True):
         weights, values = (of_keys - top).exp().unflatten(0, (-1, size)), x.v[0].unflatten(0, (-1, size))
-        results.append(Sums(weights.sum(-1), (weights[:, None] @ values).squeeze(1)))
+        results.append((weights.sum(-1), (weights[:, None] @ values).squeeze(1)))
     return results
 
 
@@ -109,12 +101,12 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
     for h, r in rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES]:
         at = b, slice(h, h + 1), slice(r, r + 1)
         of_row = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
-        here, there, rest = _of_pages(of_row, (size, size, max(length - pages * size, 1)))
-        total, values = here.total.sum() + rest.total.sum(), here.values.sum(0) + rest.values.sum(0)
+        (weights, values), there, rest = _of_pages(of_row, (size, size, max(length - pages * size, 1)))
+        total, summed = weights.sum() + rest[0].sum(), values.sum(0) + rest[1].sum(0)
         mine = o.rows(s, *at)[0, 0].double()
-        error = float((mine - values / total).norm())
-        result = values - here.values[:, None] + there.values
-        result = result / (total - here.total[:, None] + there.total)[..., None]
+        error = float((mine - summed / total).norm())
+        result = summed - values[:, None] + there[1]
+        result = result / (total - weights[:, None] + there[0])[..., None]
         left = torch.maximum(left, ((result - mine).norm(dim=-1) / error).nan_to_num(torch.inf, torch.inf))
     best = sorted((left <= LEFT).nonzero().tolist(), key=lambda at: float(left[tuple(at)]))
     return [(page, other) for page, other in best[:2]]

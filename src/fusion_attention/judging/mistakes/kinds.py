@@ -133,11 +133,20 @@ def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> 
         batch = np.arange(count) * rows * heads * dim
         ways = {"BNSD": (batch, dim, rows * dim), "BSND": (batch, heads * dim, dim)}
         ways["SBH"] = (np.arange(count) * heads * dim, count * heads * dim, dim)
-    for layout, (address, token, head) in ways.items():
-        other = RowView(view.keep, np.asarray(address, np.int64), token, np.full(count, head, np.int64), dim)
-        same = token == view.stride_token and (other.stride_head == view.stride_head).all()
+    yield from reread(view, ways).items()
+
+
+def reread(view: RowView, orders: Mapping[str, tuple[Any, int, Any]]) -> dict[str, RowView]:
+    """Returns views of the same memory in other orders, by name, without an order that is that of `view`.
+    orders: by name, (address of each sequence, stride of tokens, stride of heads, of all or of each sequence)."""
+    results = {}
+    for name, (address, token, head) in orders.items():
+        strides = np.full(len(view.address), head, np.int64)
+        other = RowView(view.keep, np.asarray(address, np.int64), token, strides, view.dim)
+        same = token == view.stride_token and (strides == view.stride_head).all()
         if not (same and (other.address == view.address).all()):
-            yield layout, other
+            results[name] = other
+    return results
 
 
 def factor_of(mine: Tensor, right: Tensor) -> float:

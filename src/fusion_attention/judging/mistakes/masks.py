@@ -44,9 +44,8 @@ def _distance(s: Setting) -> np.ndarray:
 
 def causal_alignment(case: Case) -> Iterator[Try]:
     s, e, d = case.setting, case.setting.extents, _distance(case.setting)
-    if d.any() and _bands(s):
-        for by, corner in ((-d, "upper left"), (d, "lower right")):
-            yield from _other(case, f"from the {corner} corner", s.of_extents(lo=moved(e.lo, by), hi=moved(e.hi, by)))
+    for by, corner in ((-d, "upper left"), (d, "lower right")):
+        yield from _other(case, f"from the {corner} corner", s.of_extents(lo=moved(e.lo, by), hi=moved(e.hi, by)))
 
 
 def mask_ignored(case: Case) -> Iterator[Try]:
@@ -61,13 +60,11 @@ def mask_ignored(case: Case) -> Iterator[Try]:
 
 
 def band_uncalled(case: Case) -> Iterator[Try]:
-    s, e = case.setting, case.setting.extents
-    if not finite(e.hi).any():
-        d = _distance(s)
-        for by, corner in ((d, "lower right"), (0 * d, "upper left")):
+    s, d = case.setting, _distance(case.setting)
+    if not finite(s.extents.hi).any():
+        corners = [(d, "lower right"), (0 * d, "upper left")] if d.any() else [(d, "lower right")]
+        for by, corner in corners:
             yield from _other(case, f"to the {corner} corner", s.of_extents(hi=by + 1))
-            if not d.any():
-                return
 
 
 def mask_polarity(case: Case) -> Iterator[Try]:
@@ -90,12 +87,10 @@ def mask_polarity(case: Case) -> Iterator[Try]:
 
 def window_by_one(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
-    if finite(e.hi).any():
-        yield from _other(case, "the diagonal itself is not visible", s.of_extents(hi=moved(e.hi, -1)))
-        yield from _other(case, "one key after the right edge is visible", s.of_extents(hi=moved(e.hi, 1)))
-    if finite(e.lo).any():
-        yield from _other(case, "one key before the left edge is visible", s.of_extents(lo=moved(e.lo, -1)))
-        yield from _other(case, "the first key of the window is not visible", s.of_extents(lo=moved(e.lo, 1)))
+    yield from _other(case, "the diagonal itself is not visible", s.of_extents(hi=moved(e.hi, -1)))
+    yield from _other(case, "one key after the right edge is visible", s.of_extents(hi=moved(e.hi, 1)))
+    yield from _other(case, "one key before the left edge is visible", s.of_extents(lo=moved(e.lo, -1)))
+    yield from _other(case, "the first key of the window is not visible", s.of_extents(lo=moved(e.lo, 1)))
     right = ("one key after the right edge is visible", 0, 1)
     left = ("the first key of the window is not visible", 1, 0)
     yield from _in_tiles(case, *[right] * bool(finite(e.hi).any()), *[left] * bool(finite(e.lo).any()))
@@ -184,19 +179,15 @@ def window_ignored(case: Case) -> Iterator[Try]:
 
 def window_mirrored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
-    if finite(e.lo).any() or finite(e.hi).any():
-        corner = np.zeros_like(e.lo)
-        for origin in (corner, _distance(s)):
-            lo, hi = moved(e.lo, -origin), moved(e.hi, -origin)
-            swapped = s.of_extents(lo=moved(1 - hi, origin), hi=moved(1 - lo, origin))
-            if finite(e.lo).all() and finite(e.hi).all():
-                yield from _other(case, "pre_tokens and next_tokens", swapped)
+    if finite(e.lo).all() and finite(e.hi).all():
+        for origin in (np.zeros_like(e.lo), _distance(s)):
+            swapped = s.of_extents(lo=1 - e.hi + 2 * origin, hi=1 - e.lo + 2 * origin)
+            yield from _other(case, "pre_tokens and next_tokens", swapped)
 
 
 def prefix_ignored(case: Case) -> Iterator[Try]:
-    s, e = case.setting, case.setting.extents
-    if e.prefix.any():
-        yield from _other(case, "causal alone", s.of_extents(prefix=np.zeros_like(e.prefix)))
+    without = case.setting.of_extents(prefix=np.zeros_like(case.setting.extents.prefix))
+    yield from _other(case, "causal alone", without)
 
 
 def tile_skipped(case: Case) -> Iterator[Try]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fusion_attention.ir.memory_views import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.editable_call import Block
 from fusion_attention.judging.expected_error import Grade
@@ -20,9 +19,9 @@ from fusion_attention.judging.mistakes.kinds import (
     grown,
     layouts,
     of_results,
+    reread,
     returning,
 )
-from fusion_attention.judging.outputs import Output
 
 Tensor = torch.Tensor
 Raw = dict[str, Tensor]
@@ -109,49 +108,25 @@ def swapped(case: Case) -> Iterator[Try]:
         yield Try("", case.setting, outputs)
 
 
-def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
-    """Returns output o of a call, a softmax statistic [heads, rows], read in another order from the same memory.
-    how: "token" (heads of a token are adjacent), "item" (tokens of a head in a sequence), "head" (tokens of a head in
-    a packed tensor). None if the layout has no such order, or if view, the output's rows, has it already."""
-    e = case.setting.extents
-    count, starts = len(e), e.q_start
-    ones = np.ones(count, np.int64)
-    if case.layout in ("TND", "NTD"):
-        total = int(e.q_len.sum())
-        orders = {
-            "token": (starts * heads, heads, ones),
-            "item": (starts * heads, 1, e.q_len.astype(np.int64)),
-            "head": (starts, 1, ones * total),
-        }
-    else:
-        rows = int(case.names.get("S1") or e.q_len.max(initial=1))
-        batch = np.arange(count) * heads * rows
-        orders = {"token": (batch, heads, ones), "item": (batch, 1, ones * rows)}
-    if how not in orders:
-        return None
-    address, stride_token, stride_head = orders[how]
-    same_strides = stride_token == view.stride_token and (stride_head == view.stride_head).all()
-    if same_strides and (address == view.address).all():
-        return None
-    return replace(o, view=RowView(view.keep, np.asarray(address, np.int64), stride_token, stride_head, 1))
-
-
-_ORDERS = {
-    "token": "token by token, the heads of a token adjacent",
-    "item": "head by head within each sequence",
-    "head": "head by head over the whole batch",
-}
-
-
 def statistics_order(case: Case) -> Iterator[Try]:
-    heads = case.setting.problem.heads_q
-    stats = [o for o in case.outputs if o.kind in (*_PAIR, "lse")]
+    e, heads = case.setting.extents, case.setting.problem.heads_q
+    stats = {o.name: o.view for o in case.outputs if o.kind in (*_PAIR, "lse") and o.view is not None}
     if not stats or heads == 1 or case.setting.grads is not None:
         return
-    for how, detail in _ORDERS.items():
-        again = {o.name: _reread(o, o.view, heads, case, how) for o in stats if o.view is not None}
-        if all(again.values()):
-            yield Try(detail, case.setting, tuple(again.get(o.name) or o for o in case.outputs))
+    by_token, by_item = "token by token, the heads of a token adjacent", "head by head within each sequence"
+    if case.layout in ("TND", "NTD"):
+        first = e.q_start * heads
+        orders = {by_token: (first, heads, 1), by_item: (first, 1, e.q_len)}
+        orders["head by head over the whole batch"] = (e.q_start, 1, int(e.q_len.sum()))
+    else:
+        rows = int(case.names.get("S1") or e.q_len.max(initial=1))
+        first = np.arange(len(e)) * heads * rows
+        orders = {by_token: (first, heads, 1), by_item: (first, 1, rows)}
+    views = {name: reread(view, orders) for name, view in stats.items()}
+    for detail in orders:
+        if all(detail in others for others in views.values()):
+            outputs = (replace(o, view=views[o.name][detail]) if o.name in views else o for o in case.outputs)
+            yield Try(detail, case.setting, tuple(outputs))
 
 
 def output_layout(case: Case) -> Iterator[Try]:
