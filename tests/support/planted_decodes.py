@@ -219,25 +219,22 @@ def stored(x: Call, kind: str, read: Meaning, swapped: bool = False) -> Capture:
         key, value = ((t[..., 0] | (t[..., 1] << 4)).contiguous().view(torch.int32) for t in halves)
     else:
         key, value = (t.to(torch.int8).transpose(1, 2).contiguous() for t in rows)
-    names = {
-        "query": x.q[:, :, None], "key": [key], "value": [value], "num_heads": x.q.shape[1], "scale_value": x.scale,
-        "input_layout": "BNSD", "num_key_value_heads": heads, "actual_seq_lengths_kv": x.lengths,
-        "antiquant_scale": scale if kind == "token" else scale.flatten(1),
-        "antiquant_offset": offset if kind == "token" else offset.flatten(1), "antiquant_mode": int(kind == "token"),
-    }  # fmt: skip
-    out = torch.stack(outs).to(x.dtype)[:, :, None]
-    return Capture("aclnnFusedInferAttentionScore", names, {"attention_out": out})
+    call = capture(x, torch.stack(outs).to(x.dtype), "aclnnFusedInferAttentionScore")
+    scale, offset = (t if kind == "token" else t.flatten(1) for t in (scale, offset))
+    inputs = {name: value for name, value in call.inputs.items() if "block" not in name}  # no pages
+    inputs |= {"key": [key], "value": [value], "antiquant_scale": scale, "antiquant_offset": offset}
+    return replace(call, inputs=inputs | {"antiquant_mode": int(kind == "token")})
 
 
-Position = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
+Position = Callable[[Call, Tensor], Tensor]  # from positions in a sequence to those of their scales
 
 
 @fault
-def _scales_in_pages(x: Call, place: Callable[[Call], Position], word: str) -> Faulty:
-    return stored_in_pages(x, place(x)), (word,)
+def _scales_in_pages(x: Call, place: Position, word: str) -> Faulty:
+    return stored_in_pages(x, place), (word,)
 
 
-def stored_in_pages(x: Call, place: Position) -> Capture:
+def stored_in_pages(x: Call, place: Position = lambda x, at: at) -> Capture:
     """Makes a call over integers and token scales in pages; place: position from which a token's scale is read."""
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     rows = [torch.randint(-100, 100, x.pool[0].shape, generator=generator) for _ in range(2)]
@@ -245,7 +242,7 @@ def stored_in_pages(x: Call, place: Position) -> Capture:
     outs = []
     for b, length in enumerate(x.lengths):
         pages = x.table[b, : -(-length // x.page)].long()
-        at = place(torch.arange(length)).clamp(0, len(pages) * x.page - 1)
+        at = place(x, torch.arange(length)).clamp(0, len(pages) * x.page - 1)
         k, v = (
             rows[side][pages].flatten(0, 1)[:length].float() * scale[side, pages].flatten()[at][:, None, None]
             for side in (0, 1)
@@ -307,11 +304,10 @@ FAULTS: dict[str, tuple[Callable[[Call], Faulty], tuple[str, ...]]] = {
     "scales of the next channel": (_quantised("channel", _next(2), "next channel"), ("dequantisation",)),
     "scales of the next token": (_quantised("token", _next(0), "next token"), ("dequantisation",)),
     "scales of the next token in pages": (
-        _scales_in_pages(lambda x: lambda at: at + 1, "next token"), ("dequantisation",)
+        _scales_in_pages(lambda x, at: at + 1, "next token"), ("dequantisation",)
     ),
     "scales of the page before": (
-        _scales_in_pages(lambda x: lambda at: (at - x.page).where(at >= x.page, at), "previous page"),
-        ("dequantisation",),
+        _scales_in_pages(lambda x, at: (at - x.page).where(at >= x.page, at), "previous page"), ("dequantisation",)
     ),
     "offsets of the other sign": (
         _quantised("channel", lambda t, s, o: (t - o) * s, "other sign"), ("dequantisation",)
@@ -349,7 +345,7 @@ def right(seed: int) -> Capture:
     """Returns a call with correct results, of any number of splits or of stored integers."""
     x = drawn(seed)
     if seed % 3 == 2:
-        return stored_in_pages(x, lambda at: at)
+        return stored_in_pages(x)
     if seed % 3:
         return stored(x, x.rng.choice(["channel", "token", "int4"]), right_meaning)
     return capture(x, paged(x, splits=x.rng.choice([0, 2, 3, 5, 8])))
