@@ -1,11 +1,16 @@
 """Attention to a band of keys and to compressed keys under Triton's interpreter, against golden."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from support.compressed import CASES, CompressedCase, arguments, compute, lowered, wanted
+from support.bits import same_bits
+from support.compressed import CASES, CompressedCase, arguments, lowered, wanted
 
 import fusion_attention as fa
 from fusion_attention.testing import check
+from fusion_attention.testing.sparse import compute
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 
@@ -19,6 +24,24 @@ ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for c
 def test_triton_compressed_attention_matches_reference(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, lowered(args), args["dy"], "triton"), wanted(case, args))
+
+
+def test_triton_gradients_do_not_depend_on_unused_rows_between_sequences() -> None:
+    case = CompressedCase(layout="TND", q_len=(3, 4), kv_len=(9, 12), ratio=4, sink=True)
+    args = arguments(case)
+    call = lowered(args)
+
+    def apart(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[:3], rows.new_full((5, *rows.shape[1:]), torch.nan), rows[3:]))
+
+    starts = np.array([0, 8]), call.extents.kv_start
+    tensors = {**call.tensors, "query": apart(call.given("query"))}
+    moved = replace(call, extents=replace(call.extents, starts=starts), tensors=tensors)
+    got, want = compute(case, moved, apart(args["dy"]), "triton"), compute(case, call, args["dy"], "triton")
+    for name in ("out", "dquery"):
+        same_bits(torch.cat((got[name][:3], got[name][8:])), want[name], name)
+    for name in ("dkey", "dkey_compressed", "dsinks"):
+        same_bits(got[name], want[name], name)
 
 
 def test_triton_compressed_attention_without_rows_or_keys_has_empty_gradients() -> None:

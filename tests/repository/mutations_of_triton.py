@@ -290,8 +290,7 @@ POOLING = [
             "ops/compressed/lowered_call.py", "lse = max_ + {+0 * +}sum_.log()",
             f"{CHIP}::test_padded_output_and_gradients_match_compressed_attention"),
     package("compressed attention: padding rows read as the next packed sequence", "ops/compressed/definitions.py",
-            "np.cumsum(capacity) - capacity if ends is None else np.[-asarray(ends[:-1], np.int64)-]{+cumsum(capacity"
-            " if used is None else used) - used+}",
+            "np.cumsum([-capacity) - capacity-]{+length) - length+}",
             f"{CHIP}::test_packed_rows_beyond_seqused_are_not_read_and_have_zero_results"),
     package("compressed attention: probabilities of invisible list entries returned", "ops/compressed/probabilities.py",
             "& (entry >= 0).cumprod(-1).bool()[- & (entry < visible)-]", CLAUSE),

@@ -33,15 +33,6 @@ Tokens = int | tuple[int, int] | None
 PACKED = "TND"
 
 
-@dataclass(frozen=True, eq=False)
-class Placed(Extents):
-    """Lengths and masks' bands of sequences, with the index of each sequence's first query (q_start) and first key
-    (kv_start) in their tensors: int64 [sequences]."""
-
-    q_start: np.ndarray = None  # type: ignore[assignment]
-    kv_start: np.ndarray = None  # type: ignore[assignment]
-
-
 class Segment(NamedTuple):
     """Adjacent tokens of one sequence on this rank."""
 
@@ -121,14 +112,14 @@ class ShardedCall:
     kv: RankSide  # the distribution of keys over ranks
     backend: str
 
-    def extents(self, segments: Sequence[Segment]) -> Placed:
+    def extents(self, segments: Sequence[Segment]) -> Extents:
         """Returns lengths and mask bands if `segments` (this rank's queries) are sequences with all their keys."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] + first, edge[b]) for edge in (e.lo, e.hi))
-        starts = {"q_start": at, "kv_start": self.kv.starts[b]}
-        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
+        starts = at, self.kv.starts[b]
+        return Extents(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, starts=starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
         """Returns the operator's parameters for this rank's queries in `segments` and all keys of their sequences."""
@@ -140,17 +131,17 @@ class ShardedCall:
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
-        starts = {"q_start": self.q.starts[b], "kv_start": at}
+        starts = self.q.starts[b], at
         prefix = np.maximum(e.prefix[b] - first, 0)
-        return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
+        return self._on(tensors, Extents(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, starts=starts))
 
     def everything(self, tensors: Given) -> Any:
         """Returns the operator's parameters for all queries and keys; tensors by name, with one axis of tokens."""
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
-        return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
+        return self._on(tensors, Extents(**edges, starts=(self.q.starts, self.kv.starts)))
 
-    def _on(self, tensors: Given, extents: Placed) -> Any:
+    def _on(self, tensors: Given, extents: Extents) -> Any:
         changes: dict[str, Any] = {"layout": PACKED, "extents": extents, "tensors": tensors}
         if hasattr(self.full, "layout_kv"):
             changes["layout_kv"] = PACKED

@@ -192,7 +192,8 @@ class Extents:
     """Lengths and masks' bands per sequence: host int64 arrays, all of one length. Visible to query i of sequence b are
     the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix requires lo = -INFINITE. shift: origin of
     distances in computed biases, |j - i + shift|. chunk_origin: None if sequences are complete; chunks have no bias
-    tables, drop bits or blocked tiles. compressed: lengths of a second source of keys, with indices from kv_len on."""
+    tables, drop bits or blocked tiles. compressed: lengths of a second source of keys, with indices from kv_len on.
+    starts: (q_start, kv_start), if other rows are between packed sequences in memory."""
 
     q_len: np.ndarray
     kv_len: np.ndarray
@@ -202,6 +203,7 @@ class Extents:
     shift: np.ndarray
     chunk_origin: ChunkOrigin | None = None
     compressed: Compressed | None = None
+    starts: tuple[np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.q_len)
@@ -235,14 +237,19 @@ class Extents:
         return int(self.q_len @ self.kv_len)
 
     @functools.cached_property
-    def q_start(self) -> np.ndarray:
-        """Index of each sequence's first query among packed tokens, int64 [sequences]."""
+    def first_query(self) -> np.ndarray:
+        """Number of each sequence's first query among the queries of all sequences, int64 [sequences]."""
         return np.cumsum(self.q_len) - self.q_len
+
+    @property
+    def q_start(self) -> np.ndarray:
+        """Index of each sequence's first query in packed tensors, int64 [sequences]."""
+        return self.first_query if self.starts is None else self.starts[0]
 
     @functools.cached_property
     def kv_start(self) -> np.ndarray:
-        """Index of each sequence's first key among packed tokens, int64 [sequences]."""
-        return np.cumsum(self.kv_len) - self.kv_len
+        """Index of each sequence's first key in packed tensors, int64 [sequences]."""
+        return np.cumsum(self.kv_len) - self.kv_len if self.starts is None else self.starts[1]
 
     @property
     def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:

@@ -78,7 +78,7 @@ COMPRESSED_TABLE = replace(
 COMPRESSED_KEYS = "keys_in(layout, None, compressed_table)"
 RULES = (
     rules.of_lengths(
-        f"keys_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
+        f"sequences_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
         "compressed_len: the lengths of the sequences in the tensor of compressed keys (one per sequence: its tokens "
         "// ratio)",
         invalid={"compressed_len": [2, 13]},

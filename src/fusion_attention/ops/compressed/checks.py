@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.checks import Outcome
-from fusion_attention.ops.shared.cu_seqlens import ends_fit
+from fusion_attention.ops.shared.cu_seqlens import ends_fit, within
 from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
 from fusion_attention.ops.sparse.checks import lists_of, visible_keys
 
@@ -30,8 +30,7 @@ def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: in
     capacity = np.full(count, UNLIMITED if longest is None else longest)
     if ends is not None and len(ends) == count + 1:
         capacity = np.diff(ends)
-    outside = np.flatnonzero((used < 0) | (used > capacity))
-    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {capacity[outside[0]]}]"
+    return within(used, capacity)
 
 
 def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:

@@ -128,10 +128,9 @@ def side_lengths(n: Mapping[str, Any], sides: tuple[Side, ...]) -> list[tuple[np
     count = max(len(ends) - 1, 0) if n["layout"] == "TND" and ends is not None else n["B"] or 0
     results = []
     for side, _, rows, *_ in sides:
-        ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
-        capacity = np.full(count, n[rows] or 0, np.int64) if ends is None else np.diff(ends)
-        start = np.cumsum(capacity) - capacity if ends is None else np.asarray(ends[:-1], np.int64)
-        results.append((capacity if used is None else np.asarray(used, np.int64), start))
+        capacity, used = cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[rows]), n[f"seqused_{side}"]
+        length = capacity if used is None else used
+        results.append((length, np.cumsum(capacity) - capacity))
     return results
 
 

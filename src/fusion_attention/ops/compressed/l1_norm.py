@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Bound, Declared, Rule, Tensor, dtype_text
-from fusion_attention.ir.problem import Problem
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed import definitions as forward
 from fusion_attention.ops.compressed.api_definition import LISTS
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.lowered_call import LSE, Placed
+from fusion_attention.ops.compressed.lowered_call import LSE
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of, own_entries
 from fusion_attention.ops.shared import cu_seqlens
@@ -46,7 +46,7 @@ def lower(bound: Bound) -> TorchCall:
     """Converts a checked call `bound` for probabilities of compressed keys to a call that torch computes."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
-    placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
+    extents = Extents(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
     problem = Problem(n["N1"], n["N2"], n["D"], n["D"], 0, dtype_text(n["query"]), n["scale_value"], shares_kv=True)
     ends = []
     for b, count in enumerate(q_len.tolist()):
@@ -55,10 +55,10 @@ def lower(bound: Bound) -> TorchCall:
             end = np.clip((np.arange(count) + n["tokens"][b] - count + 1) // n["ratio"], 0, k_len[b])
         ends.append(end)
     tensors = {name: n[name] for name in ("query", "key", LSE, "sparse_indices", "topk_length")}
-    views = TensorCall(placed, n["layout"], tensors)
+    views = TensorCall(extents, n["layout"], tensors)
 
     def compute(results: Results) -> None:
-        keys = row_view(n["key"], n["layout"], 1, placed, "kv")
+        keys = row_view(n["key"], n["layout"], 1, extents, "kv")
         lists = n["sparse_indices"], n["topk_length"]
         rows = ListedRows(views, problem.scale, n["query"], q_len.tolist(), keys, k_len, ends, n[LSE], *lists)
         write_probabilities(rows, results[OUT])

@@ -9,7 +9,7 @@ import numpy as np
 from fusion_attention.contract import Bound
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Compressed, Extents
-from fusion_attention.ops.compressed.lowered_call import COUNTS, FlashMla, placed
+from fusion_attention.ops.compressed.lowered_call import COUNTS, FlashMla
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of, problem_of, tensors_of
 from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Call, Sparse, page_table
@@ -40,7 +40,7 @@ def chosen_keys(bound: Bound) -> FlashMla:
     problem, extents = bound.once(
         lambda n: (
             replace(problem_of(n), select_count=n["Ko"], compressed_ratio=0),
-            placed(extents_of({**n, "sparse_mode": 0}), n["q_start"], n["kv_start"]),
+            replace(extents_of({**n, "sparse_mode": 0}), starts=(n["q_start"], n["kv_start"])),
         )
     )
     tensors = tensors_of(n, *COMPRESSED) | {"sparse_indices": n["ori_sparse_indices"], COUNTS: n["ori_topk_length"]}
@@ -56,7 +56,9 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
     extents, second = Extents(q_len, kv_len, lo, hi, prefix, none), Extents(q_len, n["c_len"], none, none, none, none)
     if n.get("q_start") is not None:  # operators whose sequences may be followed by padding rows
-        extents, second = placed(extents, n["q_start"], n["kv_start"]), placed(second, n["q_start"], n["c_start"])
+        extents, second = (
+            replace(e, starts=(n["q_start"], n[start])) for e, start in ((extents, "kv_start"), (second, "c_start"))
+        )
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
     return extents, second

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.memory_views import RowView
-from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.shared.lowered_call import Results
@@ -19,35 +17,6 @@ from fusion_attention.ops.sparse.lowered_call import RESULTS, Sparse, SparseBack
 Tensor = torch.Tensor
 OUT, LSE, NORM, NORM_OF_KEYS = "attention_out", "softmax_lse", "cmp_softmax_l1_norm", "ori_softmax_l1_norm"
 COUNTS = "topk_length"
-
-
-@dataclass(frozen=True, eq=False)
-class Placed(Extents):
-    """Extents (lengths and bands of visible keys) of packed sequences that may be followed by padding rows.
-
-    Args:
-        starts: per sequence, the index of its first query row, and of its first key.
-    """
-
-    starts: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def q_start(self) -> np.ndarray:
-        """The index of each sequence's first query row, int [sequences]."""
-        assert self.starts is not None
-        return self.starts[0]
-
-    @property
-    def kv_start(self) -> np.ndarray:
-        """The index of each sequence's first key, int [sequences]."""
-        assert self.starts is not None
-        return self.starts[1]
-
-
-def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
-    """Returns a copy of `extents` whose packed sequences begin at query rows q_start and at keys kv_start."""
-    values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
-    return Placed(**values, starts=(q_start, kv_start))
 
 
 class FlashMla(Sparse):

@@ -183,7 +183,7 @@ NEUTRAL: dict[str, Any] = {
     "N2": 1,
     "return_values": False,
     **dict.fromkeys(("layout_kv", "block_table", "actual_seq_qlen", "actual_seq_kvlen")),
-    **dict.fromkeys(("residual", "index_offset", "q_capacity", "k_capacity")),
+    **dict.fromkeys(("residual", "index_offset")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "R", "M", "K", "Kv", "sparse_count", "causal")),
 }
 

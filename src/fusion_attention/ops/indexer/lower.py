@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import Extents, IndexerProblem
 from fusion_attention.ops.indexer.lowered_call import INPUTS, Indexer, IndexerBackward
@@ -16,10 +14,10 @@ from fusion_attention.ops.sparse.lowered_call import page_table
 def indexer_call(bound: Bound) -> Indexer:
     """Converts a checked forward or gradient call `bound` of the indexer to its forward call for back ends."""
     n = bound.names
-    problem, extents, capacities = bound.once(lambda n: (_problem(n), bounded_extents(n), capacities_of(n)))
+    problem, extents = bound.once(lambda n: (_problem(n), bounded_extents(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
     tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
-    return Indexer(extents, n["layout"], tensors, problem, capacities, n["index_offset"], layout_kv=form)
+    return Indexer(extents, n["layout"], tensors, problem, n["index_offset"], layout_kv=form)
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
@@ -27,18 +25,12 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
     each. n["residual"] is the number of tokens after those of the last key; None: query rows are all tokens of the
     sequence, and the residual is their number modulo ratio."""
     extents, ratio = extents_of(n), n["ratio"]
+    if n.get("q_start") is not None:  # operators whose sequences may be followed by unused rows
+        extents = replace(extents, starts=(n["q_start"], n["k_start"]))
     if ratio == 1 or n["sparse_mode"] != 3:
         return extents
     behind = n["q_len"] % ratio if n["residual"] is None else n["residual"]
     return replace(extents, hi=n["kv_len"] * ratio + behind - n["q_len"] + 1)
-
-
-def capacities_of(n: Mapping[str, Any]) -> Extents | None:
-    """Returns Extents with the rows and keys of sequences in memory, used or not; None if all are used."""
-    if n["q_capacity"] is None:
-        return None
-    none = np.zeros_like(n["q_capacity"])
-    return Extents(n["q_capacity"], n["k_capacity"], none, none, none, none)
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:

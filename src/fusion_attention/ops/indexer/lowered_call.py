@@ -4,11 +4,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.memory_views import PagedView, RowView
-from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem, Stats
+from fusion_attention.ir.problem import IndexerGrads, IndexerOperands, IndexerProblem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.lowered_call import OfCall, Results, Run, TensorCall
@@ -24,14 +25,9 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 @dataclass(frozen=True, eq=False)
 class IndexCall(TensorCall):
-    """Base of calls of an indexer and its losses for back ends; `trained` names its query, key and weights.
-
-    Args:
-        capacities: rows and keys of the sequences in memory, used or not; None: the lengths in extents.
-    """
+    """Base of calls of an indexer and its losses for back ends; `trained` names its query, key and weights."""
 
     problem: Any
-    capacities: Extents | None = None
     trained = DIFFERENTIABLE
 
     @property
@@ -40,13 +36,9 @@ class IndexCall(TensorCall):
         result: int = self.problem.heads
         return result
 
-    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Returns a view of a tensor that has a row per query token and head."""
-        return row_view(tensor, self.layout, heads, self.capacities or self.extents, "q")
-
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
         """Returns a view of a tensor that has a row per key token and head."""
-        return row_view(tensor, self.layout, heads, self.capacities or self.extents, "kv")
+        return row_view(tensor, self.layout, heads, self.extents, "kv")
 
     def index(self, lists: Sequence[RowView] = (), stats: Stats | None = None) -> IndexerOperands:
         """Returns views of the indexer's query, key, weights, lists of selected keys, scores, and statistics."""
@@ -85,7 +77,7 @@ class Indexer(IndexCall):
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
-        return key_view(tensor, self.layout_kv, heads, self.capacities or self.extents, self.tensors["block_table"])
+        return key_view(tensor, self.layout_kv, heads, self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
         """Returns views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
@@ -130,8 +122,9 @@ class Indexer(IndexCall):
             return offset.unsqueeze(-1)
         if self.layout == "BSND":
             return offset[:, None, None, None]
-        counts = torch.from_numpy((self.capacities or self.extents).q_len).to(offset.device)
-        return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
+        rows = len(self.given("query"))
+        counts = torch.from_numpy(np.diff(self.extents.q_start, append=rows)).to(offset.device)
+        return offset.repeat_interleave(counts, output_size=rows)[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         results = tuple(outputs[name] for name in RESULTS if name in outputs)

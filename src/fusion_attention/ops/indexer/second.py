@@ -179,10 +179,12 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: lengths, and rows and keys of sequences in memory."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths, and rows and keys of sequences in memory
+    (SIDE_capacity), from the first (SIDE_start) on."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
               for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip
+    result |= {f"{side}_start": np.cumsum(result[f"{side}_capacity"]) - result[f"{side}_capacity"] for side in "qk"}
     if n["block_table"] is not None:
         result["k_capacity"] = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
     for side, length in (("q", "q_len"), ("k", "kv_len")):

@@ -187,7 +187,7 @@ NEUTRAL: dict[str, Any] = {
     "ratio": 1,
     **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "sparse_indices", "lse")),
     **dict.fromkeys(("softmax_max", "softmax_sum", "softmax_max_index", "softmax_sum_index")),
-    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal", "residual", "q_capacity", "k_capacity")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal", "residual")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Ps", "N1", "N2", "D", "Dr", "G", "K", "Ni", "Di")),
 }
 OF_ATTENTION = (QUERY, replace(KEY, form=None))

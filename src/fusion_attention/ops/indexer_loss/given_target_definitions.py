@@ -61,10 +61,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), axes, and q_start, the first
-    row of each packed sequence."""
+    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), and axes."""
     result = second.sequences_of(n)
-    result["q_start"] = np.cumsum(result["q_capacity"]) - result["q_capacity"]
     if n["layout"] == "TND":
         result |= {axis: int(result[f"{side}_capacity"].max(initial=0)) for side, axis in (("q", "S1"), ("k", "S2"))}
     return result

@@ -5,7 +5,7 @@ from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
-from fusion_attention.ops.indexer.lower import bounded_extents, capacities_of
+from fusion_attention.ops.indexer.lower import bounded_extents
 from fusion_attention.ops.indexer_loss.lowered_call import (
     DIFFERENTIABLE,
     INPUTS,
@@ -34,17 +34,15 @@ def lower(bound: Bound) -> Loss | Statistics:
 def lower_lse(bound: Bound) -> LogSum:
     """Converts a checked call `bound` of the log-sum-exp of an indexer's scores to the form that back ends compute."""
     n = bound.names
-    indexer, extents, capacities = bound.once(lambda n: (_indexer(n), bounded_extents(n), capacities_of(n)))
-    return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, capacities)
+    indexer, extents = bound.once(lambda n: (_indexer(n), bounded_extents(n)))
+    return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer)
 
 
 def lower_target(bound: Bound) -> TargetLoss:
     """Converts a checked call `bound` of an indexer's loss with a given target to the form that back ends compute."""
     n, names = bound.names, bound.op.results
-    problem, extents, capacities = bound.once(
-        lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), capacities_of(n))
-    )
-    return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, capacities, names)
+    problem, extents = bound.once(lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n)))
+    return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, names)
 
 
 def _target_loss(n: Mapping[str, Any], unit: bool) -> IndexerLossProblem:

@@ -129,7 +129,7 @@ class _AnyLoss(IndexCall):
         p = self.problem
         problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0, ratio=p.ratio)
         tensors = {name: self.tensors[name] for name in DIFFERENTIABLE}
-        call = Statistics(self.extents, self.layout, tensors, problem, self.capacities)
+        call = Statistics(self.extents, self.layout, tensors, problem)
         return call, call.results()
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:

@@ -21,22 +21,15 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
     return layout if block_table is None else PAGED
 
 
-def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """True (else error text) if the query lengths `given` (cumulative ends if packed and `cumulative`; None: True) fit
-    the query tensor: b lengths of at most s1 tokens each, or if packed (TND) t1 tokens in all."""
-    packed = layout == "TND"
-    return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
-
-
-def keys_fit(
-    given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
+def sequences_fit(
+    given: np.ndarray | None, form: str, cumulative: bool, b: Any, s: Any, t: Any, table: Any = None, page: Any = 0
 ) -> Outcome:
-    """True (else error text) if the key lengths `given` (cumulative ends if packed and `cumulative`) are in range.
-    form: layout of keys; table: page table; b, s2, t2, page: sizes of axes."""
+    """True (else error text) if the lengths `given` (cumulative ends if packed and `cumulative`; None: True) fit a
+    tensor in layout `form`: b lengths of at most s tokens each, t tokens in all, or those of the pages in `table`."""
     if form == PAGED:
         return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
-    return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s2, t2)
+    return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s, t)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:

@@ -54,13 +54,13 @@ LENGTHS = (
         only=rules.PACKED,
     ),
     rules.of_lengths(
-        "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
+        "sequences_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
         "actual_seq_qlen: the lengths of the sequences in the query tensor (one per sequence; CANN's packed lengths "
         "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_qlen": [3, 9]},
     ),
     rules.of_lengths(
-        f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
+        f"sequences_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
         "actual_seq_kvlen: the lengths of the sequences in the key tensor (one per sequence; CANN's packed lengths "
         "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_kvlen": [5, 13]},

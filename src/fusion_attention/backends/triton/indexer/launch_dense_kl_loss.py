@@ -72,7 +72,7 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
     split = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    none, flat = np.zeros_like(count), e.q_start[t.seq] + t.row0
+    none, flat = np.zeros_like(count), e.first_query[t.seq] + t.row0
     left = np.minimum(turns[of] - split * most, most)
     columns = t.seq[of], t.row0[of], t.row1[of], begin[of] + split * KEYS_PER_SPLIT, left, split, none[of], flat[of]
     order = np.argsort(-left, kind="stable")
@@ -176,7 +176,7 @@ class Work:
         t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
         at = self.key_at[t.seq] + begin
-        rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
+        rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.first_query[t.seq] + t.row0
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:

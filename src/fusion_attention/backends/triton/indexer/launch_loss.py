@@ -100,7 +100,7 @@ def row_table(e: Extents) -> np.ndarray:
     """
     t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
-    rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
+    rows = t.seq, t.row0, t.row1, none, none, none, none, e.first_query[t.seq] + t.row0
     return np.stack(rows, 1).astype(np.int32)
 
 

@@ -173,7 +173,7 @@ def ready(
     if capacity.compressed is not None:
         first = int(capacity.kv_len.sum())
         more["ids_compressed"] = launch_key_sum.numbered(like, capacity.compressed.kv_len, p.heads_kv, first)
-    more["flat"] = RowView((like,), e.q_start * p.heads_q, p.heads_q, np.full(count, 1, np.int64), 1)
+    more["flat"] = RowView((like,), e.first_query * p.heads_q, p.heads_q, np.full(count, 1, np.int64), 1)
     m = CallMemory(views, given, schedule.device_tables, more)
     chip = shapes.chip_of(m.device)
     assert chip is not None  # reasons_against() ensures it
