@@ -15,7 +15,7 @@ TILES = "training/test_blocked_tiles_mask.py::test_golden_with_blocked_tiles_mat
 MODES = ("training/test_modes.py::test_band_of_each_sparse_mode_matches_literal_loops", FORMULAS)
 DECODE = "inference/test_decode.py::test_golden_and_cpu_back_end_match_dense_formulas"
 SELECTION = "sparse/test_sparse.py::test_golden_sparse_attention_matches_autograd"
-LOSS = "sparse/test_indexer_loss.py::test_golden_indexer_loss_matches_slot_by_slot_formula"
+LOSS = "sparse/test_indexer_loss.py::test_golden_indexer_loss_and_gradients_match_autograd"
 
 SPECIFICATION = "backends/golden/attention.py"
 ATTENTION = [

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import same_bits
-from support.compressed import CASES, CompressedCase, arguments, compute, golden, lowered, wanted, witness
+from support.compressed import CASES, CompressedCase, arguments, lowered, wanted, witness
 from support.sparse_checks import close
 
 import fusion_attention as fa
 from fusion_attention.testing import check
 from fusion_attention.testing.estimated_rounding_errors import compare_with
+from fusion_attention.testing.sparse import compute, in_float64
 
 SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
 
@@ -18,7 +19,7 @@ SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_golden_compressed_attention_matches_autograd(case: CompressedCase) -> None:
     args = arguments(case)
-    want, got = witness(case, args), golden(case, args)
+    want, got = witness(case, args), compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
     close({name: got[name] for name in want if name in got}, {name: want[name] for name in want if name in got})
 
 
@@ -36,7 +37,7 @@ def shown(case: CompressedCase, args: dict[str, torch.Tensor]) -> dict[str, torc
     return {names.get(name, name): value for name, value in args.items() if name != "dy"}
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6], CASES[16]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6], CASES[15]], ids=lambda case: case.id)
 @pytest.mark.parametrize("backend", ["cpu", "golden"])
 def test_compressed_attention_is_bitwise_equal_to_lowered_call(case: CompressedCase, backend: str) -> None:
     args = arguments(case)
@@ -48,17 +49,6 @@ def test_compressed_attention_is_bitwise_equal_to_lowered_call(case: CompressedC
     for name, gradient in zip(leaves, gradients, strict=True):
         same_bits(gradient, want[f"d{name}"], name)
     assert lse.shape == (out.shape[:2] if case.packed else (len(out), out.shape[2], out.shape[1]))
-
-
-def test_lists_of_all_visible_compressed_keys_equal_attention_without_lists() -> None:
-    listed = CompressedCase(lists="all", count=4, heads_q=6, heads_kv=2, sink=True, dtype="bfloat16")
-    args = arguments(listed)
-    order = args["sparse_indices"].sort(-1, descending=True).values.flip(-1)
-    order = torch.stack([fa.pack_lists(lists) for lists in order])
-    every = compute(listed, lowered({**args, "sparse_indices": None}), args["dy"], "cpu")
-    same_bits(compute(listed, lowered({**args, "sparse_indices": order}), args["dy"], "cpu"), every)
-    mixed = compute(listed, lowered(args), args["dy"], "cpu")
-    check("mixed", mixed, wanted(listed, args))
 
 
 def test_compressed_attention_is_bitwise_equal_for_packing_and_threads() -> None:
@@ -170,11 +160,3 @@ def test_compressed_attention_warns_about_too_many_compressed_keys() -> None:
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 9, 1, 8)
     with pytest.warns(fa.ContractWarning, match="expected the tokens of the keys // ratio"):
         fa.compressed_attention(q, k, k[:, :5], ratio=2)
-
-
-def test_compressed_attention_backward_over_paged_keys_raises() -> None:
-    case = replace(CASES[-1], sink=False)
-    args = shown(case, arguments(case))
-    q = args["q"].detach().clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="paged keys have no gradient"):
-        fa.compressed_attention(**{**args, "q": q}).nan_to_num().sum().backward()

@@ -89,24 +89,6 @@ def test_cached_layer_fed_in_pieces_matches_plain_layer(form: str, stage: dsa.St
     check(form, {"out": in_pieces(layer, x, dsa.Cache(2, 19))}, expected(form, stage, dtype))
 
 
-@pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_cached_layer_selects_same_keys_as_one_call(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer: Any = make(form, "sparse").eval()
-    choose, chosen = layer.indexer._choose, []
-
-    def noted(*args: Any, **rows: Any) -> dsa.Index:
-        chosen.append(choose(*args, **rows))
-        return chosen[-1]
-
-    monkeypatch.setattr(layer.indexer, "_choose", noted)
-    x, cache = drawn(), dsa.Cache(2, 40)  # larger than what it will hold
-    uncached(layer, x)
-    for chunk in (x[:, :7], *x[:, 7:].split(1, dim=1)):
-        run(layer, chunk, cache)
-    first, *rest = (index.indices for index in chosen)
-    assert torch.equal(torch.cat(rest, 1), first)
-
-
 def test_indexer_with_cache_selects_same_keys_as_without_cache() -> None:
     indexer, cache, x = make("heads").indexer.eval(), dsa.Cache(2, 19), drawn()
     with torch.no_grad():
@@ -155,13 +137,6 @@ def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         visible = listed[..., :19]
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * given["scale"]
     return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
-
-@pytest.mark.parametrize("form", ["latent", "grouped"])
-def test_prompt_in_one_call_is_bitwise_equal_with_and_without_cache(form: str) -> None:
-    """In the sparse stage the same code computes with and without a cache."""
-    layer, x = make(form).eval(), drawn()
-    same_bits(run(layer, x, dsa.Cache(2, 25)), uncached(layer, x))
 
 
 @pytest.mark.sampled(18)

@@ -13,34 +13,11 @@ from fusion_attention.npu.auxiliary.compressor import compressor
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
-RATIO, HEADS, DIM = 4, 2, 6
+RATIO, DIM = 4, 6
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_compress_rows_and_gradients_match_loops(dtype: torch.dtype, overlap: bool) -> None:
-    given = drawn(2, 11, HEADS, 2 * DIM, dtype=dtype), drawn(2, 11, HEADS, 2 * DIM, seed=1, dtype=dtype)
-    leaves = *(t.requires_grad_() for t in given), drawn(RATIO, 2 * DIM, seed=2).requires_grad_()
-    out = fa.compress(leaves[0], leaves[1], ratio=RATIO, position_bias=leaves[2], overlap=overlap)
-    dout = drawn(*out.shape, seed=3, dtype=dtype)
-    got = out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    def program() -> tuple[Tensor, ...]:
-        float64_leaves = [t.detach().double().requires_grad_() for t in leaves]
-        rows = torch.stack(
-            [
-                pooled_by_loops(float64_leaves[0][b], float64_leaves[1][b], float64_leaves[2], RATIO, overlap)
-                for b in range(2)
-            ]
-        )
-        return rows.detach(), *torch.autograd.grad(rows, float64_leaves, dout.double())
-
-    compare_with(f"overlap {overlap}", got, program)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -167,30 +144,6 @@ def state_of(coff: int, mode: int, sequences: int) -> dict[str, Tensor]:
     order = torch.randperm(3 * sequences, generator=torch.Generator().manual_seed(4)).int() + 1
     table = order[: 2 * sequences].view(sequences, 2) if mode == 1 else order[:sequences]
     return {"state_cache": cache, "state_block_table": table}
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("mode", [1, 2])
-@pytest.mark.parametrize("coff", [1, 2])
-def test_compressor_matches_pooling_of_projections_by_loops(coff: int, mode: int) -> None:
-    x, w = drawn(2, 11, H), weights(coff)
-    leaves = [x.requires_grad_(), *(t.requires_grad_() for t in w.values())]
-    out = compressor(x, **w, **state_of(coff, mode, 2), cmp_ratio=RATIO, coff=coff, cache_mode=mode)
-    assert out.shape == (2, 3, DIM)
-    assert not out[:, 2:].any()
-    dout = drawn(*out.shape, seed=7)
-    got = out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    def program() -> tuple[Tensor, ...]:
-        float64_leaves = [t.detach().double().requires_grad_() for t in leaves]
-        rows = [
-            pooled_by_loops(one @ float64_leaves[1].T, one @ float64_leaves[2].T, float64_leaves[3], RATIO, coff == 2)
-            for one in float64_leaves[0]
-        ]
-        full = torch.nn.functional.pad(torch.stack(rows), (0, 0, 0, 1))
-        return full.detach(), *torch.autograd.grad(full, float64_leaves, dout.double())
-
-    compare_with(f"coff {coff}", got, program)
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,11 @@ def test_compiled_sparse_grad_and_loss_functions_equal_eager(function: Callable[
 def test_torch_func_grad_of_sparse_functions_equals_autograd(function: Callable[..., Any]) -> None:
     leaves = leaves_of(function)
     want = torch.autograd.grad(function(*leaves).square().sum(), leaves)
-    positions = tuple(range(len(leaves)))
-    functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=positions)
-    fast, _ = compiled(functional)
+    functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=tuple(range(len(leaves))))
     detached = [t.detach() for t in leaves]
-    for result in (functional(*detached), fast(*detached)):
-        same_bits(result, want)
+    same_bits(functional(*detached), want)
+    if function in (apart, teach):  # results that are differentiated one by one, and a loss with its gradients
+        same_bits(compiled(functional)[0](*detached), want)
 
 
 def test_compiled_sparse_functions_refuse_invalid_arguments() -> None:

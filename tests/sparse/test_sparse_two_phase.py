@@ -10,18 +10,14 @@ from support.bits import same_bits
 from support.two_phase import Args, call, handles_of
 
 import fusion_attention as fa
-from fusion_attention import acl, aclnn, npu
+from fusion_attention import acl, aclnn
 from fusion_attention.contract import NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.indexer import definitions as indexer
-from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.ops.sparse.lowered_call import narrow
 from fusion_attention.torch_ops.eager import run
-
-ACLNN = {op.name: op for op in (*sparse.ACLNN, *indexer.ACLNN, *indexer_loss.ACLNN)}
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
@@ -31,47 +27,6 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:
     except ContractError:
         return {}
     return {name: torch.full_like(tensor, 77) for name, tensor in call.results().items() if name in op.by_name}
-
-
-VARIANTS: dict[str, Args] = {
-    "plain": {},
-    "shared": {"value": None},
-    "rope": {"query_rope": True, "key_rope": True},
-    "everything": {"return_softmax_lse": True, "return_values": True, "sparse_mode": 0, "K": 5, "D": 48, "Dv": 48},
-    "heads": {"N1": 6, "N2": 3, "G": 2},
-    "blocks": {"sparse_block_size": 4},
-    "float32": dict.fromkeys(("query", "query_index", "weights"), (True, "float32")),
-}
-
-
-@pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("op", ACLNN.values(), ids=ACLNN)
-def test_aclnn_sparse_functions_are_bitwise_equal_to_direct_run(op: Op, variant: str, layout: str) -> None:
-    args = sample(op, layout=layout, **VARIANTS[variant])
-    outputs = outputs_of(op, args)
-    assert call(op, args, outputs, tensors=True, strict=variant in ("plain", "rope")) == (0, 0), (
-        acl.get_recent_err_msg()
-    )
-    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
-    assert outputs.keys() == want.keys() & op.by_name.keys()
-    for name, tensor in outputs.items():
-        same_bits(tensor, want[name], name)
-
-
-@pytest.mark.usefixtures("runtime")
-def test_aclnn_sparse_attention_grad_writes_outputs_of_any_strides() -> None:
-    op = sparse.GRAD_V1
-    args = sample(op, K=4, D=16, Dv=16)
-    want = run(op.lower(bind(op, args)))  # type: ignore[misc]
-    outputs = {
-        name: torch.full((*t.shape[::-1], 2), 7.0, dtype=t.dtype)[..., 0].permute(3, 2, 1, 0)
-        for name, t in want.items()
-    }
-    assert call(op, args, outputs, tensors=True, strict=False) == (0, 0), acl.get_recent_err_msg()
-    for name, tensor in want.items():
-        same_bits(outputs[name], tensor, name)
 
 
 @pytest.mark.usefixtures("runtime")
@@ -106,17 +61,6 @@ def test_aclnn_phase_2_reads_lists_and_lengths_changed_after_phase_1() -> None:
     assert aclnn.aclnnSparseFlashAttention(workspace, 2 * size + 1024, executor, None) == 0, acl.get_recent_err_msg()
     want = run(op.lower(bind(op, args)))  # type: ignore[misc]
     same_bits(outputs["attention_out"], want["attention_out"], "attention_out")
-
-
-def test_npu_sparse_gradients_of_empty_query_are_zero() -> None:
-    for op in (sparse.TORCH_GRAD, indexer.TORCH_GRAD):
-        args = sample(op, S1=0, D=16, Dv=16, K=4)
-        got = getattr(npu, op.name)(
-            **{p.shown: args[p.name] for p in op.params if p.name in args and not getattr(p, "output", False)}
-        )
-        assert got[0].numel() == 0
-        assert not got[1].any()
-        assert all(not t.any() for t in got)
 
 
 def test_checks_read_device_tensors_only_on_request() -> None:

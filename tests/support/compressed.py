@@ -9,9 +9,8 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.api_definition import RECORD
-from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
-from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, sequence_of
-from fusion_attention.torch_ops.eager import run
+from fusion_attention.ops.sparse.lowered_call import COMPRESSED, DIFFERENTIABLE, Sparse
+from fusion_attention.testing.sparse import Maker, SparseCase, expected, keys_of, lists_of, selected, sequence_of
 
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]
@@ -26,7 +25,7 @@ class CompressedCase(SparseCase):
         ratio, window: arguments of the call.
         c_len: number of compressed keys of every sequence; (): one for each complete group of tokens.
         c_rest: number of compressed keys after those of all sequences.
-        lists: "" (no lists), a value of SparseCase for lists of compressed keys, or "holes": -1 between entries.
+        lists: "", no lists, or a value of SparseCase for lists of compressed keys.
     """
 
     ratio: int = 2
@@ -47,29 +46,13 @@ class CompressedCase(SparseCase):
         lengths = self.lengths("c")
         return self.c_rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
-    def closed(self, b: int, row: int) -> int:
+    def keys(self, b: int) -> int:
+        return self.lengths("c")[b]
+
+    def seen(self, b: int, row: int) -> int:
         """Returns the number of compressed keys that a row of sequence b sees."""
         position = self.kv_len[b] - self.q_len[b] + row
-        return min(max(position + 1, 0) // self.ratio, self.lengths("c")[b])
-
-
-def _lists(case: CompressedCase, make: Maker) -> torch.Tensor:
-    tensor = make.empty("q", case.heads_kv, case.count, dtype=torch.int64 if case.wide else torch.int32)
-    for b, rows in enumerate(case.q_len):
-        lists = sequence_of(case, tensor, "q", b)
-        lists.fill_(-1)
-        every = case.lengths("c")[b]
-        for row in range(rows):
-            for head in range(case.heads_kv):
-                mixed = torch.randperm(case.closed(b, row), generator=make.generator)
-                if case.lists == "wild" and every:
-                    mixed = torch.randint(0, every, (case.count,), generator=make.generator)
-                elif case.lists == "repeated" and len(mixed):
-                    mixed = mixed[:2][torch.randint(0, len(mixed[:2]), (case.count,), generator=make.generator)]
-                elif case.lists == "holes" and len(mixed) > 1:
-                    mixed[len(mixed) // 2] = -1
-                lists[row, head, : len(mixed[: case.count])] = mixed[: case.count].to(tensor.dtype)
-    return tensor
+        return min(max(position + 1, 0) // self.ratio, self.keys(b))
 
 
 @cache
@@ -89,7 +72,7 @@ def arguments(case: CompressedCase) -> Args:
         "value": None if case.shares_kv else keys("kv", case.dim_v),
         "value_compressed": None if case.shares_kv else keys("c", case.dim_v),
         "dy": make.rows("q", case.heads_q, case.dim_qk if case.shares_kv else case.dim_v),
-        "sparse_indices": _lists(case, make) if case.lists else None,
+        "sparse_indices": lists_of(case, make, case.heads_kv) if case.lists else None,
         "sinks": make.draw(case.heads_q) if case.sink else None,
         "ratio": case.ratio,
         "band": Band.window(case.window - 1) if case.window else None,
@@ -106,26 +89,8 @@ def lowered(args: Args) -> Sparse:
     return call.complete()
 
 
-def compute(case: CompressedCase, call: Sparse, dy: torch.Tensor, backend: str) -> Results:
-    """Computes out, max, sum and (without pages) the gradients."""
-    results = run(call, backend)
-    result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
-    return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
-
-
-def golden(case: CompressedCase, args: Args) -> Results:
-    return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
-
-
 def wanted(case: CompressedCase, args: Args) -> Any:
     return expected(lowered(args), None if case.page else args["dy"])
-
-
-def read(case: CompressedCase, entries: list[int], b: int, row: int) -> list[int]:
-    """Returns the compressed keys that a row reads, each as often as it is listed."""
-    closed = case.closed(b, row)
-    first = entries[: entries.index(-1)] if -1 in entries else entries
-    return [e for e in first[:closed] if e < closed]
 
 
 def witness(case: CompressedCase, args: Args) -> Results:
@@ -138,12 +103,10 @@ def witness(case: CompressedCase, args: Args) -> Results:
         for row in range(rows):
             end = case.kv_len[b] - rows + row + 1
             first = max(0, end - case.window) if case.window else 0
-            for head in range(case.heads_q):
-                kv = head // group
-                listed = list(range(case.closed(b, row)))
+            for kv in range(case.heads_kv):
+                heads, listed = slice(kv * group, (kv + 1) * group), list(range(case.seen(b, row)))
                 if case.lists:
-                    entries = sequence_of(case, args["sparse_indices"], "q", b)[row, kv].tolist()
-                    listed = read(case, entries, b, row)
+                    listed = selected(case, sequence_of(case, args["sparse_indices"], "q", b)[row, kv].tolist(), b, row)
                 near, far = (
                     [keys_of(case, given, name, b)[first : max(end, 0), kv],
                      sequence_of(case, given[f"{name}_compressed"], "c", b)[listed, kv]]
@@ -152,11 +115,11 @@ def witness(case: CompressedCase, args: Args) -> Results:
                 k, v = torch.cat(near), torch.cat(far)
                 if not len(k):
                     continue
-                s = case.scale * (k @ sequence_of(case, given["query"], "q", b)[row, head])
-                s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
-                result = s.softmax(-1)[: len(k)] @ v
-                sequence_of(case, out, "q", b)[row, head] = result.detach()
-                total = total + (result * sequence_of(case, args["dy"].double(), "q", b)[row, head]).sum()
+                s = case.scale * (sequence_of(case, given["query"], "q", b)[row, heads] @ k.mT)
+                s = torch.cat((s, given["sinks"][heads, None]), -1) if case.sink else s
+                result = s.softmax(-1)[:, : len(k)] @ v
+                sequence_of(case, out, "q", b)[row, heads] = result.detach()
+                total = total + (result * sequence_of(case, args["dy"].double(), "q", b)[row, heads]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
     gradients_by_name = {
         f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
@@ -182,7 +145,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 PACKED = CompressedCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 CASES = [
     *(CompressedCase(dtype=d, layout=layout, sink=True) for d in DTYPES for layout in ("BSND", "TND")),
-    *(CompressedCase(lists=lists, count=5, heads_kv=2) for lists in ("all", "repeated", "wild", "holes", "none")),
+    *(CompressedCase(lists=lists, count=5, heads_kv=2) for lists in ("all", "repeated", "wild", "none")),
     *(replace(PACKED, lists=lists, count=7, dtype="bfloat16", sink=True) for lists in ("all", "wild")),
     *(CompressedCase(dtype=d, lists="all", count=9, heads_q=8, dim_qk=32, window=1, sink=True) for d in DTYPES),
     *(CompressedCase(ratio=r, q_len=(9, 5), kv_len=(9, 5), c_len=(9 // r, 5 // r)) for r in (1, 3, 4)),

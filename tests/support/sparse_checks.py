@@ -15,6 +15,7 @@ from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.testing import sparse
 from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, scores_of, sequence_of
 
+LEAST = 1e-8  # of probabilities in the logarithms of losses
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]
 ARGUMENTS: dict[type, Callable[[Any], Args]] = {

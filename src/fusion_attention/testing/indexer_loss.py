@@ -1,5 +1,5 @@
-"""LossCase: a call of the indexer's loss, with operands in memory filled with NaN, golden's results, and a reference
-that computes the formulas row by row.
+"""LossCase: a call of the indexer's loss, with operands in memory filled with NaN, golden's results, and the
+probabilities of every row by the formulas.
 
 LossCase extends SparseCase by fields for the indexer.
 """
@@ -15,7 +15,7 @@ from fusion_attention.contract import bind
 from fusion_attention.ops.indexer_loss import api_definition as own_loss
 from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.indexer_loss.lower import lower
-from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, Loss
+from fusion_attention.ops.indexer_loss.lowered_call import Loss
 from fusion_attention.ops.sparse.lowered_call import grouped
 from fusion_attention.testing.cases import Results, Tensor, hostile
 from fusion_attention.testing.sparse import (
@@ -32,8 +32,6 @@ from fusion_attention.testing.sparse import (
     sequence_of,
 )
 from fusion_attention.torch_ops.eager import run
-
-LEAST = 1e-8
 
 
 @dataclass(frozen=True)
@@ -173,23 +171,6 @@ def python_arguments(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
     """Returns {name: result} of a test call in float64, by the reference back end; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
-
-
-def formula_results(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns {name: result} of a test call by the formulas, row by row in float64; the loss is float32."""
-    dtype = torch.float64
-    results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
-    results["loss"] = torch.zeros(1, dtype=dtype)
-    for b, row, tokens in each_row(case, args):
-        p, y = distributions(case, args, b, row, tokens, dtype)
-        _, dots, q, k, w = _index(case, args, b, row, tokens, dtype)
-        clamped = p.clamp(min=LEAST)
-        results["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
-        ds = (y - p) * w[:, None] * (dots > 0)
-        sequence_of(case, results["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
-        sequence_of(case, results["dquery_index"], "q", b)[row] = ds @ k
-        sequence_of(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
-    return results | {"loss": results["loss"].float()}
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:

@@ -89,6 +89,10 @@ class SparseCase(Rows):
     wide: bool = False
     sink: bool = False
 
+    def keys(self, b: int) -> int:
+        """Returns the number of keys of sequence b from which lists select."""
+        return self.kv_len[b]
+
 
 @dataclass(frozen=True)
 class IndexerCase(Rows):
@@ -238,7 +242,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
     """Returns the blocks that a row of sequence b selects, drawn in the form of case.lists, such as "repeated"."""
-    visible, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
+    visible, all_ = (-(-keys // case.block) for keys in (case.seen(b, row), case.keys(b)))
     mixed = torch.randperm(visible, generator=generator)
     if case.lists == "none" or not all_:
         return mixed[:0]

@@ -1,4 +1,4 @@
-"""Cases of fa.indexer_target_loss(): operands in memory filled with NaN, golden's results, and a reference by loops."""
+"""Cases of fa.indexer_target_loss(): operands in memory filled with NaN, and golden's results."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ import torch
 from fusion_attention.contract import bind
 from fusion_attention.ops.indexer_loss import api_target_definition
 from fusion_attention.ops.indexer_loss.lower import lower_target
-from fusion_attention.ops.indexer_loss.lowered_call import DIFFERENTIABLE, TargetLoss
+from fusion_attention.ops.indexer_loss.lowered_call import TargetLoss
 from fusion_attention.testing.cases import Results, Tensor
-from fusion_attention.testing.indexer_loss import LEAST, LossCase
+from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import Maker, bound_of, in_float64, lists_of, sequence_of
 from fusion_attention.torch_ops.eager import run
 
@@ -33,13 +33,9 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
     visible = case.seen(b, row)
     if not case.count:
         return [(key, key) for key in range(visible)]
-    result = []
-    for slot, key in enumerate(sequence_of(case, args["sparse_indices"], "q", b)[row, 0].tolist()[:visible]):
-        if key < 0:
-            break
-        if key < visible:
-            result.append((slot, key))
-    return result
+    entries = sequence_of(case, args["sparse_indices"], "q", b)[row, 0].tolist()[:visible]
+    entries = entries[: entries.index(-1)] if -1 in entries else entries
+    return [(slot, key) for slot, key in enumerate(entries) if key < visible]
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
@@ -81,28 +77,6 @@ def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = 
 def golden(call: TargetLoss) -> Results:
     """Returns {name: result} of the call in float64, by the reference back end; the loss is rounded to float32."""
     return run(in_float64(call), "golden")
-
-
-def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
-    """Returns {name: result} of a test call by the formulas, row by row in float64; the loss is rounded to float32.
-    unit: True for the gradients of a target that sums to 1."""
-    results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
-    results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
-    total = torch.zeros(1, dtype=torch.float64)
-    for b, row, slots, keys in each_row(case, args):
-        q, w = (sequence_of(case, args[name], "q", b)[row].double() for name in ("query_index", "weights"))
-        k = sequence_of(case, args["key_index"], "kv", b)[keys, 0].double()
-        dots = q @ k.mT
-        y = (w[:, None] * dots.relu()).sum(0).softmax(-1)
-        p = sequence_of(case, args["target"], "q", b)[row, 0, slots].double()
-        total += (p * (p.clamp(min=LEAST).log() - y.clamp(min=LEAST).log())).sum()
-        di = (y if unit else y * p.sum()) - p
-        ds = torch.where(dots > 0, di * w[:, None], 0)
-        sequence_of(case, results["softmax_out"], "q", b)[row, 0, slots] = y
-        sequence_of(case, results["dweights"], "q", b)[row] = (di * dots.relu()).sum(-1)
-        sequence_of(case, results["dquery_index"], "q", b)[row] = ds @ k
-        sequence_of(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(keys), ds.mT @ q)
-    return results | {"loss": total.float()}
 
 
 def each_row(case: TargetCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int], list[int]]]:
