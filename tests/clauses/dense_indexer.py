@@ -120,13 +120,8 @@ def of_statistics(check: Check) -> bool:
 CLAUSES = merged(
     {
         "softmaxLse is log(sum(exp(I))) of the indexer's scores, dI = exp(I - softmaxLse) - p (ruling 45).": [
-            *(
-                computes(dtype=d, mode=m, ratio=r, **over)
-                for d in (H, BF)
-                for m in (0, 3)
-                for r in (1, 4)
-                for over in ({}, BSND)
-            ),
+            *(computes(dtype=d, mode=m, **over) for d, over in ((H, BSND), (BF, {})) for m in (0, 3)),
+            *(computes(mode=m, ratio=1) for m in (0, 3)),
             computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
             computes(rows=(3, 9), keys=(300, 2), residual=(3, 3)),
         ],
@@ -139,8 +134,8 @@ CLAUSES = merged(
                 for change in (deeper, longer, widened)
                 for over in ({}, BSND)
             ),
-            computes(softmaxLse=gapped),
         ],
+        "Tensors of rows may have gaps.": [computes(**dict.fromkeys("qkw", gapped))],
         "Nothing is computed of no rows; rows without keys have -inf, and gradients of 0.": [
             computes(seqUsedKOptional=ints(0, 2, d=I32), **BSND),
             computes(keys=(0, 0), residual=(3, 3)),
@@ -152,6 +147,9 @@ CLAUSES = merged(
 )
 LSE_CLAUSES = of_page(CLAUSES, NAMES, of_statistics)
 TARGETS = {
+    "Targets, statistics and gradients may have gaps.": [
+        computes(**dict.fromkeys(("attnSoftmaxL1Norm", "softmaxLse", "dq", "dk", "dw", "softmaxOut"), gapped)),
+    ],
     "p is as it is given, of every key that a row sees; packed, of the longest sequence's keys or more (ruling 45).": [
         *(computes(attnSoftmaxL1Norm=drawn(12, 1, n), softmaxOut=zeros(12, 1, n)) for n in (3, 9)),
         computes(attnSoftmaxL1Norm=torch.zeros_like),

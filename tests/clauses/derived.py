@@ -49,7 +49,7 @@ def of_parameters(
         "Attributes have the values that the page names.": [
             forbids(name, **{name: value}) for name, values in (bad or {}).items() for value in values
         ],
-        "Tensors may have gaps.": [computes(**{name: gapped}) for name in (outputs or rows).split()],
+        "Tensors may have gaps.": [computes(**dict.fromkeys((outputs or rows).split(), gapped))],
         "Results are the same bits again.": [again()] * repeats,
         "What fails at run time.": at_run_time[0 if workspace else 2 :],
     }

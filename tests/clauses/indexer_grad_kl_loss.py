@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from clauses.checks import INVALID, NULL, RUN_TIME, Args, Page, computes, filled, forbids, prototype, refuses, repeats
-from clauses.dtype_abbreviations import BF, F32, F64, I8, I16, I32, I64, U8, H
+from clauses.checks import INVALID, NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses, repeats
+from clauses.derived import of_parameters
+from clauses.dtype_abbreviations import BF, F32, F64, I8, I32, I64, H
 from clauses.error_bounds import Near, near, softmax
-from clauses.selected_key_helpers import Item, flat, items_of, lists, selected, sequences_of
-from clauses.values import deeper, draw, ends, fractal, gapped, longer, swapped, to, widened, zeros
+from clauses.selected_key_helpers import Item, flat, items_of, lists, of_lists, selected, sequences_of
+from clauses.values import deeper, draw, enlarged, fractal, gapped, long, longer, swapped, to, widened, zeros
 
 PROTOTYPE = prototype("""
     aclTensor   query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope
@@ -152,56 +153,28 @@ ROWS = ("key", "queryIndex", "keyIndex", "queryRope", "keyRope")
 OUTPUTS = ("dQueryIndex", "dKeyIndex", "dWeights", "loss")
 REQUIRED = ("query", "key", "queryIndex", "keyIndex", "weights", "sparseIndices", "softmaxMax", "softmaxSum", *OUTPUTS)
 
-CLAUSES = {
-    # ---------------------------------------------------------------------------------------------------------- dtypes
+STATEMENTS = {
     "query, key, queryIndex and keyIndex are FLOAT16 or BFLOAT16, of one dtype, and so are the rope parts.": [
-        *(computes(dtype=d, **over) for d in (H, BF) for over in ({}, BSND)),
-        refuses(INVALID, "query", dtype=F32),
-        refuses(INVALID, "query", dtype=F64),
+        computes(dtype=BF, **BSND),
+        *(refuses(INVALID, "query", dtype=d) for d in (F32, F64)),
         refuses(INVALID, "query key", query=to(F32)),
-        *(refuses(INVALID, name, **{name: to(d)}) for name in ROWS for d in (F32, BF)),
-        refuses(INVALID, "key", key=to(I8)),
+        *(refuses(INVALID, name, **{name: to(d)}) for name in (*ROWS, *OUTPUTS[:3]) for d in (F32, BF)),
     ],
-    "weights are FLOAT16 or BFLOAT16.": [
-        computes(weights_dtype=H),
-        computes(dtype=BF, weights_dtype=BF),
-        *(refuses(INVALID, "weights", weights_dtype=d) for d in (F32, F64, I8)),
-        refuses(INVALID, "weights", dtype=BF, weights_dtype=F32),
-    ],
-    "weights of the other of these dtypes than the rows are not taken (ruling 28).": [
-        refuses(INVALID, "weights", weights_dtype=BF),
-        refuses(INVALID, "weights", dtype=BF, weights_dtype=H),
-    ],
-    "sparseIndices are INT32.": [
-        computes(),
-        *(refuses(INVALID, "sparseIndices", sparseIndices=to(d)) for d in (I16, U8, F32)),
+    "weights are FLOAT16 or BFLOAT16, and have the dtype of the rows (ruling 28).": [
+        *(refuses(INVALID, "weights", weights_dtype=d) for d in (BF, F32, F64, I8)),
+        *(refuses(INVALID, "weights", dtype=BF, weights_dtype=d) for d in (H, F32)),
     ],
     "INT64 sparseIndices, as other pages have them, are taken (ruling 12).": [
         computes(sparseIndices=to(I64)),
     ],
-    "softmaxMax, softmaxSum and loss are FLOAT32.": [
-        *(refuses(INVALID, name, **{name: to(d)}) for name in ("softmaxMax", "softmaxSum", "loss") for d in (H, F64)),
-    ],
-    "Gradients have the dtype of what they belong to.": [
-        *(refuses(INVALID, name, **{name: to(d)}) for name in OUTPUTS[:3] for d in (BF, F32)),
-        *(refuses(INVALID, name, dtype=BF, **{name: to(H)}) for name in OUTPUTS[:3]),
-    ],
-    "Tensors are ND.": [
-        *(refuses(INVALID, name, **{name: fractal}) for name in (*REQUIRED, "queryRope", "keyRope")),
-    ],
-    # ---------------------------------------------------------------------------------------------- required arguments
-    "Required tensors and outputs are not null.": [
-        *(refuses(NULL, name, **{name: None}) for name in REQUIRED),
+    "Rope parts are ND too.": [*(refuses(INVALID, name, **{name: fractal}) for name in ("queryRope", "keyRope"))],
+    "Padded calls need the same tensors, and lengths if they say that they are packed.": [
+        refuses(NULL, " ".join(LENGTHS), layout="TND", **BSND),
         *(refuses(NULL, name, **{name: None}, **BSND) for name in ("key", "weights", "loss")),
     ],
     "layout is required.": [
         refuses(NULL, "layout", layout=None),
         refuses(NULL, "layout", layout=None, **BSND),
-    ],
-    **RUN_TIME,
-    "TND needs both lengths.": [
-        *(refuses(NULL, name, **{name: None}) for name in LENGTHS),
-        refuses(NULL, " ".join(LENGTHS), **dict.fromkeys(LENGTHS)),
     ],
     "queryRope and keyRope come together; without them the attention has no such part (ruling 28).": [
         computes(rope=False),
@@ -210,16 +183,9 @@ CLAUSES = {
         refuses(NULL, "queryRope keyRope", keyRope=None),
         computes(rope=False, queryRope=zeros(0, d=H), keyRope=zeros(0, d=H)),
     ],
-    "layout is BSND or TND.": [
-        computes(),
-        computes(**BSND),
-        *(forbids("layout", layout=x) for x in ("BNSD", "BSH", "SBH", "tnd", "")),
-        forbids("query", layout="BSND"),
-        refuses(NULL, " ".join(LENGTHS), layout="TND", **BSND),
-    ],
-    # ---------------------------------------------------------------------------------------------------------- shapes
     "Every tensor has the axes of its layout.": [
-        *(forbids(name, **{name: deeper}) for name in (*REQUIRED, "queryRope", "keyRope")),
+        forbids("query", layout="BSND"),
+        *(forbids(name, **{name: deeper}) for name in ("queryRope", "keyRope")),
         *(forbids(name, **{name: deeper}, **BSND) for name in ("key", "weights", "softmaxMax")),
     ],
     "Shapes agree in T1, T2, N1, Nidx1, D, Dr and G; gradients have the shape of what they belong to.": [
@@ -231,11 +197,11 @@ CLAUSES = {
         *(forbids(name, **{name: longer}, **BSND) for name in ("keyIndex", "weights", "sparseIndices", "dKeyIndex")),
     ],
     "N1 is 8, 16, 32, 64 or 128.": [
-        *(computes(N=n, count=20) for n in (8, 16, 32, 64, 128)),
+        *(computes(N=n, q=(2,), kv=(5,)) for n in (8, 16, 32, 64, 128)),
         *(forbids("query", N=n) for n in (1, 4, 7, 24, 256)),
     ],
     "Nidx1 is 8, 16, 32 or 64.": [
-        *(computes(Nidx=n, count=20) for n in (8, 16, 32, 64)),
+        *(computes(Nidx=n, q=(2,), kv=(5,)) for n in (8, 16, 32, 64)),
         *(forbids("queryIndex", Nidx=n) for n in (1, 4, 7, 24, 128)),
         computes(N=64, Nidx=32, **BSND),
     ],
@@ -261,27 +227,22 @@ CLAUSES = {
         *(forbids("sparseIndices", K=n) for n in (1, 64, 1024, 2047, 4096, 8193)),
         computes(q=(2,), kv=(2100,), count=2048),
     ],
-    "B is 1 to 256.": [
-        computes(q=ends(256), kv=ends(256)),
-        forbids("query actualSeqLengthsQuery", q=ends(257), kv=ends(257)),
-        forbids("query", axes="BSND", q=(1,) * 257, kv=(1,)),
-    ],
     "S1 and S2 are 1 to 128K.": [
         forbids(
             "key query actualSeqLengthsKey",
             q=(1,),
             kv=(1,),
             actualSeqLengthsKey=[131073],
-            dKeyIndex=lambda old: old.new_empty(131073, 1, 128),
-            **{name: lambda old: old.expand(131073, 1, old.shape[-1]) for name in ("key", "keyIndex", "keyRope")},
+            dKeyIndex=enlarged(0),
+            **dict.fromkeys(("key", "keyIndex", "keyRope"), long(0)),
         ),
         forbids(
             "key query",
             axes="BSND",
             q=(1,),
             kv=(1,),
-            dKeyIndex=lambda old: old.new_empty(1, 131073, 1, 128),
-            **{name: lambda old: old.expand(1, 131073, 1, old.shape[-1]) for name in ("key", "keyIndex", "keyRope")},
+            dKeyIndex=enlarged(1),
+            **dict.fromkeys(("key", "keyIndex", "keyRope"), long(1)),
         ),
     ],
     "S1 and S2 may differ: more keys than rows.": [
@@ -294,66 +255,51 @@ CLAUSES = {
         forbids("query actualSeqLengthsQuery", q=(5,), kv=(3,)),
         forbids("query", axes="BSND", q=(5, 5), kv=(3,)),
     ],
-    # ------------------------------------------------------------------------------------------------------- attributes
     "sparseMode is 3, causal from the lower right corner.": [
-        computes(),
         computes(q=(9,), kv=(9,), count=9),
-        *(forbids("sparseMode", sparseMode=n) for n in (0, 1, 2, 4, 5, 6, 7, 8, 9, -1)),
     ],
     "pre_tokens and next_tokens act in no mode that is offered (ruling 20).": [
-        *(computes(**{name: n}) for name in ("pre_tokens", "next_tokens") for n in (65536, 2**31 - 1, 2**63 - 1, 0)),
+        *(computes(pre_tokens=n, next_tokens=m) for n, m in ((0, 2**63 - 1), (2**31 - 1, 0))),
     ],
     "deterministic has no effect; results repeat.": [
-        repeats(deterministic=False),
         repeats(deterministic=True, **BSND),
-    ],
-    "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, up to T1 and T2 (ruling 28).": [
-        computes(q=(2, 2, 5), kv=(10, 20, 60)),
-        forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[3, 6]),
-        forbids("actualSeqLengthsKey", actualSeqLengthsKey=[70, 161]),
-        forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[5, 3]),
-        forbids("actualSeqLengthsKey", actualSeqLengthsKey=[160, 70]),
-        *(forbids(" ".join(LENGTHS), **{name: n}) for name, n in zip(LENGTHS, ([5], [70, 100, 160]), strict=True)),
-    ],
-    "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.": [
-        forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[3, 4]),
-        forbids("actualSeqLengthsQuery", actualSeqLengthsQuery=[2, 3]),
-        forbids("actualSeqLengthsKey", actualSeqLengthsKey=[70, 90], count=0),
     ],
     "In BSND they are the valid tokens of every item.": [
         computes(tokens=((2, 1), (60, 3)), **BSND),
         computes(tokens=((3, 3), (70, 70)), **BSND),
         *(forbids(name, **{name: n}, **BSND) for name in LENGTHS for n in ([3], [3, 71], [-1, 3])),
     ],
-    # --------------------------------------------------------------------------------------------------------- numbers
     "I = W ReLU(q K^T), loss = sum KL(p, softmax(I)), dI = softmax(I) - p, dW, dq and dK by the chain rule.": [
-        *(computes(q=(20, 45), kv=(90, 200), dtype=d, rope=rope) for d in (H, BF) for rope in (True, False)),
-        *(computes(peak=n) for n in (0.0, 0.005, 0.05, 0.08)),
-        *(computes(scaleValue=n) for n in (0.0, 1 / 24, 0.1, -0.04)),
-        *(computes(count=n) for n in (0, 1, 2, 2048)),
+        *(computes(q=(20, 45), kv=(90, 200), dtype=d, rope=rope) for d, rope in ((H, True), (BF, False))),
+        *(computes(peak=n) for n in (0.0, 0.08)),
+        *(computes(scaleValue=n) for n in (0.0, 0.1, -0.04)),
+        *(computes(count=n) for n in (0, 1, 2048)),
         computes(weights=lambda old: -old),
         computes(count=2048, **BSND),
     ],
     "p is L1-normalised by the text, divided by N1 here: the same for statistics of the listed keys (ruling 14).": [
-        computes(),
         computes(softmaxMax=zeros(1, 5, 8), softmaxSum=lambda old: old * 40),
         computes(softmaxMax=zeros(2, 1, 3, 8), softmaxSum=lambda old: old * 7, **BSND),
     ],
-    "sparseIndices names keys of the row's own sequence.": [
-        *(
-            forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
-            for n in (160, 90, -2, 2**30)
-        ),
-    ],
-    "Without query rows it returns at once (ruling 24).": [
-        computes(q=(0,), kv=(20,)),
-        computes(axes="BSND", q=(0, 0), kv=(20,)),
-    ],
-    "Every tensor may be non-contiguous.": [
-        *(computes(**{name: gapped}) for name in (*REQUIRED[:6], "queryRope", "keyRope", *OUTPUTS[:3])),
-        *(computes(**{name: swapped}) for name in ("query", "queryIndex", "dQueryIndex")),
+    "Rows may be transposed.": [
+        computes(**dict.fromkeys(("query", "queryIndex", "dQueryIndex"), swapped)),
         computes(queryIndex=gapped, **BSND),
     ],
 }
+CLAUSES = merged(
+    of_parameters(
+        " ".join(REQUIRED),
+        " ".join(("query", *ROWS, *OUTPUTS[:3])),
+        "softmaxMax softmaxSum loss",
+        "sparseIndices",
+        {
+            "layout": ("BNSD", "BSH", "SBH", "tnd", ""),
+            "sparseMode": (0, 1, 2, 4, 5, 6, 7, 8, 9, -1),
+        },
+        " ".join((*REQUIRED[:6], "queryRope", "keyRope", *OUTPUTS[:3])),
+    ),
+    of_lists(LENGTHS, "axes", lambda *n: list(n)),
+    STATEMENTS,
+)
 
 PAGE = Page("aclnnSparseLightningIndexerGradKLLoss", PROTOTYPE, base, formula, CLAUSES, finish)

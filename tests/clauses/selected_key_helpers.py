@@ -1,13 +1,13 @@
 """Helpers of two pages: lists of selected keys, sequences, and visible keys of a row."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from clauses.checks import Args
+from clauses.checks import NULL, Args, Clauses, computes, forbids, refuses
 from clauses.dtype_abbreviations import I32
-from clauses.values import GENERATOR
+from clauses.values import GENERATOR, ends
 
 
 class Item(NamedTuple):
@@ -79,3 +79,44 @@ def selected(args: Args, item: Item, mode: int, block: int) -> torch.Tensor:
         positions = (ids[:, None] * block + torch.arange(block)).reshape(-1)
         visible_pairs[row, positions[positions < visible(item, row, mode)]] = True
     return visible_pairs
+
+
+def of_lists(lengths: tuple[str, str], axes: str, numbers: Callable[..., Any], **small: Any) -> Clauses:
+    """Returns the statements of both pages about sequences and lists.
+
+    Args:
+        lengths: names of the lengths of rows and of keys; numbers: makes a value of them.
+        axes: the keyword of base() for the layout. small: changes of calls with many sequences.
+    """
+    query, key = lengths
+    padded = {axes: "BSND"}
+    return {
+        "TND needs both lengths.": [
+            *(refuses(NULL, name, **{name: None}) for name in lengths),
+            refuses(NULL, " ".join(lengths), **dict.fromkeys(lengths)),
+        ],
+        "B is 1 to 256.": [
+            computes(q=(0,) * 255 + (1,), kv=(0,) * 255 + (1,), **small),
+            forbids(f"query {query}", q=ends(257), kv=ends(257), **small),
+            forbids("query", **padded, q=(1,) * 257, kv=(1,), **small),
+        ],
+        "In TND lengths, of each sequence by the letter, are inclusive ends, one per item, to T1 and T2 (ruling 28).": [
+            computes(q=(2, 2, 5), kv=(10, 20, 60)),
+            *(forbids(query, **{query: numbers(*n)}) for n in ((3, 6), (5, 3))),
+            *(forbids(key, **{key: numbers(*n)}) for n in ((70, 161), (160, 70))),
+            forbids(" ".join(lengths), **{query: numbers(5)}),
+            forbids(" ".join(lengths), **{key: numbers(70, 100, 160)}),
+        ],
+        "The ends add up to T1 and T2: none stops before its tensor does, as lengths per item would.": [
+            *(forbids(query, **{query: numbers(*n)}) for n in ((2, 3), (3, 4))),
+            forbids(key, **{key: numbers(70, 90)}, count=0),
+        ],
+        "sparseIndices names keys of the row's own sequence.": [
+            forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
+            for n in (160, 90, -2, 2**30)
+        ],
+        "Without query rows it returns at once (ruling 24).": [
+            computes(q=(0,), kv=(20,)),
+            computes(**padded, q=(0, 0), kv=(20,)),
+        ],
+    }

@@ -74,6 +74,16 @@ def ends(count: int) -> tuple[int, ...]:
     return tuple(range(1, count + 1))
 
 
+def long(axis: int) -> Callable[[Any], torch.Tensor]:
+    """Repeats the one row of a tensor along an axis, more often than the chip takes rows of a sequence."""
+    return lambda old: old.expand(*old.shape[:axis], 131073, *old.shape[axis + 1 :])
+
+
+def enlarged(axis: int) -> Callable[[Any], torch.Tensor]:
+    """Returns memory for the gradient of a tensor that long() repeats."""
+    return lambda old: old.new_empty(*old.shape[:axis], 131073, *old.shape[axis + 1 :])
+
+
 def widened(old: torch.Tensor) -> torch.Tensor:
     """Returns zeros with one more element in the last axis."""
     return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
