@@ -195,35 +195,29 @@ def test_sparse_gradients_of_list_halves_add_up_with_whole_statistics() -> None:
 INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 
 
-@pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
-def test_npu_sparse_flash_attention_is_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
-    args = operands(case)
-    want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
-    out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
-    for name, got in (("out", out), ("max", max_), ("sum", sum_)):
-        same_bits(got.detach(), want[name], name)
-    assert not max_.requires_grad
-    assert not sum_.requires_grad
-    if case.page:
-        return
-    saved = {"attention_in": out.detach(), "softmax_max": max_, "softmax_sum": sum_}
-    explicit = npu.npu_sparse_flash_attention_grad(**by_name(sparse.TORCH_GRAD, {**args, **saved}))
-    for name, gradient in zip(("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope"), explicit, strict=True):
-        same_bits(gradient, want.get(name, args["query"].new_empty(0)), name)
-    for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
-        same_bits(gradient, want[f"d{name}"], name)
-
-
 @pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
-def test_sparse_attention_is_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
+def test_sparse_attention_interfaces_are_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
-    out, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
-    same_bits(out.detach(), want["out"], "out")
+    own, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
     same_bits(lse.detach(), lse_of(case, want), "lse")
-    if not case.page:
-        for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
-            same_bits(gradient, want[f"d{name}"], name)
+    outs = [own]
+    if not args["dim_v"]:
+        out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
+        outs.append(out)
+        same_bits([max_, sum_], [want["max"], want["sum"]], "statistics")
+        assert not max_.requires_grad
+        assert not sum_.requires_grad
+    if not args["dim_v"] and not case.page:
+        saved = {"attention_in": out.detach(), "softmax_max": max_, "softmax_sum": sum_}
+        explicit = npu.npu_sparse_flash_attention_grad(**by_name(sparse.TORCH_GRAD, {**args, **saved}))
+        for name, gradient in zip(("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope"), explicit, strict=True):
+            same_bits(gradient, want.get(name, args["query"].new_empty(0)), name)
+    for out in outs:
+        same_bits(out.detach(), want["out"], "out")
+        if not case.page:
+            for name, gradient in zip(leaves, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=True):
+                same_bits(gradient, want[f"d{name}"], name)
 
 
 def test_npu_sparse_flash_attention_returns_statistics_only_on_request() -> None:
