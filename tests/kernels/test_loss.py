@@ -196,3 +196,13 @@ def test_float16_indexer_loss_with_statistics_of_fewer_keys_matches_reference() 
     args = cloned(operands(case))
     args["softmax_sum_index"] /= 100
     judge(lowered(case, args))
+
+
+def test_rows_of_scratch_are_numbered_without_rows_between_sequences() -> None:
+    q_len, kv_len = np.array([3, 40]), np.array([9, 50])
+    band = Band.causal().resolve(q_len, kv_len)
+    e = Extents(q_len, kv_len, *band, np.zeros_like(q_len), starts=(np.array([0, 90]), np.array([0, 9])))
+    tables = (launch_loss.row_table(e), *launch_dense_kl_loss.key_ranges(e, Tile(16, 16, 4, 1), 1))
+    for table in tables:
+        sequence, first_row, number = table[:, 0], table[:, 1], table[:, 7]
+        assert (number == 3 * sequence + first_row).all()
