@@ -5,9 +5,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from clauses.checks import Args
+from clauses.checks import Args, Clauses, computes, forbids
 from clauses.dtype_abbreviations import I32
-from clauses.values import GENERATOR
+from clauses.values import GENERATOR, ints
 
 Names = tuple[str, str]  # of the rows' and of the keys' parameter
 
@@ -56,3 +56,15 @@ def rows_of(args: Args, ends: Names, used: Names, residual: str) -> Iterator[tup
         left = 0 if args[residual] is None else int(args[residual][b])
         for i in range(rows):
             yield b, first + i, key, bound(i, rows, keys, args["cmpRatio"], left, args["maskMode"])
+
+
+def of_lengths(ends: Names, used: Names, residual: str) -> Clauses:
+    """Returns the statements of a page about the lengths of its sequences."""
+    return {
+        "Ends begin with 0 and reach the last token; used lengths and residuals are within bounds.": [
+            computes(**{used[0]: ints(4, 0, d=I32)}),
+            *(forbids(name, **{name: ints(*n, d=I32)}) for name in ends for n in ((1, 3, 12), (0, 3))),
+            *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in used),
+            forbids(residual, **{residual: ints(4, 0, d=I32)}),
+        ],
+    }

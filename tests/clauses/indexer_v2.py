@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from clauses.checks import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
-from clauses.compressed_key_helpers import ends_of, has_bound, rows_of
+from clauses.compressed_key_helpers import ends_of, has_bound, of_lengths, rows_of
 from clauses.derived import of_parameters
 from clauses.dtype_abbreviations import BF, F32, I32, H
 from clauses.error_bounds import Near, near
@@ -75,6 +75,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 CLAUSES = merged(
+    of_lengths(ENDS, USED, "cmpResidualK"),
     of_parameters(
         "q k w sparseIndices",
         "q k",
@@ -105,11 +106,7 @@ CLAUSES = merged(
             forbids("q", D=64),
             refuses(NULL, "blockTable", blockTable=zeros(2, 1, d=I32)),
         ],
-        "Ends begin with 0 and reach the last token; used lengths and residuals are within bounds (ruling 43).": [
-            computes(sequsedQ=ints(4, 0, d=I32)),
-            *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
-            *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
-            forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
+        "Residuals are needed of keys that stand for several tokens, and of no others (ruling 43).": [
             refuses(NULL, "cmpResidualK", cmpResidualK=None),
             refuses(NULL, "cmpResidualK", ratio=1, cmpResidualK=ints(0, 0, d=I32)),
         ],

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from clauses.checks import NULL, Args, Page, computes, filled, forbids, merged, prototype, refuses
-from clauses.compressed_key_helpers import ends_of, lists_of, rows_of
+from clauses.compressed_key_helpers import ends_of, lists_of, of_lengths, rows_of
 from clauses.derived import of_parameters
 from clauses.dtype_abbreviations import BF, F32, I32, H
 from clauses.error_bounds import Near, near
-from clauses.values import draw, ints, longer, widened, zeros
+from clauses.values import draw, longer, widened, zeros
 
 PROTOTYPE = prototype("""
     aclTensor q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
@@ -84,6 +84,7 @@ def formula(args: Args) -> dict[str, Near]:
 
 
 CLAUSES = merged(
+    of_lengths(ENDS, USED, "cmpResidualK"),
     {
         "Probabilities are of the entries of lists, or of all keys; mode 0 shows all keys (ruling 42).": [
             *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
@@ -99,12 +100,8 @@ CLAUSES = merged(
             forbids("q", N=129),
             forbids("q", D=256),
         ],
-        "Ends begin with 0 and reach the last token; used lengths and residuals are within bounds.": [
-            computes(sequsedQ=ints(4, 0, d=I32)),
+        "Rows without keys have zeros; packed sequences need ends.": [
             computes(rows=(30, 5)),
-            *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
-            *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
-            forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
             refuses(NULL, " ".join(ENDS), **{ENDS[0]: None}),
         ],
         "Any scale; metadata of any content.": [

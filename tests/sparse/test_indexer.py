@@ -172,6 +172,9 @@ def test_indexer_interfaces_are_bitwise_equal_to_lowered_call(case: IndexerCase)
     results = [fa.lightning_indexer(**shown(own_indexer.RECORD, case, {**args, **leaves}))]
     if case.ratio == 1:
         results.append(npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})))
+        alone, nothing = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, "return_values": False}))
+        same_bits(alone, indices, "indices without values")
+        assert nothing.shape == (0,)
     for own_indices, own_values in results:
         same_bits(own_indices, indices, "indices")
         same_bits(own_values.detach(), values, "values")
@@ -179,28 +182,13 @@ def test_indexer_interfaces_are_bitwise_equal_to_lowered_call(case: IndexerCase)
     if case.page:
         return
     want = indexer_gradients(call, args["dy"], indices, "auto")
-    for _, own_values in results:
-        gradients = torch.autograd.grad(own_values, list(leaves.values()), args["dy"])
-        for name, gradient in zip(leaves, gradients, strict=True):
-            same_bits(gradient, want[f"d{name}"], name)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100 and c.ratio == 1], ids=lambda case: case.id)
-def test_npu_lightning_indexer_values_are_optional_and_grad_function_matches(case: IndexerCase) -> None:
-    args = operands(case)
-    call = lowered_indexer(args)
-    indices, _ = chosen(call, "auto")
-    alone, nothing = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, "return_values": False}))
-    same_bits(alone, indices, "indices")
-    assert nothing.shape == (0,)
-    if case.page:
-        return
-    want = indexer_gradients(call, args["dy"], indices, "auto")
-    saved = {**args, "sparse_indices": indices}
-    bare = {**saved, "dy": args["dy"].squeeze(-2), "sparse_indices": indices.squeeze(-2).long()}
-    for given in (saved, bare):
-        explicit = npu.npu_lightning_indexer_grad(**by_name(indexer.TORCH_GRAD, given))
-        for name, gradient in zip(want, explicit, strict=True):
+    gradients = [torch.autograd.grad(own_values, list(leaves.values()), args["dy"]) for _, own_values in results]
+    if case.ratio == 1:
+        saved = {**args, "sparse_indices": indices}
+        bare = {**saved, "dy": args["dy"].squeeze(-2), "sparse_indices": indices.squeeze(-2).long()}
+        gradients += [npu.npu_lightning_indexer_grad(**by_name(indexer.TORCH_GRAD, given)) for given in (saved, bare)]
+    for each in gradients:
+        for name, gradient in zip(want, each, strict=True):
             same_bits(gradient, want[name], name)
 
 
