@@ -199,9 +199,9 @@ INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 def test_sparse_attention_interfaces_are_bitwise_equal_to_lowered_call(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
-    own, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
+    first, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
     same_bits(lse.detach(), lse_of(case, want), "lse")
-    outs = [own]
+    outs = [first]
     if not args["dim_v"]:
         out, max_, sum_ = npu.npu_sparse_flash_attention(**by_name(sparse.TORCH, {**args, **leaves}))
         outs.append(out)
