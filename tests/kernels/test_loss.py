@@ -11,6 +11,7 @@ from support.launches import fresh_plans
 from support.sparse_checks import cloned, operands
 
 from fusion_attention.backends.triton.common import launching
+from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
