@@ -75,10 +75,10 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     if result is None:
         raise FileNotFoundError("no C++ compiler for the schedule test: install g++, or set CXX to a compiler")
     here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
-    sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
+    sources = [path for path in sorted(here.glob("*.cpp")) if path.stem not in ("clock", "sleeping")]
     plans = [*sorted((core / "plan").glob("*.cpp")), core / "system_linux.cpp", *[core / "amx_permission.cpp"] * sleeps]
     # The first plan/team.h on the include path is used: the core's with real threads, else the simulation's.
-    sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
+    sources += [path for path in plans if sleeps or path.stem not in ("team", "thread_pool")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))
     folders = (core, here) if sleeps else (here, core)
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(f"-I{f}" for f in folders)]
