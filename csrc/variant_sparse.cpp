@@ -39,10 +39,10 @@ template <class Format> std::size_t contribution_bytes(const SparseProblem &p, s
     return GradientContributions<Format>(p, Sizes<Format>(p), gradient, nullptr).bytes;
 }
 
-template <class Format, class T>
+template <class Format>
 void gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, float *dsink, void *scratch) {
-    if (job.problem->indexes) return index_gradient<Format, T>(job, item, stored, scratch);
-    select_gradient<Format, T>(job, item, stored, dsink, scratch);
+    if (job.problem->indexes) return index_gradient<Format>(job, item, stored, scratch);
+    select_gradient<Format>(job, item, stored, dsink, scratch);
 }
 
 template <class Format>
@@ -63,19 +63,19 @@ template <class Format> constexpr SparseKernels kernels() {
             gradient_bytes<Format>,
             contribution_bytes<Format>,
             sum_columns<Format>,
-            FUSION_KERNEL(gradient),
-            FUSION_KERNEL(list_loss),
+            gradient<Format>,
+            list_loss<Format>,
             add_keys<Format>,
-            FUSION_KERNEL(store_sums),
+            store_sums<Format>,
             loss_bytes<Format>,
             tile_loss<Format>,
             index_packed_bytes<Format>,
             FUSION_KERNEL(index_pack),
             index_scratch_bytes<Format>,
-            FUSION_KERNEL(index_stats),
-            FUSION_KERNEL(index_rows),
-            FUSION_KERNEL(index_scores),
-            FUSION_KERNEL(index_choose)};
+            index_stats<Format>,
+            index_rows<Format>,
+            index_scores<Format>,
+            index_choose<Format>};
 }
 
 #if defined(FUSION_BRAIN_PRODUCTS)

@@ -140,16 +140,11 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const SparseW
     }
 }
 
-template <class Format, class T>
-void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Format, T> &reader) {
+// Adds the values of a chunk's keys, whose scores are computed, to out.
+template <class Format>
+__attribute__((noinline)) void add_chunk(const SparseWork<Format> &w, std::int64_t count, KeyPrefetch &ahead) {
     const auto &s = w.s;
-    const std::int64_t count = chunk.count, padded = round_up<std::int64_t>(count, lanes * Format::depth);
-    reader.score(chunk, s.q, s.scores, s.padded_heads, s.padded_heads, nullptr,
-                 [&](std::int64_t at, std::int64_t here, bool streamed) {
-                     for (std::int64_t i = at; !streamed && i < at + here; i += Format::depth) {
-                         gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
-                     }
-                 });
+    const std::int64_t padded = round_up<std::int64_t>(count, lanes * Format::depth);
     if (w.scale_pass) {
         const float scale = static_cast<float>(w.p.scale);
         for (std::int64_t i = 0; i < count * s.padded_heads; i += lanes)
@@ -161,7 +156,19 @@ void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Fo
     weigh_heads(w, padded);
     clear_across<Format>(count, w.p.dim_v, s.values, s.deep);
     add_heads<Format>(s.weights, s.deep, s.values, s.deep, words_of<Format>(count), s.out, w.sizes.value_columns,
-                      w.sizes.value_columns, w.item.heads, s.fade, reader.ahead);
+                      w.sizes.value_columns, w.item.heads, s.fade, ahead);
+}
+
+template <class Format, class T>
+void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Format, T> &reader) {
+    const auto &s = w.s;
+    reader.score(chunk, s.q, s.scores, s.padded_heads, s.padded_heads, nullptr,
+                 [&](std::int64_t at, std::int64_t here, bool streamed) {
+                     for (std::int64_t i = at; !streamed && i < at + here; i += Format::depth) {
+                         gather<Format, T>(w.o.v, w.item, chunk, i, w.p.dim_v, 0, 0, nullptr, s.values, s.deep);
+                     }
+                 });
+    add_chunk(w, chunk.count, reader.ahead);
 }
 
 // Computes row i of out again, key by key, if it is not finite. Products give NaN if a weight that underflows to 0 is

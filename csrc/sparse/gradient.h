@@ -12,6 +12,7 @@
 
 #pragma once
 
+#include "dtype_dispatch.h"
 #include "simd/softmax_sink_and_nan.h"
 #include "sparse/not_finite.h"
 #include "sparse/contributions.h"
@@ -332,16 +333,19 @@ void add_dq(const SparseGradientWork<Format> &w, std::int64_t count, const typen
                       w.item.heads, s.ones, meanwhile);
 }
 
-template <class Format, class T>
+template <class Format>
 void store_head_gradients(const SparseGradientWork<Format> &w, const float *dq, const float *dweights) {
     const auto &item = w.item;
     const float scale = w.p.indexes ? 1.0f : static_cast<float>(w.p.scale);
-    for (std::int64_t i = 0; i < item.heads; ++i, dq += w.sizes.columns) {
-        store_scaled(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
-        if (!w.p.dim_rope) continue;
-        store_scaled(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns,
-                     w.p.dim_rope, scale);
-    }
+    with_stored<Format>(w.p.dtype, [&](auto kind) {
+        using T = decltype(kind);
+        for (std::int64_t i = 0; i < item.heads; ++i, dq += w.sizes.columns) {
+            store_scaled(row_of<T>(w.o.dq, item.seq, item.head0 + i, item.row), dq, w.p.dim_qk, scale);
+            if (!w.p.dim_rope) continue;
+            store_scaled(row_of<T>(w.o.dq_rope, item.seq, item.head0 + i, item.row), dq + w.sizes.main_columns,
+                         w.p.dim_rope, scale);
+        }
+    });
     if (!w.p.indexes) return;
     by_dtype(w.p.weights_dtype, [&](auto kind) {
         store_scaled(row_of<decltype(kind)>(w.o.dweights, item.seq, 0, item.row), dweights, item.heads, 1.0f);
@@ -403,8 +407,28 @@ FUSION_RARE void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t
     *left.nonfinite |= clear_nonfinite<Format>(left.dout_rows, w.item.heads, w.sizes.value_columns);
 }
 
+// Computes the weights of a chunk of keys from number `at` of the list on, which are its contributions to sums of keys,
+// and adds its contributions to dq; returns true if an element is not finite.
+template <class Format>
+__attribute__((noinline)) bool weigh_and_add_dq(const SparseGradientWork<Format> &w, std::int64_t at,
+                                                std::int64_t count, bool wild_delta,
+                                                const GradientContributions<Format> &left, KeyPrefetch &ahead) {
+    const auto &s = w.s;
+    const bool wild = wild_delta || meets_nonfinite(s.scores, s.pitch, count, s.padded_heads) ||
+                      meets_nonfinite(s.dprobs, s.pitch, count, s.padded_heads);
+    const auto weigh = [&](auto careful) {
+        const SoftmaxWeights<careful()> weights = {
+            s.scores, s.dprobs, s.peak, s.head_factor, s.delta, s.pitch, static_cast<float>(w.p.scale)};
+        weigh_chunk<Format, true>(s, count, weights, left.probs + at * s.head_words, left.dscores + at * s.head_words);
+    };
+    if (wild) weigh(std::true_type{});
+    else weigh(std::false_type{});
+    add_dq(w, count, s.across, s.dq, ahead);
+    return wild;
+}
+
 // Computes the gradients of a row except sums of keys, whose contributions it stores.
-template <class Format, class T>
+template <class Format>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, float *dsink,
                      void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
@@ -415,34 +439,26 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Contrib
     find_strips(stored, s.keys, count, all_keys(job.sequences[item.seq]));
     std::memcpy(left.keys, s.keys, count * sizeof *s.keys);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
-    load_statistics<Format, T>(w, dsink);
-    if (count) load_heads<Format, T>(w, left.q_rows, left.dout_rows);
     for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     const std::int64_t cost =
         s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
-    ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.across, s.deep,
-                                 w.p.dim_qk + w.p.dim_rope);
-    const bool wild_delta = meets_nonfinite(s.delta, 0, 0, s.pitch);
-    bool wild = false;
-    for (std::int64_t at = 0; at < count; at += s.chunk) {
-        const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
-        multiply_chunk(w, chunk, reader);
-        const bool here = wild_delta || meets_nonfinite(s.scores, s.pitch, chunk.count, s.padded_heads) ||
-                          meets_nonfinite(s.dprobs, s.pitch, chunk.count, s.padded_heads);
-        const auto weigh = [&](auto careful) {
-            const SoftmaxWeights<careful()> weights = {
-                s.scores, s.dprobs, s.peak, s.head_factor, s.delta, s.pitch, static_cast<float>(w.p.scale)};
-            weigh_chunk<Format, true>(s, chunk.count, weights, left.probs + at * s.head_words,
-                                      left.dscores + at * s.head_words);
-        };
-        if (here) weigh(std::true_type{});
-        else weigh(std::false_type{});
-        add_dq(w, chunk.count, s.across, s.dq, reader.ahead);
-        wild |= here;
-    }
     *left.nonfinite = false;
-    if (wild) form_row_anew<Format, T>(w, count, left);
-    store_head_gradients<Format, T>(w, s.dq, s.delta);
+    with_stored<Format>(w.p.dtype, [&](auto kind) {
+        using T = decltype(kind);
+        load_statistics<Format, T>(w, dsink);
+        if (count) load_heads<Format, T>(w, left.q_rows, left.dout_rows);
+        ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.across,
+                                     s.deep, w.p.dim_qk + w.p.dim_rope);
+        const bool wild_delta = meets_nonfinite(s.delta, 0, 0, s.pitch);
+        bool wild = false;
+        for (std::int64_t at = 0; at < count; at += s.chunk) {
+            const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
+            multiply_chunk(w, chunk, reader);
+            wild |= weigh_and_add_dq(w, at, chunk.count, wild_delta, left, reader.ahead);
+        }
+        if (wild) form_row_anew<Format, T>(w, count, left);
+    });
+    store_head_gradients(w, s.dq, s.delta);
 }
 
 template <class Format, class Out>
@@ -468,11 +484,12 @@ void store_sums_as(const SparseJob &job, std::int64_t b, std::int64_t head, cons
 }
 
 // Stores sums of keys [first, end) as rows of gradients.
-template <class Format, class T>
+template <class Format>
 void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const KeySums &table, std::int64_t first,
                 std::int64_t end) {
-    if (job.operands->wide_keys) store_sums_as<Format, float>(job, b, head, table, first, end);
-    else store_sums_as<Format, T>(job, b, head, table, first, end);
+    const auto store = [&](auto kind) { store_sums_as<Format, decltype(kind)>(job, b, head, table, first, end); };
+    if (job.operands->wide_keys) store(float{});
+    else with_stored<Format>(job.problem->dtype, store);
 }
 
 }  // namespace

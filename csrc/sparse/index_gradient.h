@@ -168,7 +168,7 @@ FUSION_RARE void form_row_anew(const IndexListWork<Format> &work, std::int64_t c
 }
 
 // Computes dq and dweights from the stored dI, chunk by chunk.
-template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
+template <class Format> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     const auto &s = w.s;
     const auto &left = work.left;
@@ -195,13 +195,14 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
         }
     }
     *left.nonfinite = false;
-    if (count && meets_nonfinite(work.list.products, s.pitch, count, s.padded_heads))
-        form_row_anew<Format, T>(work, count);
-    store_head_gradients<Format, T>(w, s.dq, s.delta);
+    if (count && meets_nonfinite(work.list.products, s.pitch, count, s.padded_heads)) {
+        with_stored<Format>(w.p.dtype, [&](auto kind) { form_row_anew<Format, decltype(kind)>(work, count); });
+    }
+    store_head_gradients(w, s.dq, s.delta);
 }
 
 // Computes the gradients of a row from dI of the caller, except sums of keys, whose contributions it stores.
-template <class Format, class T>
+template <class Format>
 void index_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexListWork<Format> work(job, item, stored, scratch);
@@ -209,12 +210,15 @@ void index_gradient(const SparseJob &job, const SparseItem &item, const Contribu
     std::uint64_t *sorted;
     const std::int64_t count = sort_keys(w, sorted);
     find_strips(stored, w.s.keys, count, job.sequences[item.seq].kv_len);
-    if (count) score_list<Format, T>(work, count);
-    const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
-    for (std::int64_t i = 0; i < count; ++i) {
-        work.left.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[i]), 1)[0];
-    }
-    descend_list<Format, T>(work, count);
+    with_stored<Format>(w.p.dtype, [&](auto kind) {
+        using T = decltype(kind);
+        if (count) score_list<Format, T>(work, count);
+        const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
+        for (std::int64_t i = 0; i < count; ++i) {
+            work.left.given[i] = load_floats(given + static_cast<std::uint32_t>(sorted[i]), 1)[0];
+        }
+    });
+    descend_list(work, count);
 }
 
 // ------------------------------------------------------------------------------------------- from stored contributions

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "dtype_dispatch.h"
 #include "sparse/gather.h"
 
 namespace fusion {
@@ -112,10 +113,11 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
 }
 
 // The panel of keys that begins at `first`; packs it unless it was packed before.
-template <class Format, class T>
-const typename Format::Word *panel_of(const IndexWork<Format> &w, std::int64_t first) {
+template <class Format> const typename Format::Word *panel_of(const IndexWork<Format> &w, std::int64_t first) {
     if (w.packed) return w.packed + first * w.words;
-    pack_keys<Format, T>(w.job, w.seq, first / panel, first / panel + 1, w.s.keys);
+    with_stored<Format>(w.p.dtype, [&](auto x) {
+        pack_keys<Format, decltype(x)>(w.job, w.seq, first / panel, first / panel + 1, w.s.keys);
+    });
     return w.s.keys;
 }
 
@@ -126,11 +128,14 @@ template <class Format> void begin_choice(const IndexWork<Format> &w, std::int64
     w.s.floors[slot] = nothing;
 }
 
-template <class Format, class T> void load_index_row(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
+template <class Format> void load_index_row(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     auto *const q = w.s.q + slot * w.sizes.heads * w.words;
-    for (std::int64_t h = 0; h < w.p.heads_q; ++h) {
-        pack_query<Format>(row_of<const T>(w.job.operands->q, w.seq, h, row), w.p.dim_qk, w.words, q + h * w.words);
-    }
+    with_stored<Format>(w.p.dtype, [&](auto x) {
+        for (std::int64_t h = 0; h < w.p.heads_q; ++h) {
+            const auto *const from = row_of<const decltype(x)>(w.job.operands->q, w.seq, h, row);
+            pack_query<Format>(from, w.p.dim_qk, w.words, q + h * w.words);
+        }
+    });
     std::memset(q + w.p.heads_q * w.words, 0, (w.sizes.heads - w.p.heads_q) * w.words * sizeof *q);
     const std::int64_t pitch = round_up<std::int64_t>(w.sizes.heads, lanes);
     load_weights(w.p, w.job.operands->weights, w.seq, row, pitch, w.s.weights + slot * pitch);
@@ -141,7 +146,7 @@ template <class Format, class T> void load_index_row(const IndexWork<Format> &w,
 
 // Prefetches keys that are packed later while others are multiplied, because packing reads faster than memory. A few
 // lines at a time, because prefetches are dropped if no miss buffer of the first-level cache is free.
-template <class Format, class T> class KeysAhead {
+template <class Format> class KeysAhead {
 public:
     explicit KeysAhead(const IndexWork<Format> &w)
         : step(w.packed ? w.words : 16), w_(w),
@@ -160,8 +165,10 @@ public:
 
 private:
     __attribute__((noinline)) void ask() {
+        const Keys &k = w_.job.operands->k;
         for (std::int64_t i = 0; i < pace_ && next_ < end_; ++i, ++next_) {
-            prefetch<2>(row_of<T>(w_.job.operands->k, w_.seq, 0, next_), w_.p.dim_qk);
+            if (w_.p.dtype == Dtype::float32) prefetch<2>(row_of<float>(k, w_.seq, 0, next_), w_.p.dim_qk);
+            else prefetch<2>(row_of<Half>(k, w_.seq, 0, next_), w_.p.dim_qk);  // rows of Brain have the same size
         }
     }
 
@@ -171,10 +178,10 @@ private:
 };
 
 // Adds the first `heads` of M heads to the scores of one panel of keys.
-template <class Format, int M, class T>
+template <class Format, int M>
 __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, std::int64_t words,
                                                 const typename Format::Word *keys, const float *weights,
-                                                std::int64_t heads, float *to, KeysAhead<Format, T> &ahead) {
+                                                std::int64_t heads, float *to, KeysAhead<Format> &ahead) {
     constexpr int N = panel_vectors;
     StagedBlock<Format, M, N> tile;
     for (std::int64_t k = 0; k < words; k += ahead.step) {
@@ -194,14 +201,14 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
 
 // Scores of `count` keys from `first` on, the start of a panel, for the row of a slot; complete panels are written. If
 // keys are not packed before and `later` is not negative, keys from `later` on are prefetched.
-template <class Format, class T>
+template <class Format>
 void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t count, float *scores,
                 std::int64_t later) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
     const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
-    KeysAhead<Format, T> ahead(w);
+    KeysAhead<Format> ahead(w);
     for (std::int64_t j = 0; j < count; j += panel, scores += panel) {
-        const auto *const keys = panel_of<Format, T>(w, first + j);
+        const auto *const keys = panel_of(w, first + j);
         if (!w.packed && later >= 0) ahead.aim(later + j);
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
@@ -327,7 +334,7 @@ void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std
 }
 
 // Stores the selected keys by descending score, padded with -1.
-template <class Format, class T> void store_choice(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
+template <class Format> void store_choice(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
     const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                        *positions = w.s.positions + slot * (w.sizes.capacity + lanes);
@@ -341,15 +348,16 @@ template <class Format, class T> void store_choice(const IndexWork<Format> &w, s
     for (std::int64_t i = 0; i < w.sizes.chosen; ++i)
         indices[i] = i < count ? static_cast<std::int32_t>(sorted[i]) : -1;
     if (!w.job.operands->values.base) return;
-    const auto store_values = [&](auto *values) {
+    const auto store_values = [&](auto kind) {
+        auto *const values = row_of<decltype(kind)>(w.job.operands->values, w.seq, 0, row);
         for (std::int64_t i = 0; i < w.sizes.chosen; ++i) {
             const auto rank =
                 static_cast<std::int32_t>(~static_cast<std::uint32_t>(sorted[i < count ? i : 0] >> 32) ^ 0x80000000);
             store_floats(values + i, all(i < count ? score_of(rank) : -infinity), 1);
         }
     };
-    if (w.p.wide_values) store_values(row_of<float>(w.job.operands->values, w.seq, 0, row));
-    else store_values(row_of<T>(w.job.operands->values, w.seq, 0, row));
+    if (w.p.wide_values) store_values(float{});
+    else with_stored<Format>(w.p.dtype, store_values);
 }
 
 // --------------------------------------------------------------------------------------------------------- statistics
@@ -376,12 +384,12 @@ inline void join_scores(float *scores, std::int64_t count, float &peak, float &s
 
 // Computes scores of rows [row0, row1) for their visible keys, chunk by chunk, and calls use(slot of the row, first
 // key, end, scores).
-template <class Format, class T, class Use>
+template <class Format, class Use>
 FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, std::int64_t row1, Use use) {
     const Sequence &lengths = w.job.sequences[w.seq];
     std::int64_t last = 0;
     for (std::int64_t row = row0; row < row1; ++row) {
-        load_index_row<Format, T>(w, row, row - row0);
+        load_index_row(w, row, row - row0);
         last = most(last, end_key(w.p, lengths, row));
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
@@ -390,20 +398,19 @@ FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, s
             const std::int64_t end = least(at + index_chunk, end_key(w.p, lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
-            score_keys<Format, T>(w, row - row0, begin, end - begin, w.s.scores,
-                                  row == row0 ? begin + index_chunk : -1);
+            score_keys(w, row - row0, begin, end - begin, w.s.scores, row == row0 ? begin + index_chunk : -1);
             use(row - row0, first, end, w.s.scores + (first - begin));
         }
     }
 }
 
-template <class Format, class T>
+template <class Format>
 void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                  void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
     for (std::int64_t slot = 0; slot < row1 - row0; ++slot) w.s.peaks[slot] = -infinity, w.s.sums[slot] = 0.0f;
-    score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+    score_chunks(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
         join_scores(scores, end - first, w.s.peaks[slot], w.s.sums[slot]);
     });
     for (std::int64_t row = row0; row < row1; ++row) {
@@ -412,30 +419,30 @@ void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std:
     }
 }
 
-template <class Format, class T>
+template <class Format>
 void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                 void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
-    score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
+    score_chunks(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
         take(w, slot, first, end, scores);
     });
-    for (std::int64_t row = row0; row < row1; ++row) store_choice<Format, T>(w, row, row - row0);
+    for (std::int64_t row = row0; row < row1; ++row) store_choice(w, row, row - row0);
 }
 
-template <class Format, class T>
+template <class Format>
 void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,
                   std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
                   void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, 1, packed, scratch);
     for (std::int64_t row = row0; row < row1; ++row, scores += pitch) {
-        load_index_row<Format, T>(w, row, 0);
-        score_keys<Format, T>(w, 0, first, end - first, scores + first, row == row0 ? later : -1);
+        load_index_row(w, row, 0);
+        score_keys(w, 0, first, end - first, scores + first, row == row0 ? later : -1);
     }
 }
 
-template <class Format, class T>
+template <class Format>
 void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t row, const float *scores, void *scratch) {
     const IndexWork<Format> w(job, seq, 1, nullptr, scratch);
     begin_choice(w, 0);
@@ -443,7 +450,7 @@ void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t row, cons
     for (std::int64_t j = first_key(job.sequences[seq], row); j < end; j += index_chunk) {
         take(w, 0, j, least(j + index_chunk, end), scores + j);
     }
-    store_choice<Format, T>(w, row, 0);
+    store_choice(w, row, 0);
 }
 
 }  // namespace

@@ -259,7 +259,7 @@ inline void store_likelihood(const SparseOperands &o, const SparseItem &item, co
 }
 
 // Computes loss and gradients of a row except sums of keys, whose contributions it stores.
-template <class Format, class T>
+template <class Format>
 void list_loss(const SparseJob &job, const SparseItem &item, const Contributions &stored, double *loss, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexListWork<Format> work(job, item, stored, scratch);
@@ -273,8 +273,10 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Contributions
     *loss = 0.0;
     if (count) {
         const SparseJob attention = {job.attention, job.attended, job.sequences};
-        if (attends) list_target<Format, T>(attention, item, s, w.s.keys, count);
-        score_list<Format, T>(work, count);
+        with_stored<Format>(w.p.dtype, [&](auto kind) {
+            if (attends) list_target<Format, decltype(kind)>(attention, item, s, w.s.keys, count);
+            score_list<Format, decltype(kind)>(work, count);
+        });
         weigh_scores(work.list.products, w.s.pitch, item.heads, w.s.head_factor, count, given);
         const float fraction = attends ? head_share(*job.attention, *job.attended, item.seq, item.row) : 1.0f;
         Likelihood y = likelihood_of(given, count, fraction, attends);
@@ -284,7 +286,7 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Contributions
         }
         *loss = kl_divergence(given, s.target, count, y);
     }
-    descend_list<Format, T>(work, count);
+    descend_list(work, count);
 }
 
 }  // namespace

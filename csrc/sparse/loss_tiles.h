@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include "dtype_dispatch.h"
 #include "sparse/loss.h"
 
 namespace fusion {
@@ -346,10 +345,7 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     for (std::int64_t r = 0; r < rows; ++r) {
         const SparseItem row = {item.seq, 0, 0, item.heads, item.row + r};
         const SparseGradientWork<Format> row_work(job, row, scratch);
-        with_stored<Format>(w.p.dtype, [&](auto x) {
-            store_head_gradients<Format, decltype(x)>(row_work, t.dq + r * t.heads * t.columns,
-                                                      t.dweights + r * t.heads);
-        });
+        store_head_gradients(row_work, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
     }
 }
 

@@ -380,7 +380,7 @@ NATIVE = [
     core("C++ core indexer: scores without ReLU", "sparse/indexer.h",
          "total += [-larger(Floats{}, sums(i, j))-]{+sums(i, j)+} * all(weights[i]);"),
     core("C++ core indexer: first panel of keys scored in place of all later panels", "sparse/indexer.h",
-         "panel_of<Format, T>(w, first[- + j-]);"),
+         "panel_of(w, first[- + j-]);"),
     core("C++ core indexer: key pointer not advanced after the first words of a panel", "sparse/indexer.h",
          "[-keys = -]tile.add(k, least(k + ahead.step, words),"),
     core("C++ core indexer loss: target left out of the score gradient", "sparse/loss.h",
