@@ -45,7 +45,6 @@ Names words_of(const std::string &text) {
 std::vector<Built> list_rows() {
 #define FUSION_ROW(name, lanes, parts, needs, dense, decode, sparse, pool) \
     {name,                                                                 \
-     lanes,                                                                \
      words_of(parts),                                                      \
      words_of(needs),                                                      \
      fusion_variant_##dense##_dense,                                       \
@@ -88,7 +87,7 @@ Names visible_features() {
 void complete(DenseVariant &combined, const DenseVariant &before) {
     if (combined.as_float.attend) return;
     combined.as_float = before.as_float, combined.gradients_as_float = before.gradients_as_float;
-    combined.lanes = before.lanes, combined.float_work = before.float_work, combined.dot = before.dot;
+    combined.float_work = before.float_work;
 }
 void complete(DecodeKernels &combined, const DecodeKernels &before) {
     for (std::size_t i = 0; i < std::size(combined.attend); ++i) {
@@ -105,30 +104,27 @@ void complete(PoolVariant &combined, const PoolVariant &before) {
 }
 
 // Combines a variant from its parts. Plans keep references to the result.
-void assemble(Built &row, const Built *before) {
-    static std::deque<Variant> dense;
-    static std::deque<SparseVariant> sparse;
-    static std::deque<PoolVariant> pool;
-    Variant &combined = dense.emplace_back(Variant{*row.dense(), row.name, *row.decode(), second_level_cache()});
-    sparse.push_back(*row.sparse_part());
-    pool.push_back(*row.pool_part());
+void assemble(Built &row, const Variant *before) {
+    static std::deque<Variant> all;
+    Variant &combined = all.emplace_back(
+        Variant{*row.dense(), row.name, *row.decode(), *row.sparse(), *row.pool(), second_level_cache()});
     if (before) {
-        complete(combined, *before->variant);
-        complete(combined.decode, before->variant->decode);
-        complete(sparse.back(), *before->sparse);
-        complete(pool.back(), *before->pool);
+        complete(combined, *before);
+        complete(combined.decode, before->decode);
+        complete(combined.sparse, before->sparse);
+        complete(combined.pool, before->pool);
     }
-    row.variant = &combined, row.sparse = &sparse.back(), row.pool = &pool.back();
+    row.variant = &combined;
 }
 
 std::vector<Built> list_variants() {
     std::vector<Built> out = list_rows();
-    const Built *before = nullptr;
+    const Variant *before = nullptr;
     for (Built &row : out) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
         if (!runs_on(cpu_features(), row)) continue;
         assemble(row, before);
-        before = &row;
+        before = row.variant;
     }
     return out;
 }

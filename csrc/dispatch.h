@@ -4,9 +4,7 @@
 
 #pragma once
 
-#include "data/pool.h"
 #include "data/variant.h"
-#include "data/variant_sparse.h"
 
 #include <string>
 #include <vector>
@@ -15,15 +13,12 @@ namespace fusion {
 
 struct Built {  // a row of the table in CMakeLists.txt
     const char *name;
-    int lanes;
     std::vector<std::string> parts, needs;
     const DenseVariant *(*dense)();  // where its parts, or those of others that it takes, begin
     const DecodeKernels *(*decode)();
-    const SparseVariant *(*sparse_part)();
-    const PoolVariant *(*pool_part)();
+    const SparseVariant *(*sparse)();
+    const PoolVariant *(*pool)();
     const Variant *variant = nullptr;  // null when the CPU cannot run it: even its tables are then left alone
-    const SparseVariant *sparse = nullptr;
-    const PoolVariant *pool = nullptr;
 };
 
 // The variant named by FUSION_ATTENTION_CPU, or "". cpu_features() is then limited to the features that this variant

@@ -11,21 +11,6 @@ std::size_t scratch_bytes(const DecodeProblem &problem) { return decode::DecodeS
 
 std::size_t partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
 
-// sum(x * y) of bytes, for the test at import that checks a variant's instructions.
-std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t n) {
-    std::int32_t total = 0;
-    std::size_t i = 0;
-#if defined(FUSION_BYTE_PRODUCTS)
-    Ints sum = {};
-    for (; i + 4 * lanes <= n; i += 4 * lanes) {
-        sum = decode::Byte::dot(sum, load<Words>(x + i), load<Words>(y + i));
-    }
-    for (int lane = 0; lane < lanes; ++lane) total += sum[lane];
-#endif
-    for (; i < n; ++i) total += x[i] * y[i];
-    return total;
-}
-
 #if defined(FUSION_TILES) && !defined(FUSION_TILES_MODEL)
 // bfloat16 in tile registers if they are filled by a unit's rows. Other rows, and those of common keys, are multiplied
 // as floats, because processors with tile registers compute vector products of bfloat16 at a quarter of the rate of
@@ -42,7 +27,7 @@ DecodeNonfinite attend_brains(const DecodeJob &job, const DecodeUnit &unit, cons
 // of its own, so it has all of them.
 constexpr DecodeKernels make_kernels() {
     using namespace decode;
-    DecodeKernels k = {scratch_bytes, partial_floats, {}, merge_rows, finish_rows, dot_bytes};
+    DecodeKernels k = {scratch_bytes, partial_floats, {}, merge_rows, finish_rows};
     [[maybe_unused]] const auto at = [&](DecodeFormat format) -> auto & { return k.attend[static_cast<int>(format)]; };
 #if defined(FUSION_TILES) && !defined(FUSION_TILES_MODEL)
     at(DecodeFormat::brains) = attend_brains;

@@ -45,42 +45,10 @@ template <class Format> constexpr GradientKernels gradient_kernels() {
             FUSION_KERNEL(load_keys), accumulate<Format>, FUSION_KERNEL(store_dk_dv), FUSION_KERNEL(store_dq)};
 }
 
-// The test at import: it runs this variant's instructions and checks their results.
-
-inline float float_of(std::uint16_t brain) {
-    const std::uint32_t word = static_cast<std::uint32_t>(brain) << 16;
-    float out;
-    std::memcpy(&out, &word, sizeof out);
-    return out;
-}
-
-float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
-    float total = 0.0f;
-    std::size_t i = 0;
 #if defined(FUSION_BRAIN_PRODUCTS)
-    Floats sum = {};
-    for (; i + 2 * lanes <= n; i += 2 * lanes) sum = Pair::dot(sum, load<Words>(x + i), load<Words>(y + i));
-    total = sum_of(sum);
-#endif
-    for (; i < n; ++i) total += float_of(x[i]) * float_of(y[i]);
-    return total;
-}
-
-#if defined(FUSION_BRAIN_PRODUCTS)
-constexpr DenseVariant variant = {lanes,   {},        kernels<Pair>(), {},      gradient_kernels<Pair>(),
-                                  nullptr, pair_work, nullptr,         dot_bf16};
+constexpr DenseVariant variant = {{}, kernels<Pair>(), {}, gradient_kernels<Pair>(), nullptr, pair_work};
 #else
-inline float dot(const float *x, const float *y, std::size_t n) {
-    Floats sum = {};
-    std::size_t i = 0;
-    for (; i + lanes <= n; i += lanes) sum += load<Floats>(x + i) * load<Floats>(y + i);
-    float total = sum_of(sum);
-    for (; i < n; ++i) total += x[i] * y[i];
-    return total;
-}
-
-constexpr DenseVariant variant = {lanes, kernels<Single>(), {}, gradient_kernels<Single>(), {}, float_work, nullptr,
-                                  dot,   dot_bf16};
+constexpr DenseVariant variant = {kernels<Single>(), {}, gradient_kernels<Single>(), {}, float_work, nullptr};
 #endif
 
 }  // namespace

@@ -168,15 +168,6 @@ inline const fusion::Variant &variant_named(const nb::object &name) {
     refuse("variant \"" + wanted + "\" does not run here");
 }
 
-// The chosen or named variant with all its parts.
-inline const fusion::Built &built_variant(const nb::object &name) {
-    const fusion::Variant &wanted = variant_named(name);
-    for (const fusion::Built &built : fusion::built_variants()) {
-        if (built.variant == &wanted) return built;
-    }
-    refuse("the variant does not run here");
-}
-
 // The number of values of an enum, which Python passes as their numbers, and its name in errors.
 struct Choices {
     int count;

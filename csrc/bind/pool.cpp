@@ -16,7 +16,7 @@ fusion::PoolCall call_of(const nb::tuple &from, const nb::tuple &lengths, const 
                  {"results", &PoolSequence::results},
                  {"before", &PoolSequence::before},
                  {"room", &PoolSequence::room}});
-    const fusion::PoolKernels &kernels = built_variant(variant).pool->kernels[static_cast<int>(p.dtype)];
+    const fusion::PoolKernels &kernels = variant_named(variant).pool.kernels[static_cast<int>(p.dtype)];
     return {kernels, p, std::move(sequences)};
 }
 

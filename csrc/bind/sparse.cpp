@@ -81,7 +81,7 @@ Arguments<SparseOperands> operands_of(const nb::tuple &values, const SparseProbl
 void construct_sparse(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &extents, bool backward,
                       const nb::object &variant) {
     new (self)
-        fusion::SparsePlan(*built_variant(variant).sparse, sparse_problem_of(problem), sequences_of(extents), backward);
+        fusion::SparsePlan(variant_named(variant).sparse, sparse_problem_of(problem), sequences_of(extents), backward);
 }
 
 void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &operands) {
@@ -97,7 +97,7 @@ void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb
                     const nb::tuple &extents, bool unit_target, const nb::object &variant) {
     SparseProblem adjusted = sparse_problem_of(problem);
     adjusted.unit_target = unit_target;
-    new (self) fusion::SparsePlan(*built_variant(variant).sparse, adjusted, sequences_of(extents),
+    new (self) fusion::SparsePlan(variant_named(variant).sparse, adjusted, sequences_of(extents),
                                   sparse_problem_of(attention));
 }
 
@@ -119,7 +119,7 @@ void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &oper
 
 void construct_indexer(fusion::IndexerPlan *self, const nb::tuple &problem, const nb::tuple &extents,
                        const nb::object &variant) {
-    new (self) fusion::IndexerPlan(*built_variant(variant).sparse, sparse_problem_of(problem), sequences_of(extents));
+    new (self) fusion::IndexerPlan(variant_named(variant).sparse, sparse_problem_of(problem), sequences_of(extents));
 }
 
 // A forward of either plan.

@@ -1,14 +1,16 @@
 // Tables of the functions of one instruction-set variant of the CPU core, through which the baseline code calls them.
 //
-// variant_dense.cpp, variant_decode.cpp and variant_sparse.cpp are compiled once per instruction set. Each copy has its
-// functions in an anonymous namespace and exports one C entry point, so that no function compiled for a newer CPU can
-// be linked into code that an older one runs. Kernels that its instructions do not change are null pointers, and
-// dispatch.cpp takes them from the variant before.
+// The four variant_*.cpp are compiled once per instruction set. Each copy has its functions in an anonymous namespace
+// and exports one C entry point, so that no function compiled for a newer CPU can be linked into code that an older one
+// runs. Kernels that its instructions do not change are null pointers, and dispatch.cpp takes them from the variant
+// before.
 
 #pragma once
 
 #include "data/decode.h"
+#include "data/pool.h"
 #include "data/problem.h"
+#include "data/variant_sparse.h"
 
 namespace fusion {
 
@@ -54,8 +56,6 @@ struct DecodeKernels {
     void (*merge)(const DecodeJob &, const DecodeRows &, float *partials);
     // Merges partial results and writes out and statistics; returns the number of empty rows.
     std::int64_t (*finish)(const DecodeJob &, const DecodeRows &, float *partials);
-    std::int32_t (*dot_bytes)(const std::uint8_t *x, const std::int8_t *y,
-                              std::size_t n);  // sum(x * y), x below 128; tested at import
 
     Attend *attend_of(DecodeFormat format) const {
         Attend *const kernel = attend[static_cast<int>(format)];
@@ -64,14 +64,11 @@ struct DecodeKernels {
 };
 
 struct DenseVariant {
-    int lanes;         // floats per vector register, as compiled
     Kernels as_float;  // float32, float16, and bfloat16 if as_pairs is missing
     Kernels as_pairs;  // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     GradientKernels gradients_as_float, gradients_as_pairs;
     double (*float_work)(std::int64_t turns, float *result);  // peak.h
     double (*pair_work)(std::int64_t turns, float *result);
-    float (*dot)(const float *x, const float *y, std::size_t n);
-    float (*dot_bf16)(const std::uint16_t *x, const std::uint16_t *y, std::size_t n);
 
     const Kernels &kernels(Dtype dtype) const {
         return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;
@@ -84,6 +81,8 @@ struct DenseVariant {
 struct Variant : DenseVariant {
     const char *name;
     DecodeKernels decode;
+    SparseVariant sparse;
+    PoolVariant pool;
     std::size_t cache = std::size_t{1} << 20;  // bytes of a core's second-level cache; results do not depend on it
 };
 

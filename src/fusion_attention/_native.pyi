@@ -1,6 +1,6 @@
-"""The native CPU core: which instruction-set variants it holds, and proof that each of them runs."""
+"""The native CPU core: which instruction-set variants it holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypedDict, overload
 
 from torch import Tensor
@@ -11,21 +11,12 @@ class _CpuFeatures(TypedDict):
     features: list[str]
     forced: str
     forked: bool
-    lanes: dict[str, int]
     needs: dict[str, list[str]]
     parts: dict[str, list[str]]
     runnable: list[str]
     tiles_refused: str
 
-class _Probe(TypedDict):
-    variant: str
-    lanes: int
-    checksum: float
-    checksum_bf16: float
-    checksum_int8: int
-
 def cpu_features() -> _CpuFeatures: ...
-def variant_probe(variant: str, *, within: Sequence[str] | None = None) -> _Probe: ...
 def poison_scratch(on: bool) -> None: ...
 def within(first: int, count: int, size: int, low: int, high: int) -> bool: ...
 

@@ -148,7 +148,7 @@ void test_tiles(Report &report) {
     for (const fusion::Built &built : fusion::built_variants()) {
         if (!report.tests(built) || built.name != std::string("amx_model")) continue;
         count_dense(report, *built.variant);
-        count_sparse(report, *built.sparse);
+        count_sparse(report, built.variant->sparse);
         count_decode(report, *built.variant, "MLA, 64 heads", 64);
         count_decode(report, *built.variant, "MLA, 128 heads", 128);
     }

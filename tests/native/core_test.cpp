@@ -135,7 +135,7 @@ Call make(const Case &from, Dtype dtype) {
     return c;
 }
 
-void run_decode(Call &c, const fusion::Variant &variant, int threads) {
+void decode(Call &c, const fusion::Variant &variant, int threads) {
     const fusion::DecodeProblem problem{c.problem, static_cast<fusion::Storage>(c.problem.dtype),
                                         fusion::Rounding::none, false};
     fusion::DecodeOperands o{operands_of(c), {}, {}, {}, {}, {}, {}, {}};
@@ -169,15 +169,15 @@ public:
         : call_(make(from, dtype)), want_(forward(call_, largest_)),
           judge_(report, from.name, dtype, most_terms(call_)), differentiates_(from.size == 1) {}
 
-    void run(const fusion::Built &built, bool own_dense) {
-        const bool rounds_weights = built.variant->as_pairs.attend != nullptr;
-        if (own_dense) {
-            judge_.begin(built.name, "", rounds_weights);
-            test_forward(*built.variant);
-            if (differentiates_) test_gradients(*built.variant);
-        }
+    void run_dense(const fusion::Built &built) {
+        judge_.begin(built.name, "", built.variant->as_pairs.attend);
+        test_forward(*built.variant);
+        if (differentiates_) test_gradients(*built.variant);
+    }
+
+    void run_decode(const fusion::Built &built) {
         if (call_.problem.dropout != Dropout::none || call_.problem.has_blocked_tiles) return;
-        judge_.begin(built.name, "decode, ", rounds_weights);
+        judge_.begin(built.name, "decode, ", built.variant->as_pairs.attend);
         test_decode(*built.variant);
     }
 
@@ -210,7 +210,7 @@ private:
         run_teams(judge_, call_, [&](int threads) {
             fusion::lease_poison =
                 threads == 1 ? 0 : 0xff;  // the same from any memory: NaN would only take the slow way
-            run_decode(call_, variant, threads);
+            decode(call_, variant, threads);
         });
         fusion::lease_poison = 0xff;
         compare_outputs(judge_, call_, want_, largest_);
@@ -223,37 +223,20 @@ private:
     bool differentiates_;
 };
 
-// Whether variant i has this part from none before it: some share theirs with a weaker one.
-template <class Select> bool is_first(const std::vector<fusion::Built> &all, std::size_t i, Select select) {
-    for (std::size_t before = 0; before < i; ++before) {
-        if (all[before].variant && select(all[before]) == select(all[i])) return false;
-    }
-    return true;
-}
-
 void test_dense(Report &report) {
-    const std::vector<fusion::Built> &all = fusion::built_variants();
-    for (const Case &one : cases) {
-        for (Dtype dtype : dtypes) {
+    for (Dtype dtype : dtypes) {
+        const auto tested = with_own(report, [&](const fusion::Variant &v) { return v.kernels(dtype).attend; });
+        for (const Case &one : cases) {
             DenseTest test(report, one, dtype);
-            for (std::size_t i = 0; i < all.size(); ++i) {
-                if (!report.tests(all[i])) continue;
-                test.run(all[i], is_first(all, i, [&](const auto &b) { return b.variant->kernels(dtype).attend; }));
+            for (const fusion::Built &built : tested) test.run_dense(built);
+            for (const fusion::Built &built : fusion::built_variants()) {
+                if (report.tests(built)) test.run_decode(built);
             }
         }
     }
 }
 
 }  // namespace
-
-std::vector<fusion::Built> with_own_sparse_part(const Report &report) {
-    std::vector<fusion::Built> out;
-    const std::vector<fusion::Built> &all = fusion::built_variants();
-    for (std::size_t i = 0; i < all.size(); ++i) {
-        if (report.tests(all[i]) && is_first(all, i, [](const auto &b) { return b.sparse; })) out.push_back(all[i]);
-    }
-    return out;
-}
 
 }  // namespace check
 

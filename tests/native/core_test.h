@@ -13,8 +13,23 @@ void test_sparse(Report &report);            // sparse_test.cpp
 void test_teams(Report &report);             // team_test.cpp
 void test_tiles(Report &report);             // amx_counts_test.cpp
 
-// Those to test, without those that share this part with a weaker one.
-std::vector<fusion::Built> with_own_sparse_part(const Report &report);
+// Those to test, without those that share a kernel, which select(variant) returns, with a weaker one.
+template <class Select> std::vector<fusion::Built> with_own(const Report &report, Select select) {
+    std::vector<fusion::Built> out;
+    std::vector<decltype(select(fusion::chosen_variant()))> kernels;
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (!built.variant) continue;
+        const auto kernel = select(*built.variant);
+        const bool first = std::find(kernels.begin(), kernels.end(), kernel) == kernels.end();
+        if (first && report.tests(built)) out.push_back(built);
+        kernels.push_back(kernel);
+    }
+    return out;
+}
+
+inline std::vector<fusion::Built> with_own_sparse_part(const Report &report, Dtype dtype) {
+    return with_own(report, [&](const fusion::Variant &v) { return v.sparse.kernels(dtype).attend; });
+}
 
 constexpr Long everything = Long{1} << 40;
 constexpr Dtype dtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};

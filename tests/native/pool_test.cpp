@@ -117,16 +117,15 @@ struct PoolTest {
 }  // namespace
 
 void test_pooling(Report &report) {
-    for (const Case &one : cases) {
-        for (Dtype dtype : dtypes) {
+    for (Dtype dtype : dtypes) {
+        const auto kernels = [&](const fusion::Variant &v) { return v.pool.kernels[static_cast<int>(dtype)]; };
+        const auto tested = with_own(report, [&](const fusion::Variant &v) { return kernels(v).forward; });
+        for (const Case &one : cases) {
             PoolTest test(one, dtype);
             Judge judge(report, one.name, dtype, 2 * one.problem.ratio);
-            const fusion::PoolVariant *last = nullptr;
-            for (const fusion::Built &built : fusion::built_variants()) {
-                if (!report.tests(built) || built.pool == last) continue;
-                last = built.pool;
+            for (const fusion::Built &built : tested) {
                 judge.begin(built.name, "", false);
-                test.run(judge, built.pool->kernels[static_cast<int>(dtype)], !one.huge);
+                test.run(judge, kernels(*built.variant), !one.huge);
             }
         }
     }

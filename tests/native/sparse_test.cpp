@@ -186,16 +186,16 @@ void test_selection(Report &report, const Case &from, Dtype dtype) {
     double largest = 0;
     const Results want = forward(c, largest);
     Judge judge(report, from.name, dtype, std::max(most_terms(c), from.count * from.block));
-    for (const fusion::Built &built : with_own_sparse_part(report)) {
-        judge.begin(built.name, "", built.sparse->as_pairs.attend);
-        const fusion::SparsePlan plan(*built.sparse, s.problem(from), c.sequences, false);
+    for (const fusion::Built &built : with_own_sparse_part(report, dtype)) {
+        judge.begin(built.name, "", built.variant->sparse.as_pairs.attend);
+        const fusion::SparsePlan plan(built.variant->sparse, s.problem(from), c.sequences, false);
         run_teams(judge, c, [&](int threads) { plan.run(s.operands(), threads); });
         compare_outputs(judge, c, want, largest);
 
         double largest_term = 0;
         Results gradients = backward(c, largest_term);
         if (from.shares_kv) add_values(c, gradients);
-        const fusion::SparsePlan back(*built.sparse, s.problem(from), c.sequences, true);
+        const fusion::SparsePlan back(built.variant->sparse, s.problem(from), c.sequences, true);
         RowMemory dq = c.q, dk = c.k, dv = c.v, dq_rope = c.q_rope, dk_rope = c.k_rope;
         std::vector<float> dsink(from.heads_q);
         SparseOperands o = s.operands();
@@ -260,12 +260,12 @@ void test_choice(Report &report, const IndexCase &from, Dtype dtype) {
     SparseOperands o = operands_of(x);
     o.indices = selection.view();
     Judge judge(report, from.name, dtype, 1);
-    for (const fusion::Built &built : with_own_sparse_part(report)) {
+    for (const fusion::Built &built : with_own_sparse_part(report, dtype)) {
         judge.begin(built.name, "", false);
         Elements before;
         for (int threads : {3, 8, 1}) {
             selection.poison();
-            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, from.count), sequences).run(o, threads);
+            fusion::IndexerPlan(built.variant->sparse, problem_of(from, dtype, from.count), sequences).run(o, threads);
             if (threads != 3) judge.require_same("indices", before, selection.elements());
             before = selection.elements();
         }
@@ -344,17 +344,18 @@ void test_loss(Report &report, const IndexCase &from, Dtype dtype) {
     Index &x = call.x;
     const std::vector<fusion::Sequence> &sequences = call.s.c.sequences;
     Judge judge(report, from.name, dtype, most_terms(call.s.c));
-    for (const fusion::Built &built : with_own_sparse_part(report)) {
-        judge.begin(built.name, "", built.sparse->as_pairs.attend);
+    for (const fusion::Built &built : with_own_sparse_part(report, dtype)) {
+        judge.begin(built.name, "", built.variant->sparse.as_pairs.attend);
         SparseOperands operands = operands_of(x);
         operands.indices = call.s.lists.view();
         if (!from.count) {
             x.max.poison(), x.sum.poison();
-            fusion::IndexerPlan(*built.sparse, problem_of(from, dtype, 0), sequences).run(operands, 3);
+            fusion::IndexerPlan(built.variant->sparse, problem_of(from, dtype, 0), sequences).run(operands, 3);
             judge.compare("max", x.max, call.statistics.at("max"), call.largest, false, true);
             judge.compare("sum", x.sum, call.statistics.at("sum"), call.largest, false);
         }
-        const fusion::SparsePlan plan(*built.sparse, problem_of(from, dtype, from.count), sequences, call.attention());
+        const fusion::SparsePlan plan(built.variant->sparse, problem_of(from, dtype, from.count), sequences,
+                                      call.attention());
         std::vector<float> loss(1), other(1);
         IndexGradients alone(x);
         alone.view(operands);
@@ -389,13 +390,13 @@ void test_chosen(Report &report, const IndexCase &from, Dtype dtype) {
         }
     });
     Judge judge(report, from.name, dtype, most_terms(s.c));
-    for (const fusion::Built &built : with_own_sparse_part(report)) {
-        judge.begin(built.name, "chosen, ", built.sparse->as_pairs.attend);
+    for (const fusion::Built &built : with_own_sparse_part(report, dtype)) {
+        judge.begin(built.name, "chosen, ", built.variant->sparse.as_pairs.attend);
         IndexGradients gradients(x);
         SparseOperands o = operands_of(x);
         o.indices = s.lists.view(), o.dout = dvalues.view();
         gradients.view(o);
-        fusion::SparsePlan(*built.sparse, problem_of(from, dtype, from.count), s.c.sequences, true).run(o, 3);
+        fusion::SparsePlan(built.variant->sparse, problem_of(from, dtype, from.count), s.c.sequences, true).run(o, 3);
         gradients.compare(judge, want, largest);
     }
 }

@@ -175,18 +175,16 @@ void lease(Report &report) {
     expect(report, address(1) != retained, "an unneeded buffer is kept", 1);
 }
 
-void same_bits(Report &report, const fusion::Built &built) {
-    for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {
-        for (const Selected kind : {Selected::forward, Selected::backward, Selected::indexer,
-                                    Selected::indexed_gradient, Selected::list_loss, Selected::tile_loss}) {
-            SelectedCall call(dtype, kind);
-            const std::vector<unsigned char> want = call.run(*built.sparse, 1);
-            for (const int threads : sizes) {
-                if (call.run(*built.sparse, threads) == want) continue;
-                report.fail(std::string(built.name) + ", selection " + std::to_string(static_cast<int>(kind)) +
-                            ", dtype " + std::to_string(static_cast<int>(dtype)) + ": other bits with " +
-                            std::to_string(threads) + " threads");
-            }
+void same_bits(Report &report, const fusion::Built &built, Dtype dtype) {
+    for (const Selected kind : {Selected::forward, Selected::backward, Selected::indexer, Selected::indexed_gradient,
+                                Selected::list_loss, Selected::tile_loss}) {
+        SelectedCall call(dtype, kind);
+        const std::vector<unsigned char> want = call.run(built.variant->sparse, 1);
+        for (const int threads : sizes) {
+            if (call.run(built.variant->sparse, threads) == want) continue;
+            report.fail(std::string(built.name) + ", selection " + std::to_string(static_cast<int>(kind)) + ", dtype " +
+                        std::to_string(static_cast<int>(dtype)) + ": other bits with " + std::to_string(threads) +
+                        " threads");
         }
     }
 }
@@ -202,7 +200,9 @@ void test_teams(Report &report) {
         meet(report, threads);
         give_up(report, threads);
     }
-    for (const fusion::Built &built : with_own_sparse_part(report)) same_bits(report, built);
+    for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {
+        for (const fusion::Built &built : with_own_sparse_part(report, dtype)) same_bits(report, built, dtype);
+    }
 }
 
 }  // namespace check

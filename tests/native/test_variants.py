@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.scripts import python
 from support.sources import ROOT
@@ -71,54 +70,6 @@ def test_invalid_variant_cap_raises_error_that_lists_runnable_variants(name: str
     assert run.returncode == 1
     assert "BackendError" in run.stderr
     assert says in run.stderr
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-def test_every_runnable_variant_computes_same_checksums(variant: str) -> None:
-    i = np.arange(1003)
-    x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
-    expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
-    checksums = {"checksum": expected, "checksum_bf16": expected, "checksum_int8": bytes_expected}
-    assert _native.variant_probe(variant) == {"variant": variant, "lanes": FEATURES["lanes"][variant], **checksums}
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'variant: expected one of base.*, got "v9" \(no such variant is built'):
-        _native.variant_probe("v9")
-    with pytest.raises(ValueError, match=r'within: expected one of base.*, got "v9"'):
-        _native.variant_probe("base", within=["base", "v9"])
-
-
-def test_a_variant_this_cpu_lacks_is_refused() -> None:
-    """The loop is empty on a CPU that runs all variants; the next test simulates a weaker CPU."""
-    for variant in set(BUILT) - set(RUNNABLE):
-        for given in ({}, {"within": BUILT}):
-            with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
-                _native.variant_probe(variant, **given)
-
-
-@pytest.mark.parametrize("count", range(len(BUILT)))
-def test_simulated_weaker_cpu_refuses_stronger_variants(count: int) -> None:
-    for variant in BUILT[count:]:
-        with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
-            _native.variant_probe(variant, within=BUILT[:count])
-
-
-@pytest.mark.parametrize("variant", [None, 3, b"base", ["base"], "\ud800"])
-def test_variant_name_that_is_not_a_valid_str_is_refused(variant: object) -> None:
-    with pytest.raises((TypeError, UnicodeError)):
-        _native.variant_probe(variant)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("variant", ["", "base\0", "v4 ", "é" * 10_000])
-def test_variant_name_with_odd_characters_is_refused(variant: str) -> None:
-    with pytest.raises(ValueError, match="variant: expected one of base"):
-        _native.variant_probe(variant)
-
-
-def test_cpu_features_returns_a_copy() -> None:
-    _native.cpu_features()["runnable"].clear()
-    assert _native.cpu_features()["runnable"] == RUNNABLE
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")

@@ -12,6 +12,9 @@ from itertools import chain
 from random import Random
 from typing import Any
 
+from torch import Tensor
+
+from fusion_attention.ir.call import Lowered
 from fusion_attention.testing import Case, arguments, check, expected, expected_of, lowered, run
 
 
@@ -89,6 +92,7 @@ def _drawn(backends: list[str]) -> Iterator[Step]:
 def _of(backend: str) -> Iterator[Step]:
     if backend == "cpu":
         from fusion_attention import _native
+        from fusion_attention.plan import compute
 
         variants = list(_native.cpu_features()["runnable"])
         yield from (Step(f"instruction set {name}", backend, partial(_judge_variant, name)) for name in variants)
@@ -96,7 +100,7 @@ def _of(backend: str) -> Iterator[Step]:
         for name, case in _dense(dtype).items():
             yield Step(f"{name}, forward and backward, {dtype}", backend, partial(_judge_dense, case, backend))
     if backend == "cpu":
-        yield Step("decoding over pages", backend, partial(_judge_decoding, backend))
+        yield Step("decoding over pages", backend, partial(_judge_decoding, partial(compute, backend=backend)))
         yield Step("sparse attention, forward and backward", backend, partial(_judge_sparse, backend))
         yield Step("the indexer's choice", backend, partial(_judge_indexer, backend))
 
@@ -122,13 +126,25 @@ def _dense(dtype: str) -> dict[str, Case]:
 
 
 def _judge_variant(name: str) -> None:
-    """Raises AssertionError if the native core compiled for instruction set `name` computes other checksums than the
-    one for "base"."""
-    from fusion_attention import _native
+    """Raises AssertionError if the native core's kernels for instruction set `name` attend or decode wrongly."""
+    from fusion_attention.backends import cpu
+    from fusion_attention.ops.training.forward_backward import DenseForward
 
-    probe, base = _native.variant_probe(name), _native.variant_probe("base")
-    for what in ("checksum", "checksum_bf16", "checksum_int8"):
-        assert probe[what] == base[what], f"{what} {probe[what]}, of the base variant {base[what]}"
+    def compute(call: Lowered, results: dict[str, Tensor]) -> None:
+        filled = call.fill(results)
+        filled.begin()
+        plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, name)
+        cpu.attention_forward(call.problem, call.extents, plan, *filled.operands)
+        filled.finish()
+
+    for dtype in ("float32", "bfloat16"):
+        case = _dense(dtype)["packed and causal"]
+        args = arguments(case)
+        call = DenseForward(lowered(case, args))
+        results = call.results()
+        compute(call, results)
+        check(case.id, {"out": results["out"]}, {"out": expected(case, args)["out"]})
+    _judge_decoding(compute)
 
 
 def _judge_dense(case: Case, backend: str) -> None:
@@ -144,10 +160,9 @@ def _judge_dense(case: Case, backend: str) -> None:
     check(case.id, results, expected(case, args))
 
 
-def _judge_decoding(backend: str) -> None:
+def _judge_decoding(compute: Callable[[Lowered, dict[str, Tensor]], None]) -> None:
     from fusion_attention.contract import bind
     from fusion_attention.ops import RECORDS
-    from fusion_attention.plan import compute
     from fusion_attention.testing import decode
 
     op = RECORDS["npu_incre_flash_attention"]
@@ -155,7 +170,7 @@ def _judge_decoding(backend: str) -> None:
         assert op.lower is not None
         call = op.lower(bind(op, decode.arguments(case)))
         result = call.results()
-        compute(call, result, backend)
+        compute(call, result)
         check(case.id, result, expected_of(call, {"attention_out": decode.query_of(case, decode.answer(case))}))
 
 

@@ -339,11 +339,10 @@ const Variant &variant() {
     static const Variant table = [] {
         Variant v = {};
         v.name = "time";
-        v.lanes = 16;
         v.as_float = v.as_pairs = {panel, packed_bytes, forward_scratch, pack, pack, carry, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
-        v.decode = {decode_scratch, partial_floats, {attend_decode}, merge, finish, nullptr};
+        v.decode = {decode_scratch, partial_floats, {attend_decode}, merge, finish};
         return v;
     }();
     return table;
