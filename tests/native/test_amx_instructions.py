@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -108,8 +107,11 @@ def loop_products(functions: list[Function]) -> list[int]:
     return [count for count in counts if count]
 
 
-def checked(path: str) -> None:
-    functions = disassembled(path)
+@pytest.mark.slow  # disassembles the module
+@pytest.mark.skipif("v4+amx" not in _native.cpu_features()["built"], reason="the compiler does not know AMX")
+@pytest.mark.skipif(not (shutil.which("objdump") and shutil.which("readelf")), reason="no objdump or readelf")
+def test_amx_code_multiplies_tiles_without_extra_tile_loads_or_stores() -> None:
+    functions = disassembled(str(_native.__file__))
     assert not [fault for function in functions for fault in faults(function)]
     products = sum(instruction.name == PRODUCT for function in functions for instruction in function)
     assert products >= 40  # dense attention's blocks and panels of every height and width alone
@@ -118,36 +120,3 @@ def checked(path: str) -> None:
     for function in functions:  # where tiles multiply, vectors of pairs do not
         names = {instruction.name for instruction in function}
         assert not {PRODUCT, "vdpbf16ps"} <= names
-
-
-@pytest.mark.slow  # disassembles the module
-@pytest.mark.skipif("v4+amx" not in _native.cpu_features()["built"], reason="the compiler does not know AMX")
-@pytest.mark.skipif(not (shutil.which("objdump") and shutil.which("readelf")), reason="no objdump or readelf")
-def test_amx_code_multiplies_tiles_without_extra_tile_loads_or_stores() -> None:
-    checked(str(Path(str(_native.__file__))))
-
-
-def written(*lines: str) -> Function:
-    parts = [line.split(maxsplit=1) for line in lines]
-    return [Instruction(i, name, *(rest or [""])) for i, (name, *rest) in enumerate(parts)]
-
-
-LOOP = ["tileloadd (%rax,%rbx,1),%tmm4", "tileloadd (%rcx,%rbx,1),%tmm6", "tdpbf16ps %tmm6,%tmm4,%tmm0"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "fault"),
-    [
-        ([CONFIG + " (%rax)", *LOOP, "jne 0"], "configured in a loop"),
-        ([*LOOP, "tilestored %tmm0,(%rsp,%rbx,1)", "ret"], "go to the stack"),
-        ([*LOOP, "tilestored %tmm4,(%rax,%rbx,1)", "ret"], "operands are stored"),
-        ([*LOOP, "tilestored %tmm0,(%rax,%rbx,1)", "jne 0"], "more traffic"),
-        ([*LOOP, "tileloadd (%rax,%rbx,1),%tmm7", "jne 0"], "more traffic"),
-    ],
-)
-def test_amx_code_checker_reports_each_kind_of_inefficient_tile_loop(lines: list[str], fault: str) -> None:
-    assert fault in " ".join(faults(written(*lines)))
-
-
-def test_amx_code_checker_accepts_efficient_tile_loop() -> None:
-    assert not faults(written(CONFIG + " (%rax)", *LOOP, "jne 1", "tilestored %tmm0,(%rax,%rbx,1)", "ret"))

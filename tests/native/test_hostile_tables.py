@@ -82,14 +82,6 @@ def table() -> torch.Tensor:
     return torch.tensor([[3, 0, 8, 1, 5], [7, 2, 6, 4, 4]], dtype=torch.int32)
 
 
-def test_paged_calls_with_valid_page_table_return_finite_nonzero_results() -> None:
-    for call in PATHS:
-        result = call(table(), KEYS)
-        assert bool((result == result).all()), call.__name__
-        assert bool(result.any()), call.__name__
-
-
-@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (1, 2)], ids=str)
@@ -101,7 +93,6 @@ def test_error_names_position_of_page_table_entry_out_of_range(call: Call, entry
         call(bad, KEYS)
 
 
-@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [(1 << 32) + 3, -(1 << 32) + 3, 1 << 62, -(1 << 63)])
 def test_page_table_entry_with_valid_low_32_bits_but_wrong_high_bits_is_refused(call: Call, entry: int) -> None:
@@ -111,16 +102,13 @@ def test_page_table_entry_with_valid_low_32_bits_but_wrong_high_bits_is_refused(
         call(bad, KEYS)
 
 
-@pytest.mark.sampled(1)
 @paths
-@pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
-def test_page_table_entries_behind_last_used_page_are_not_read(call: Call, entry: int) -> None:
+def test_page_table_entries_behind_last_used_page_are_not_read(call: Call) -> None:
     bad = table()
-    bad[1, 3:] = entry
+    bad[1, 3:] = torch.tensor([-1, LARGEST])
     same_bits(call(bad, KEYS), call(table(), KEYS))
 
 
-@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "change",
@@ -140,7 +128,6 @@ def test_page_table_of_wrong_shape_or_dtype_raises(call: Call, change: Callable[
         call(change(table()), KEYS)
 
 
-@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "lengths",
@@ -155,6 +142,8 @@ def test_kv_lengths_that_do_not_fit_the_page_table_raise(call: Call, lengths: Le
 @paths
 def test_page_table_strides_do_not_change_results(call: Call) -> None:
     want = call(table(), KEYS)
+    assert not want.isnan().any()
+    assert want.any()
     same_bits(call(table().t().contiguous().t(), KEYS), want)
     padded = torch.full((4, 11), LARGEST, dtype=torch.int32)
     padded[::2, 1::2] = table()
@@ -162,13 +151,12 @@ def test_page_table_strides_do_not_change_results(call: Call) -> None:
 
 
 @paths
-@pytest.mark.parametrize("entry", [-1, PAGES, LARGEST])
-def test_page_table_changed_in_place_between_calls_is_checked_again(call: Call, entry: int) -> None:
+def test_page_table_changed_in_place_between_calls_is_checked_again(call: Call) -> None:
     changing, want = table(), call(table(), KEYS)
     for _ in range(3):  # later calls are prepared
         call(changing, KEYS)
-    changing[0, 2] = entry
-    with pytest.raises(fa.ContractError, match=rf"{entry} at \[0, 2\]"):
+    changing[0, 2] = PAGES
+    with pytest.raises(fa.ContractError, match=rf"{PAGES} at \[0, 2\]"):
         call(changing, KEYS)
     changing[0, 2] = table()[0, 2]
     same_bits(call(changing, KEYS), want)

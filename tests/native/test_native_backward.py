@@ -108,8 +108,8 @@ def test_dbias_of_every_broadcast_shape_is_bitwise_equal_for_any_thread_count(ax
 @pytest.mark.parametrize("shared", [False, True])
 def test_bias_table_gradient_is_bitwise_equal_for_any_thread_count(shared: bool) -> None:
     # Rows a thousand apart add to the same elements; so do sequences of other lengths if the table is shared.
-    problem = Problem(4, 2, 8, 8, dtype="float32", scale=0.3, bias="table")
-    call = converted(make(problem, (1300, 1300), (1300, 1300), Band.causal(), "hij", shared), torch.float32)
+    problem = Problem(2, 1, 8, 8, dtype="float32", scale=0.3, bias="table")
+    call = converted(make(problem, (1200, 1100), (1200, 1100), Band.causal(), "hij", shared), torch.float32)
     saved = native(call)
     want = gradients(call, saved, threads=1, shared=True)
     for threads in (2, 3, 5, 16):
@@ -227,15 +227,14 @@ def test_backward_of_bfloat16_rows_with_large_scores_matches_reference() -> None
     judge(call, saved, wanted(call, saved), {variant: gradients(call, saved, variant) for variant in VARIANTS})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_backward_with_rowless_sequence_between_others_is_equal_on_two_threads(variant: str) -> None:
+def test_backward_with_rowless_sequence_between_others_is_equal_on_two_threads() -> None:
     # One sequence's rows fill the buffer; a tile of keys uses them while another thread may pack the next rows.
     problem = Problem(1, 1, 128, 128, dtype="float32", scale=0.09)
-    call = converted(make(problem, (9000, 0, 9000), (100, 10, 100), Band.full()), torch.float32)
+    call = converted(make(problem, (9000, 0, 9000), (20, 10, 20), Band.full()), torch.float32)
     saved = native(call)
-    want = gradients(call, saved, variant, threads=1)
+    want = gradients(call, saved, "base", threads=1)
     for _ in range(3):
-        same_bits(gradients(call, saved, variant, threads=2), want)
+        same_bits(gradients(call, saved, "base", threads=2), want)
 
 
 def test_backward_matches_reference_if_last_sequence_has_no_keys() -> None:

@@ -134,7 +134,7 @@ def test_decode_is_bitwise_equal_for_any_threads_batch_and_page_size(variant: st
         same_bits(native(single, variant), {name: [result[b]] for name, result in want.items()})
 
 
-@pytest.mark.parametrize("problem", BASES, ids=str)
+@pytest.mark.parametrize("problem", BASES[::3], ids=str)  # of floats and of integers: threads share any work alike
 def test_decode_of_long_sequence_is_bitwise_equal_on_up_to_64_threads(problem: Problem) -> None:
     case = plain_case(problem, (1, 2), (9000, 600))  # three runs of leaves, two leaves
     scored = (case.k.scale or case.k.numbers)[0].view(-1)
@@ -148,12 +148,12 @@ def test_decode_of_long_sequence_is_bitwise_equal_on_up_to_64_threads(problem: P
 def test_decode_infinity_in_one_kv_head_does_not_change_other_heads(kind: str) -> None:
     dequant = "channel" if kind else "none"
     form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
-    case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
+    case = plain_case(Problem(12, 6, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
     specified, want = forward(case.call), {variant: native(case, variant, threads=1) for variant in VARIANTS}
     for variant in VARIANTS:
         judge(case.remade, want[variant], specified, variant)
     (case.v.scale or case.v.numbers)[0][3, 0] = math.inf
-    others = [head for head in range(20) if head not in (6, 7)]
+    others = [head for head in range(12) if head not in (6, 7)]
     for variant, threads in itertools.product(VARIANTS, (1, 2)):
         got = native(case, variant, threads=threads)
         for name in got:

@@ -68,22 +68,6 @@ def test_simulated_speedup_on_8_to_64_threads_reaches_required_minimum(program: 
     assert all(result[threads] >= floor for threads, floor in floors.items()), result
 
 
-@pytest.mark.parametrize(
-    ("family", "case", "most"),
-    [
-        ("forward", "B1 N8 S1024 causal", 1000),
-        ("decode", "B8 Nkv8, 4096 keys", 1000),
-        ("backward", "B1 N8 S1024 causal", 1000),
-        ("sparse backward", "B4, 1024 rows of 8192, top 512", 5),
-        ("loss", "4096 rows and keys, all", 100),
-    ],
-)
-def test_simulated_speedup_never_exceeds_thread_count(program: Path, family: str, case: str, most: int) -> None:
-    result = speedup(program, family, case, 1, 2, 3, most)
-    assert result[1] == 1.0
-    assert all(1.0 <= value <= threads * 1.0001 for threads, value in result.items()), result
-
-
 def test_simulated_speedup_agrees_with_sleeping_threads(program: Path, tmp_path: Path) -> None:
     sleeping = schedule.build(tmp_path, sleeps=True)
     for family, case in (("forward", "B1 N8 S1024 causal"), ("backward", "B1 N32/8 S2048 causal")):

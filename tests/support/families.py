@@ -13,8 +13,6 @@ from fusion_attention.npu import npu_fusion_attention_grad, npu_sparse_flash_att
 
 Results = tuple[torch.Tensor, ...]
 PAGE = 128
-DENSE = "forward", "backward", "decode"
-FAMILIES = *DENSE, "selections", "their gradients", "indexer", "loss over lists", "loss over all keys"
 
 
 def families(

@@ -73,8 +73,9 @@ def rows(tensors: Tensors, packed: bool = True) -> RowView:
     keep = tuple(poison(tensors[0].dtype, 9 + size * len(tensors))[4:] for _ in range(count))
     address = [size * b + 3 for b in range(len(tensors))]
     for b, t in enumerate(tensors):
-        head, token = torch.arange(t.shape[0])[:, None, None], torch.arange(t.shape[1])[:, None]
-        keep[b % count][address[b] + head * stride_head[b] + token * stride_token + torch.arange(dim)] = t
+        memory = keep[b % count]
+        first = memory.storage_offset() + address[b]
+        memory.as_strided(t.shape, (stride_head[b], stride_token, 1), first).copy_(t)
     return RowView(keep, np.array(address), stride_token, np.array(stride_head), dim)
 
 
