@@ -3,6 +3,7 @@
 The formulas are those of flash-attn's documentation, one sequence at a time.
 """
 
+import copy
 import importlib.metadata
 import importlib.util
 import inspect
@@ -21,6 +22,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import argument_conversion, functions
+from fusion_attention.integrations.transformers_masks import cached
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
 Tensor = torch.Tensor
@@ -177,6 +179,16 @@ def test_cu_seqlens_on_another_device_are_read_once_per_version() -> None:
     tensor[1] = 4
     assert argument_conversion.numbers(tensor) == argument_conversion.numbers(tensor) == [0, 4]
     assert tensor.reads == 2
+
+
+def test_copy_of_a_tensor_is_read_again() -> None:
+    cumulative, read = ends([3]), torch.Tensor.tolist
+    cumulative[0], cumulative[1] = 0, 4
+    assert cached(cumulative, "numbers", read) == [0, 4]
+    copied = copy.deepcopy(cumulative)
+    copied[1] = 5
+    assert copied._version == cumulative._version
+    assert cached(copied, "numbers", read) == [0, 5]
 
 
 # ------------------------------------------------------------------------------- compiled functions, installed module

@@ -1,4 +1,4 @@
-"""A call of several ranks: validated and lowered as one, then restricted to the rows of this rank over gathered keys.
+"""A call of several ranks: validated as one call on all tokens, then computed on this rank's rows over gathered keys.
 
 Calls here are packed: padded sequences are concatenated, and lengths exclude the padding. This module serves every
 operator.
@@ -52,11 +52,11 @@ class RankSide(Side):
     def starts(self) -> np.ndarray:
         """Index of every sequence's first token in the unsharded tensor: int64."""
         starts = np.cumsum((0, *self.placement.lengths), dtype=np.int64)
-        return starts[:-1] if self.packed else np.arange(len(self.lengths)) * starts[-1]
+        return starts[:-1] if self.packed else np.arange(len(self.lengths), dtype=np.int64) * starts[-1]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        """This rank's segments, in order, without padding."""
+        """This rank's segments (adjacent tokens of one sequence), in order, without padding."""
         chunks = self.chunks(self.rank)
         at = chunks.batch * self.placement.sizes[self.rank] + chunks.start
         columns = (chunks.seq, chunks.first, chunks.count, at)
@@ -64,7 +64,7 @@ class RankSide(Side):
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
-        """This rank's segments in groups with at most one per sequence: a call writes no gradient of a key twice."""
+        """This rank's token ranges in groups, at most one per sequence, so that a call writes no gradient twice."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for segment in self.segments:
@@ -113,7 +113,7 @@ class ShardedCall:
     backend: str
 
     def extents(self, segments: Sequence[Segment]) -> Extents:
-        """Returns lengths and mask bands if `segments` (this rank's queries) are sequences with all their keys."""
+        """Returns lengths and mask bands of sequences: each of `segments` (this rank's queries) with all its keys."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
@@ -122,12 +122,12 @@ class ShardedCall:
         return Extents(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, starts=starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the operator's parameters for this rank's queries in `segments` and all keys of their sequences."""
+        """Returns the operator's call on this rank's queries in `segments` and all keys of their sequences."""
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the operator's parameters for the queries of all ranks and this rank's keys in `segments`, at most
-        one per sequence, whose first key is key 0; tensors by name, with one axis of tokens."""
+        """Returns the operator's call on the queries of all ranks and this rank's keys in `segments`, at most one per
+        sequence, whose first key is key 0; tensors by name, with one axis of tokens."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
@@ -136,7 +136,7 @@ class ShardedCall:
         return self._on(tensors, Extents(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, starts=starts))
 
     def everything(self, tensors: Given) -> Any:
-        """Returns the operator's parameters for all queries and keys; tensors by name, with one axis of tokens."""
+        """Returns the operator's call on all queries and keys; tensors: by name, with one axis of tokens."""
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Extents(**edges, starts=(self.q.starts, self.kv.starts)))
@@ -157,18 +157,18 @@ class ShardedCall:
         return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Gathers this rank's tensors of keys `names` from all ranks in one exchange; None for absent tensors."""
+        """Gathers the key tensors `names` of all ranks in one exchange; returns {name: tensor, or None if absent}."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
         results = _as_one(given, lambda packed: self.kv.gathered(self.call, packed))
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Gathers this rank's query-side tensors [tokens, ...] by name from all ranks."""
+        """Gathers tensors [tokens, ...] along query tokens of all ranks; returns {name: tensor, or None if absent}."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
 def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Exchanges several tensors [tokens, ...] by name as one tensor [tokens, elements]."""
+    """Returns exchange(t) of several tensors [tokens, ...] by name, sent at once as one tensor t [tokens, elements]."""
     widths = [t.shape[1:].numel() for t in tensors.values()]
     split = exchange(torch.cat([t.flatten(1) for t in tensors.values()], 1)).split(widths, 1)
     return {name: chunk.unflatten(1, t.shape[1:]) for (name, t), chunk in zip(tensors.items(), split, strict=True)}
@@ -176,20 +176,18 @@ def _as_one(tensors: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor])
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Collects the gradients of several rounds. Each round computes other tokens of this rank: their gradients are
+    """Collects the gradients of several calls, each on other tokens of this rank: gradients of these tokens are
     assigned, and gradients of the tokens of all ranks are summed."""
 
     call: Call  # the communication between the ranks
-    side: (
-        RankSide  # the tokens whose gradients are summed: keys if a round has some of this rank's queries, else queries
-    )
+    side: RankSide  # whose gradients are summed: keys if a round has some of this rank's queries, else queries
     names: Sequence[str]  # of the gradients of this rank's tokens; all others are summed
     dtype: torch.dtype  # to which summed() converts the sums
     local: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's tokens
     added: dict[str, Tensor] = field(default_factory=dict)  # the other gradients, summed over the rounds so far
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
-        """Adds one round's gradients `results`, by name; segments: the tokens of this rank that the round computed."""
+        """Adds one call's gradients `results`, by name; segments: the ranges of this rank's tokens in the call."""
         for name, tensor in results.items():
             if name not in self.names:
                 self.added[name] = self.added[name].add_(tensor) if name in self.added else tensor
@@ -272,8 +270,8 @@ def make_sharded_call(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Returns [unsharded query tokens, unsharded keys]; names: the query and the key argument. Invalid tensors or
-    lengths give 0, and bind() reports them later."""
+    """Returns [unsharded query tokens, unsharded keys]; names: the query and the key argument; tokens: the counts that
+    the caller passed, or None. Invalid tensors or lengths give 0, and bind() reports them later."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
@@ -292,7 +290,7 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
-    """Returns name -> value that must be equal on all ranks: options, and shapes and dtypes without the token axis."""
+    """Returns name -> value that must be equal on all ranks: options, shapes (but token axes of `along`) and dtypes."""
     results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):

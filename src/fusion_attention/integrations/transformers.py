@@ -29,7 +29,14 @@ from fusion_attention.contract import ContractWarning
 from fusion_attention.integrations import sparse_models
 from fusion_attention.integrations.sparse_loss import indexer_loss
 from fusion_attention.integrations.transformers_cache import StoredRows
-from fusion_attention.integrations.transformers_masks import cached, hidden, packed_lengths, padding_of, read_padding
+from fusion_attention.integrations.transformers_masks import (
+    cached,
+    hidden,
+    never_changes,
+    packed_lengths,
+    padding_of,
+    read_padding,
+)
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.patches import Changes, Counted
 
@@ -100,7 +107,6 @@ def unregister(name: str = NAME) -> None:
 
 
 def _serves(config: Any) -> bool:
-    """True if a configuration's attention implementation is one that register() added."""
     return transformers.AttentionInterface._global_mapping.get(config._attn_implementation) is attend
 
 
@@ -116,7 +122,7 @@ _SPARSE = _Sparse()
 
 
 class _Code(NamedTuple):
-    """The arguments that a model's modeling code passes to a function of transformers' AttentionInterface."""
+    """Flags of the arguments that a model's modeling code passes to a function of transformers' AttentionInterface."""
 
     uses_interface: bool  # the code calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal
@@ -127,7 +133,7 @@ class _Code(NamedTuple):
 
 def _read_code(configuration: str) -> _Code:
     """Returns the arguments that a model's modeling code passes to the attention function, read from its source; if it
-    is not loaded, those for which mask() makes masks of four axes. configuration: the module of its configuration."""
+    is not loaded, assumed ones that need masks of four axes. configuration: the module of its configuration."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
@@ -141,7 +147,7 @@ _code_of = functools.cache(_read_code)
 
 
 def _code(configuration: str) -> _Code:
-    """Returns _read_code(configuration), cached, and a constant in torch.compile's graphs."""
+    """Returns the arguments that a model's code passes to attention (_Code), cached; a constant in compiled graphs."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -220,9 +226,9 @@ def mask(
 
 
 def _cacheable(mask: Tensor | None) -> Tensor | None:
-    """Returns the mask, marked so that cached() may store results on it even if it is an inference tensor."""
+    """Returns the mask, marked so that results can be cached on it even if it is an inference tensor."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
-        mask._fusion_attention = {}  # type: ignore[attr-defined]
+        never_changes(mask)
     return mask
 
 
@@ -319,8 +325,8 @@ def attend(
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns the Band of a layer whose queries see `window` keys, the diagonal included (None: no limit). shift None:
-    the last query has the last key's position; else query 0 has the position `shift`, counted from the first key."""
+    """Returns the Band (range of visible keys) of a layer whose queries see `window` keys, the diagonal included (None:
+    no limit). shift None: the last query has the last key's position; else query 0 has the key position `shift`."""
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
     lo = -INFINITE if window is None else 1 - window
@@ -329,7 +335,7 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Returns the attention output [B, S, N, Dv] of packed sequences, whose tokens fill all batch items."""
+    """Returns attention() [B, S, N, Dv] of packed sequences that fill all batch items; words: its further arguments."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -339,7 +345,7 @@ def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
     """Returns attention [B, S, N, Dv] over the keys that are not padding; keys: bool [B, T], true for tokens. The last
-    query has position T - 1; k and v may have unused tokens after T."""
+    query has position T - 1; k and v may have unused tokens after T. words: further arguments of attention()."""
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence
@@ -361,7 +367,7 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Adds a mask of four axes to attention()'s arguments: floats as bias, bool as blocked, or padding as kv_len."""
+    """Adds the 4-D mask `given` to attention()'s `words`: floats as bias, bool as blocked, or padding as kv_len."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias

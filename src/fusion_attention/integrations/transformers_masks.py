@@ -1,14 +1,17 @@
 """Reads the masks, lengths and positions that transformers' models pass to attention."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_attention.torch_ops.dispatch import is_traced
 
 Tensor = torch.Tensor
+# Results of cached() by name, each with the tensor's version: for an object, because copies share its attributes.
+_RESULTS: MutableMapping[Tensor, dict[str, tuple[int, Any]]] = WeakTensorKeyDictionary()
 
 
 class Padding(NamedTuple):
@@ -42,17 +45,22 @@ def read_padding(keys: Tensor) -> Padding:
 
 
 def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor until it changes, because all layers of a forward share a mask.
-    name: key of the result among those that are cached on the tensor."""
-    entries = tensor.__dict__.get("_fusion_attention")
-    if tensor.is_inference() and entries is None:
-        return compute(tensor)  # inference tensors have no version to compare
-    entries = {} if entries is None else entries
+    """Returns compute(tensor), cached until the tensor changes, because all layers of a forward share a mask. name: key
+    of the result among those of the tensor."""
+    entries = _RESULTS.get(tensor)
+    if entries is None:
+        if tensor.is_inference():
+            return compute(tensor)  # inference tensors have no version to compare
+        entries = _RESULTS[tensor] = {}
     version = 0 if tensor.is_inference() else tensor._version
     if name not in entries or entries[name][0] != version:
         entries[name] = version, compute(tensor)
-        tensor._fusion_attention = entries  # type: ignore[attr-defined]
     return entries[name][1]
+
+
+def never_changes(tensor: Tensor) -> None:
+    """Lets cached() keep the results of an inference tensor, whose changes it cannot see."""
+    _RESULTS[tensor] = {}
 
 
 def hidden(tensor: Tensor) -> bool:
@@ -61,7 +69,7 @@ def hidden(tensor: Tensor) -> bool:
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor until its content changes; not while torch traces."""
+    """Returns compute(tensor), cached on the tensor until its content changes; not cached while torch traces."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
@@ -108,7 +116,8 @@ def packed_lengths(
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns the lengths between cumulative ends: a list, on a GPU cached; while torch traces an int tensor."""
+    """Returns sequence lengths from cumulative ends [n + 1] with a leading 0: a list, on a GPU cached until `ends`
+    changes; while torch traces, an int tensor [n]."""
 
     def between(ends: Tensor) -> Any:
         lengths = ends[1:] - ends[:-1]

@@ -1,4 +1,4 @@
-"""Replacement of the tensors in a forward call's operands, by name, which prepared calls use."""
+"""Replacement of the tensors in a forward call's operands, by name, so that a prepared call runs on other memory."""
 
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -50,7 +50,9 @@ def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
 
 def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
     for name, value in vars(o).items():
-        if name == "weight_scale" and value is not None:
+        if value is None:
+            continue  # Most are, and this runs in every call.
+        if name == "weight_scale":
             raise ValueError("a weight_scale")
         if isinstance(value, Stats):
             yield from (("max", value.max), ("sum", value.sum))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusion_attention.contract import Attr, Tensor
 
@@ -67,18 +68,20 @@ def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def masked(shape: tuple[int, ...], dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """Returns a mask for sample calls: the documented triangle if it has 2048 columns (compressed), else zeros."""
-    if shape[-1:] != (2048,):
+    """Returns a mask for sample calls: CANN's causal triangle if the shape is that of compressed masks, else zeros."""
+    if shape[-2:] not in ((2048, 2048), (3072, 2048)):
         return torch.zeros(shape, dtype=dtype)
     return triangle()[: shape[-2]].expand(shape).to(dtype, copy=True)
 
 
 @functools.cache
 def triangle() -> torch.Tensor:
-    """Returns the compressed mask of sparse mode 6, bool [3072, 2048]; that of other modes is its first 2048 rows."""
-    mask = torch.ones(3072, 2048, dtype=torch.bool).triu_(1)
-    mask[2048:, 1024:] = True
-    return mask
+    """Returns the mask of sparse mode 6 (prefix), bool [3072, 2048]; its first 2048 rows: that of causal modes."""
+    # The cached tensor must be real, also if the first call is made under a default device or fake tensors.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        mask = torch.ones(3072, 2048, dtype=torch.bool, device="cpu").triu_(1)
+        mask[2048:, 1024:] = True
+        return mask
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
