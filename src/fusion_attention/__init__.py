@@ -1,4 +1,4 @@
-"""fusion_attention: the fused attention operators of Huawei Ascend CANN, with the same results, on any machine.
+"""fusion_attention: attention operators of CANN (for Huawei's Ascend chips), with the same results, on any machine.
 
 Importing this package does not import torch; each name and submodule is loaded when it is first used.
 """

@@ -141,8 +141,8 @@ def _arguments(op: contract.Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _view(op: contract.Op, position: int, value: Any) -> torch.Tensor:
-    """Returns an acl.Tensor's torch tensor; raises Refusal if it was destroyed or is not row-major. position: of the
-    argument `value`."""
+    """Returns the torch tensor of the acl.Tensor `value`, the argument at `position`; raises Refusal if it was
+    destroyed or is not row-major."""
     if (
         type(value) is acl.Tensor
         and value.view is not None
@@ -155,8 +155,8 @@ def _view(op: contract.Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: contract.Op, position: int, view: torch.Tensor) -> Any:
-    """Returns the integers in a tensor argument as an int64 array; None if it is empty, which counts as absent. view:
-    the argument's tensor; position: its position."""
+    """Returns the integers in `view`, the tensor of the argument at `position`, as an int64 array; None if it is empty,
+    which counts as absent."""
     return contract.array_of(op, position, view if view.dim() else view.new_empty(0))
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin with the option --fake-npu, which pytest loads through an entry point of this library.
+"""A pytest plugin with the option --fake-npu, by which tests for Ascend's chips (torch_npu) run on this library.
 
 It imports nothing else of the library unless the option is given.
 """

@@ -1,7 +1,7 @@
-"""CANN's runtime in Python: memory, tensors, streams and executors for the two-phase operators of aclnn.py.
+"""CANN's runtime for Huawei's Ascend chips, emulated: memory, tensors, streams and planned operator calls (executors).
 
-Names and returns follow pyACL: functions return ret (CANN's error code, 0 for success) or (value, ret). Functions that
-only C has are named after it. Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND.
+Names and returns follow pyACL, Huawei's Python binding: functions return ret (error code, 0 for success) or (value,
+ret). Functions that only C has are named after it. Constants of CANN's enums are attributes, such as acl.ACL_FLOAT16.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def init(config_path: str | None = None, *, device: str | torch.device = "cpu", 
         backend: "auto", or a back end's name ("golden" for the reference).
 
     Returns:
-        ret: 0; 100002 if it is initialized, 207004 for a missing device, 100000 for an unknown back end.
+        ret: 0; 100002 if it already was initialized, 207004 for a missing device, 100000 for an unknown back end.
 
     Example:
         >>> init(), init(), finalize()

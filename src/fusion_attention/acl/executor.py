@@ -1,4 +1,4 @@
-"""aclOpExecutor: the planned call that phase 1 returns and phase 2 runs, once or (if made repeatable) many times."""
+"""aclOpExecutor of CANN: an operator call that phase 1 plans and phase 2 runs, once or (if made repeatable) often."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class Executor:
 
     Attributes:
         op: the operator's definition.
-        values: the arguments in the operator's order; options: the other arguments of phase 1.
+        values: the arguments in the operator's order; options: Options of the call (device, back end, ...).
         workspace_size: bytes of temporary memory that phase 2 needs.
         job: the computation on the current addresses of the tensors, which phase 2 runs.
         repeatable: True if phase 2 may run more than once. used: True after the first run. destroyed: True after end().
@@ -48,8 +48,8 @@ def _live(executor: Any) -> Executor:
 
 @coded
 def set_acl_op_executor_repeatable(executor: Executor) -> None:
-    """aclSetAclOpExecutorRepeatable: allows phase 2 to run any number of times with a planned call (executor), if it
-    has not run yet; returns an error code."""
+    """aclSetAclOpExecutorRepeatable: allows a planned operator call (executor) to run any number of times, if it has
+    not run yet; returns an error code (0: success)."""
     live = _live(executor)
     if live.used:
         raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")
@@ -58,13 +58,13 @@ def set_acl_op_executor_repeatable(executor: Executor) -> None:
 
 @coded
 def destroy_acl_op_executor(executor: Executor) -> None:
-    """aclDestroyAclOpExecutor: destroys a planned call (executor), as a repeatable one needs; returns an error code."""
+    """aclDestroyAclOpExecutor: destroys a planned operator call (executor); returns an error code (0: success)."""
     _live(executor).end()
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Makes a tensor of a planned call (executor) use the memory `data`, an address, torch tensor or storage; index:
-    its number among the operator's inputs (sides contains False) and outputs (sides contains True)."""
+    """Makes a tensor of a planned operator call (executor) use the memory `data`, an address, torch tensor or storage.
+    index: its number among the operator's inputs (sides (False,)), outputs ((True,)) or both ((False, True))."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")
@@ -86,29 +86,29 @@ def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, 
 
 @coded
 def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetInputTensorAddr: sets another address for an input of a repeatable planned call.
+    """aclSetInputTensorAddr: sets another address for an input tensor of a repeatable planned operator call.
 
     Args:
         executor: the planned call, made repeatable by set_acl_op_executor_repeatable().
         index: index among the operator's input tensors, absent ones included.
-        tensor: the tensor at this index in phase 1.
+        tensor: the tensor that was passed at this index when the call was planned.
         addr: an address from acl.rt.malloc, a torch tensor or a torch storage, large enough for the same view.
 
     Returns:
-        ret: 561103 for null, 161002 for a wrong index, tensor or memory.
+        ret: 0; 561103 for null, 161002 for a wrong index, tensor or memory.
     """
     _move(executor, index, tensor, addr, (False,))
 
 
 @coded
 def set_output_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetOutputTensorAddr: sets another address for an output of a repeatable planned call; `index` counts output
-    tensors. Other parameters and the result: as in set_input_tensor_addr()."""
+    """aclSetOutputTensorAddr: sets another address, torch tensor or storage (addr) for `tensor`, output number `index`
+    of a repeatable planned operator call (executor); returns an error code (0: success)."""
     _move(executor, index, tensor, addr, (True,))
 
 
 @coded
 def set_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetTensorAddr: sets another address for an input or output of a repeatable planned call; `index` counts
-    inputs, then outputs. Other parameters and the result: as in set_input_tensor_addr()."""
+    """aclSetTensorAddr: sets another address, torch tensor or storage (addr) for `tensor` of a repeatable planned
+    operator call (executor); `index` counts inputs, then outputs. Returns an error code (0: success)."""
     _move(executor, index, tensor, addr, (False, True))

@@ -41,7 +41,7 @@ class _Addressed:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True if the strided views `a` and `b` have an element in common; interleaved views may have none."""
+    """True if the strided views `a` and `b` share an element (interleaved views may not), or the search is too long."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
         return bool(np.shares_memory(first, second, max_work=_WORK))

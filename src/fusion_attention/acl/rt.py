@@ -1,7 +1,7 @@
-"""acl.rt: devices, contexts, streams and memory by pyACL's names and returns: (value, ret), or ret; 0 is success.
+"""acl.rt of pyACL (Huawei's runtime for Ascend chips), emulated: devices, contexts, streams and memory.
 
-Eight device ids share the device of acl.init(). Streams are synchronous. Addresses are ints; one outside all
-allocations is an error and is never accessed.
+Functions return (value, ret) or ret, an error code, 0 for success. Eight device ids share the device of acl.init().
+Streams are synchronous. Addresses are ints; one outside all allocations is an error and is never accessed.
 
     >>> from fusion_attention import acl
     >>> acl.init(), acl.rt.set_device(0)

@@ -1,4 +1,4 @@
-"""The process state of the two-phase interface (device, allocations, contexts, last error text), and its error codes.
+"""The state of the emulated CANN runtime (device, allocations, contexts, last error text), and its error codes.
 
 STATE is global because CANN's runtime is process-wide. Importing does not initialize it; acl.init() does.
 """
@@ -140,7 +140,7 @@ def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
 
 
 def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[T, int]]]:
-    """Returns a decorator; the decorated function returns (its value, 0), or (`nothing`, error code) if it raises
+    """Returns a decorator; the decorated function returns (the value, 0), or (`nothing`, error code) if it raises
     Refusal or acl.init() was not called."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, tuple[T, int]]:

@@ -191,12 +191,12 @@ class TensorList:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
-    """Returns the Memory record of a torch storage, without a copy; it keeps the storage alive."""
+    """Returns a Memory (record of an allocation) with a torch storage's bytes, not copied; keeps the storage alive."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
 
 
 def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
-    """Returns (allocation, index in it) of `data`, an address, tensor or storage; itemsize: bytes of an element."""
+    """Returns (allocation that contains `data`, an address, tensor or storage; index of its first element there)."""
     if isinstance(data, torch.Tensor):
         memory, start = _memory_of(data.untyped_storage()), data.storage_offset() * data.element_size()
     elif isinstance(data, torch.UntypedStorage):

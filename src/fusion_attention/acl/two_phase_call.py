@@ -1,4 +1,4 @@
-"""The state of a two-phase call between its phases (Layout, shared by calls of one signature; Job), and its checks."""
+"""State of CANN's operator calls between phase 1 (checks and plans) and phase 2 (computes), and checks of outputs."""
 
 import functools
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The computation that phase 2 of a planned call runs, any number of times, on the memory of its tensors."""
+    """The computation of a planned operator call, which may run any number of times, on the memory of its tensors."""
 
     layout: Layout
     call: Lowered
@@ -56,7 +56,7 @@ class Job:
     filled: Filled | None  # views of these tensors for the back end, if they stay valid between runs (Layout.keeps)
 
     def run(self) -> None:
-        """Computes the call, which writes its output tensors."""
+        """Computes the planned operator call, which writes its output tensors."""
         if self.layout.idle:
             return
         filled = self.filled or self.call.fill(self.outputs())
@@ -94,8 +94,8 @@ def _source(op: Op, p: Tensor) -> str:
 
 
 def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
-    """Returns the Job that computes a checked call on the memory of its tensors; call: the call in the form that back
-    ends compute; args: its arguments by parameter name."""
+    """Returns the Job that computes a checked call on the memory of its tensors. layout: properties of all calls of its
+    shapes; call: its form that back ends compute; args: its arguments by parameter name."""
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
@@ -105,8 +105,9 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of a validated call (bound) and plans it; returns the Layout of all calls with these shapes,
-    dtypes and lengths. call: its form that back ends compute; args: its arguments by parameter name."""
+    """Checks the outputs of a validated operator call (bound) and plans its computation; returns the Layout of all
+    calls of equal shapes, dtypes and lengths: written outputs, execution plan, bytes of workspace. call: the form of
+    the call that back ends compute; args: its arguments by parameter name."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown

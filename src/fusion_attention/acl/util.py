@@ -1,4 +1,4 @@
-"""acl.util: conversion between host data and addresses, with pyACL's names. An address keeps its data alive."""
+"""acl.util of pyACL, CANN's Python binding: conversion between host data and addresses, which keep their data alive."""
 
 import numpy as np
 

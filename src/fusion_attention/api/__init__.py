@@ -1,1 +1,1 @@
-"""The public functions of this library, which the package exports, and the cache of decode_attention()."""
+"""The library's public attention functions (attention(), decode_attention(), ...) and its paged KV cache."""

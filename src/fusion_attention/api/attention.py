@@ -104,7 +104,8 @@ def attention(
         q_rope, k_rope: rope elements [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
         band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all keys.
-        sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
+        sparse_mode: CANN's number of a mask, in place of a band: 0, 4: a window; 1: all keys; 2, 3, 7, 8: causal.
+        pre_tokens, next_tokens: visible tokens before (modes 0, 4) and behind (0, 4, 7, 8) the diagonal.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
         bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf removes a key, even one
             whose v is NaN.

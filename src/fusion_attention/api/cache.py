@@ -17,7 +17,7 @@ _LARGEST = {"int8": 127.0, "int4": 7.0}
 
 
 class CacheFullError(RuntimeError):
-    """An error: the cache has too few free pages; nothing was stored."""
+    """Error of PagedKVCache: it has too few free pages for the appended tokens; nothing was stored."""
 
 
 class PagedKVCache:
@@ -109,7 +109,6 @@ class PagedKVCache:
         self._next = 0
 
     def __repr__(self) -> str:
-        """Returns heads, elements per head, storage format, and the number of pages and sequences in use."""
         dims = f"{self.heads} x {self.dim}" + ("" if self.dim_v == self.dim else f" (values {self.dim_v})")
         stored = self.stored or str(self.dtype).removeprefix("torch.")
         pages, count = len(self._shared), len(self._sequences)
@@ -230,7 +229,7 @@ class PagedKVCache:
         return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in selected]
 
     def _local_pages(self, sequences: Sequence[int]) -> list[list[int]]:
-        """Returns for each sequence the indices of its pages in this process's pool."""
+        """Returns for each sequence the page indices, in this process's pool, of its pages that are stored there."""
         if self._ranks == 1:
             return [self._of(s)[0] for s in sequences]
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]

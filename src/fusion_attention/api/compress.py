@@ -1,4 +1,4 @@
-"""The public function compress(), which pools windows of rows to compressed keys, and its state for decoding."""
+"""The public function compress(), which pools windows of rows to one row each, and its state for decoding."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 class CompressionState:
-    """State of compress() between calls: the rows of each sequence whose window is not complete yet.
+    """State of compress(), which pools windows of `ratio` rows, between calls: the rows of incomplete windows.
 
     Attributes:
         tokens: number of rows of each sequence in all calls so far.
@@ -55,7 +55,7 @@ class CompressionState:
         return result
 
     def _check(self, args: dict[str, Any]) -> None:
-        """Raises ContractError if earlier compress() calls had other windows, or rows of other shapes, than `args`."""
+        """Raises ContractError if `args` (compress()'s) are packed, or windows or rows differ from before."""
         windows = args["ratio"], args["overlap"]
         if args["layout"] != "BSND" or args["kv_len"] is not None:
             expected = "None for packed rows or with kv_len"
@@ -136,7 +136,8 @@ def compress(
 
 
 def computed_arguments(layout: Any, kv_len: Any, ratio: Any) -> dict[str, Any]:
-    """Returns the arguments of the definition that compress() computes from its own."""
+    """Returns the arguments of pooling that compress() computes from its own: {"before": False} (no earlier window),
+    and for packed rows (layout "TND") "windows", the number of complete windows of all sequences."""
     return {"before": False} | ({"windows": _windows(kv_len, ratio)} if layout == "TND" else {})
 
 

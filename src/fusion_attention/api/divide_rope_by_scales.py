@@ -1,4 +1,4 @@
-"""divided_rope(), which prepares the rope elements of an int8 query over int8 latents."""
+"""divided_rope(), which divides a query's rope elements by scales, for attention with int8 queries and keys."""
 
 import torch
 

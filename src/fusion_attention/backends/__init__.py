@@ -1,7 +1,7 @@
-"""The protocol of back ends and their selection; back ends compute operations of the intermediate representation.
+"""The interface of back ends (cpu: C++, triton: GPUs, golden: the float64 reference), and their selection.
 
-Each back end is a module that reports the problems which it cannot compute. Back ends never import one another; load()
-imports the selected one.
+Each back end is a module that computes attention operations, and reports the problems (sizes, dtypes, masks, ...) that
+it cannot compute. Back ends never import one another; load() imports the selected one.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,17 +47,17 @@ class Backend(Protocol):
     NAME: str
 
     def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
-        """Returns a sentence for each property of the problem that an operation does not support on the device; [] if
-        it supports all. op_kind: the operation's name; "": any operation."""
+        """Returns a sentence for each property of a problem (heads, dims, dtypes, mask, ...) that an operation does not
+        support on the device; [] if it supports all. op_kind: the operation, such as "attention_forward"; "": any."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
-        """Returns the division of an operation's work into tiles for the lengths in `extents`, which every run of the
-        operation receives; None if the back end needs none."""
+        """Returns the division of an operation's work into tiles for the sequence lengths and bands in `extents`, which
+        each run receives; None if the back end needs none. op_kind: the operation, such as "attention_forward"."""
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """Returns a schedule for other key lengths (`extents`) of these sequences: `schedule`, updated, or a new
+        """Returns a schedule for other key lengths (`extents`) of the same sequences: `schedule`, updated, or a new
         one."""
         ...
 
@@ -82,44 +82,44 @@ class Backend(Protocol):
 
     @property
     def attention_forward(self) -> Callable[[Problem, Extents, Any, Operands], None]:
-        """The operation that writes operands.out and operands.stats (the softmax's max and sum) for every query row."""
+        """The function that computes attention: writes operands.out and the softmax's max and sum (operands.stats)."""
         ...
 
     @property
     def attention_backward(self) -> Callable[[Problem, Extents, Any, Operands, Grads], None]:
-        """The operation that writes all gradients from the saved out, and max and sum of the softmax; dbias is written
-        if grads.owns_dbias, else the sums are added to it."""
+        """The function that writes all gradients of attention from grads.dout and the saved out, max and sum of the
+        softmax; dbias is written if grads.owns_dbias, else the sums are added to it."""
         ...
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """The operation that writes, for every row of every sequence, the indices of the top_k keys, and their scores
-        (values) if problem.has_values."""
+        """The function that scores keys (sum_h w_h * max(0, q_h . k)), and writes for each query row the indices of the
+        top_k visible keys, and their scores if problem.has_values."""
         ...
 
     @property
     def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
-        """The operation that writes an indexer's dq, dk and dweights from dvalues, gradients of selected scores."""
+        """The function that writes the indexer's dq, dk and dweights from dvalues, gradients of the selected scores."""
         ...
 
     @property
     def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """The operation that writes max and sum of a softmax of the indexer's scores over each row's visible keys."""
+        """The function that writes max and sum of a softmax of the indexer's scores over each row's visible keys."""
         ...
 
     @property
     def indexer_loss(self) -> Callable[[IndexerLossProblem, Extents, Any, IndexerLossOperands, IndexerGrads], None]:
-        """The operation that writes the indexer's loss, summed over all rows, and its gradients dq, dk and dweights."""
+        """The function that writes the indexer's KL divergence from attention, over all rows, and its gradients."""
         ...
 
     @property
     def pooling(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands], None]:
-        """The operation that writes operands.out: for every window of rows, their sum weighted by a softmax."""
+        """The function that writes operands.out: for every window of rows, their sum weighted by a softmax of gates."""
         ...
 
     @property
     def pooling_backward(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands, PoolingGrads], None]:
-        """The operation that writes the gradients of all rows and gates (softmax logits), and of the bias if wanted."""
+        """The function that writes the gradients of all rows and gates (softmax logits), and of the bias if wanted."""
         ...
 
 
@@ -146,8 +146,8 @@ def load(name: str) -> Backend:
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
-    """Returns the back end's name for an operation ("": for all): the requested one, or for "auto" the first of triton
-    (on CUDA) and cpu that computes it.
+    """Returns the name of a back end that computes a problem's operation ("": all) on a device: the requested one, or
+    for "auto" the first of triton (on CUDA) and cpu that does.
 
     Raises:
         ValueError: an unknown name.
@@ -174,7 +174,7 @@ def _check_name(backend: str) -> None:
 
 
 def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Returns the reasons why the back end `name` does not compute a problem's operation ("": all) on a device."""
+    """Returns reasons why back end `name` cannot compute op_kind ("": all operations) of a problem; [] if it can."""
     try:
         module = load(name)
     except ImportError as error:
@@ -186,7 +186,7 @@ def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: st
 def use_backend(name: str) -> Iterator[None]:
     """Selects the back end for calls without an argument `backend`, in a block or in a decorated function.
 
-    It applies to this thread (and asyncio task), and to all interfaces except the two-phase one, whose back end
+    It applies to this thread (and asyncio task), and to all interfaces except CANN's two-phase one, whose back end
     acl.init() selects. A graph that torch.compile or torch.export traces in the block stores this back end. A graph
     that was traced elsewhere uses it when it runs in the block.
 

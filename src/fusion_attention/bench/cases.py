@@ -1,6 +1,6 @@
-"""The cases of `fusion-attention bench`: common attention calls, and the same calls by peers on this machine.
+"""The benchmarks of `fusion-attention bench`: common attention calls, and the same calls by other libraries (peers).
 
-They take a minute; the repository's `benchmarks` have more cases.
+They take a minute; the repository's folder `benchmarks` has more.
 """
 
 import importlib
@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def peers(device: torch.device) -> dict[str, str]:
-    """Returns for each library that is compared its version, or the reason why it is not timed on this device."""
+    """Returns {library to compare with: its version, or the reason why it is not timed on this device}."""
     results = {"torch SDPA": str(torch.__version__)}
     results["FlashAttention (flash_attn)"] = _flash_attn(device) or (
         "not installed" if device.type == "cuda" else "computes only on GPUs"
@@ -45,7 +45,7 @@ def _flash_attn(device: torch.device) -> str:
 
 
 def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields benchmarks of a dense attention forward, all keys and causal, against another library (the peer)."""
+    """Yields benchmarks of dense attention (all keys; causal), forward, against other libraries; quick: small sizes."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = _rows(dtype, device, (HEADS, HEADS), size)
@@ -59,7 +59,7 @@ def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def training(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields benchmarks of a causal attention forward and backward, as in training, against another library."""
+    """Yields benchmarks of causal attention, forward and backward, against torch's SDPA; quick: small sizes."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
@@ -71,7 +71,7 @@ def training(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields benchmarks of a forward with a sliding window, which the other library computes with a mask."""
+    """Yields a benchmark of a forward with a sliding window against torch's SDPA with a mask; quick: small sizes."""
     size, left = (512, 63) if quick else (2048, 255)
     q, k, v = _rows(torch.bfloat16, device, (HEADS, HEADS), size)
     row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
@@ -85,7 +85,7 @@ def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields benchmarks of a forward over sequences of many lengths, packed, and padded for another library."""
+    """Yields benchmarks of a forward over packed sequences against SDPA over padded ones; quick: fewer sequences."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12] * (1 if quick else 4)
     total, longest, count = sum(lengths), max(lengths), len(lengths)
     flops = sum(4 * HEADS * n * n * DIM for n in lengths)
@@ -104,7 +104,7 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Yields benchmarks of decoding one token per sequence over its KV cache, with eight query heads per key head."""
+    """Yields benchmarks of decoding one token per sequence, 8 query heads per key head, against SDPA; quick: small."""
     items, tokens, heads = (4, 512, 2) if quick else (16, 2048, 4)
     for label in ("bf16", "fp32"):
         generator = torch.Generator().manual_seed(0)
@@ -155,8 +155,8 @@ def _dense_peers(
 def _pair(
     group: str, name: str, peer: str, ours: Call, peer_call: Call, flops: int, device: torch.device, label: str
 ) -> Pair:
-    """Returns the benchmark of `ours` against `peer_call`; on a GPU both wait for the result, and no peak rate is
-    compared. flops: operations of `ours`; label: dtype."""
+    """Returns the benchmark of `ours` against `peer_call`, functions without arguments; on a GPU both wait for the
+    result, and no peak rate is compared. group, name, peer: its titles; flops: operations of `ours`; label: dtype."""
     if device.type == "cuda":
         ours, peer_call = _finished(ours), _finished(peer_call)
         return Pair(group, name, peer, ours, peer_call, flops)

@@ -20,7 +20,7 @@ class FiguresError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one benchmark (a row of the table) between two runs."""
+    """The change of one benchmark between two runs: this library's times, and ratios to another library's times."""
 
     # group, name, peer_name: the benchmark's group, its name, and the compared library (peer).
     group: str
@@ -38,7 +38,7 @@ class Change:
 
 
 class Row(NamedTuple):
-    """The figures of one benchmark in one run."""
+    """The figures of one benchmark in one run: milliseconds of two libraries, the ratio of times and its range."""
 
     # ours, peer: milliseconds of this library and of the compared library (peer).
     ours: float

@@ -1,4 +1,4 @@
-"""draw(): writes the ratios of a run as a bar chart, with a line at equal speed."""
+"""draw(): writes a benchmark run's ratios, peer's time / this library's, as a bar chart with a line at equal speed."""
 
 from pathlib import Path
 

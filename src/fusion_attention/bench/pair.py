@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Timing:
-    """The measured figures of a Pair, two timed functions."""
+    """The measured figures of two timed functions (a Pair): median milliseconds, ratio, GFLOP/s, and the goals."""
 
     # group, name, peer_name, goal, share_goal: those of the Pair.
     group: str

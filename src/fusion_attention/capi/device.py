@@ -1,4 +1,4 @@
-"""Device memory for the C library libascendcl, allocated by torch and addressed by numbers.
+"""Device memory for the C library libascendcl (CANN's runtime API), allocated by torch and addressed by numbers.
 
 Arguments and results are numbers, failures are exceptions. The C library validates addresses before it calls.
 """
@@ -28,7 +28,7 @@ class DeviceMemory:
         self._state = State()
 
     def allocate(self, size: int) -> int:
-        """Allocates bytes and returns their address."""
+        """Allocates `size` bytes and returns their address."""
         return self._state.add(Memory(torch.empty(size, dtype=torch.uint8, device=self._device), host=False))
 
     def release(self, address: int) -> int:
@@ -57,7 +57,7 @@ class DeviceMemory:
         return 0
 
     def total(self) -> int:
-        """Returns the device's memory in bytes."""
+        """Returns the size of the device's memory in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return of_machine()[1]

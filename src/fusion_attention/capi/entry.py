@@ -1,8 +1,8 @@
-"""Both phases of any operator for the C library libopapi, on the memory of a C program.
+"""Operator calls of the C library libopapi: plan() checks a call (phase 1 of CANN's interface), run() computes it.
 
 There is one argument per parameter: None, an int, a float, a bool or a str; a DLPack capsule for a tensor, or (capsule
 or None, data type, format) for a tensor that DLPack cannot describe; a list of these; bytes for int64 values. The C
-library validates handles, memory and the state of executors before it calls.
+library validates handles, memory and the state of planned calls before it calls.
 """
 
 import functools
@@ -27,8 +27,8 @@ _MEMORY = Memory(torch.zeros(0, dtype=torch.uint8), host=False)
 
 
 def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple[int, int | str, acl.Executor | None]:
-    """Plans an operator call (phase 1 of CANN's interface), for the C library; returns (0, workspace size in bytes,
-    planned call for run()) or (error code, text, None). name: the operator, such as "aclnnFlashAttentionScore"."""
+    """Checks and prepares an operator call (phase 1 of CANN's interface); returns (0, bytes of temporary memory, call
+    for run()) or (error code, text, None). name: e.g. "aclnnFlashAttentionScore"; values: numbers, DLPack capsules."""
     op = aclnn.OPERATORS[name]
     try:
         executor = aclnn.planned(op, tuple([_READ.get(type(v), _tensor)(v) for v in values]), _options(device, backend))
@@ -38,8 +38,8 @@ def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple
 
 
 def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tuple[int, str, None] | None:
-    """Computes a planned call (phase 2 of CANN's interface), for the C library; returns None, or (error code, text,
-    None) if nothing was written. moves: (position of the argument, index in its list, tensor) of moved tensors."""
+    """Computes a call prepared by plan() (phase 2 of CANN's interface); returns None, or (error code, text, None) if
+    nothing was written. moves: (argument's position, index in its list, DLPack capsule) of moved tensors."""
     try:
         for position, member, tensor in moves:
             moved = _READ.get(type(tensor), _tensor)(tensor)

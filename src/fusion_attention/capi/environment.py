@@ -1,4 +1,4 @@
-"""Paths and flags of the C API for compilers, CMake and pkg-config. Imports nothing heavy, as build systems ask often.
+"""Paths and flags of the C API for compilers, CMake and pkg-config; imports no large modules, so it answers quickly.
 
 The folders have the names of CANN's (include, lib64), so a build that uses CANN's path can use this one.
 """

@@ -79,8 +79,8 @@ class capture(Counted):
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Replaces the functions whose calls are saved, through `changes`, when this capture's first block is
-        entered."""
+        """Replaces the functions whose calls are saved, at the entry of this capture's first block; changes: undoes
+        it."""
         self.path.mkdir(parents=True, exist_ok=True)
         same_folder = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
         # Numbers have at most twelve digits.
@@ -120,8 +120,8 @@ class capture(Counted):
         self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str,
         forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Writes an operator call to a file, completely or not at all; arguments: as for record(). forward_tensors: for
-        a backward, the forward's results and their gradients, by name with a prefix."""
+        """Writes a call of `op` to a file, completely or not at all. args, outputs: arguments, results by name; seed:
+        of dropout; forward_tensors: for a backward, results of the forward and their gradients, by prefixed name."""
         inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -156,7 +156,7 @@ class capture(Counted):
         self._save(f"{op.name}-backward" if forward_tensors else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-        """Writes tensors and string metadata to a safetensors file of the next number, reserved by a .part file."""
+        """Writes tensors and metadata to the next NUMBER-`name`.safetensors; a .part file reserves the number."""
         from safetensors.torch import save_file  # only writing needs this package
 
         while True:

@@ -1,4 +1,4 @@
-"""Gradients in saved calls: watch() observes autograd to save backwards, backward_of() lowers a backward from its file.
+"""Gradients in saved calls: watch() observes autograd to save backwards, backward_of() makes the backward of a call.
 
 A backward's file contains the arguments of its forward, the forward's results (names with `saved.`), their gradients
 (`upstream.`), and as outputs the gradients of the inputs.
@@ -56,15 +56,15 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
 
 
 def complete_call(op: Op, bound: Any, seed: int, offset: Any) -> Any:
-    """Returns a checked call (bound) as back ends compute it, with all optional results; seed, offset: of dropout."""
+    """Returns the validated call `bound` as back ends compute it, with all results; seed, offset: of dropout."""
     assert op.lower is not None
     call = op.lower(bound, **({"seed": seed, "offset": int(offset or 0)} if "keep_prob" in op.by_name else {}))
     return call.complete() if op.trains else call
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """Returns the backward of the forward `call`, both as back ends compute them; None if there is no derivative.
-    saved: the forward's results by name; upstream: their gradients by name."""
+    """Returns the backward of the forward `call`, both translated for back ends; None if there is no derivative. saved:
+    the forward's results by name; upstream: their gradients by name."""
     try:
         backward: Lowered = call.backward(saved, upstream)
     except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not saved

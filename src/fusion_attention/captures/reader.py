@@ -179,8 +179,8 @@ def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
 
 
 def _attribute(name: str, p: Param, value: Any) -> Any:
-    """Returns `value`, read from JSON, as the parameter p's value: a number or string, or a Band from its fields;
-    raises _Fault for others. name: for the error."""
+    """Returns `value`, read from JSON, as the value of parameter p: a number or string, or a Band (interval of visible
+    keys around a row) from its fields; raises _Fault for others. name: for the error."""
     assert isinstance(p, Attr)
     if p.type is not Band:
         if type(value) not in (bool, int, float, str):

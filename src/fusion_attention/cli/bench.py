@@ -118,7 +118,7 @@ def _timings(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns versions, number of threads, processor and its peak rates, by name, for the file of figures."""
+    """Returns versions, number of threads, processor and its peak rates, by name, for a benchmark's JSON file."""
     import torch
 
     from fusion_attention import __version__

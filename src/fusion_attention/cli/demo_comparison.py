@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def differences(self) -> Tensor:
-        """Largest absolute difference of each embedding, [sentences]; inf if one is not finite."""
+        """Largest absolute difference of each sentence's two embeddings, [sentences]; inf if one is not finite."""
         return (self.padded - self.packed).abs().amax(dim=-1).nan_to_num(nan=math.inf)
 
 
@@ -105,10 +105,9 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, advance: Advance
 ) -> Comparison:
-    """Embeds the sentences by both encoders, padded and packed, then times both in turn, settings.runs times.
-
-    tokens: ids of each sentence. attention: computes packed attention. advance: called with the sentences done.
-    """
+    """Embeds the sentences by both encoders, padded and packed, then times both in turn, settings.runs times; returns
+    the embeddings and the median seconds. tokens: ids of each sentence. attention: computes packed attention. advance:
+    called with the number of sentences done."""
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     encoded = 0
 
@@ -140,13 +139,13 @@ def cosines(embeddings: Tensor) -> Tensor:
 
 def neighbours(similarity: Tensor) -> Tensor:
     """Returns the numbers of the up to three most similar other sentences of each sentence, int64 [sentences, up to 3],
-    nearest first; similarity: the result of cosines()."""
+    nearest first; similarity: cosines [sentences, sentences], -inf on the diagonal."""
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """Returns bool [sentences]: true if the nearest sentences are the same, in the same order, by both similarity
-    matrices, results of cosines() for the padded and the packed encoder."""
+    """Returns bool [sentences]: true if the nearest sentences are the same, in the same order, by both matrices of
+    cosines [sentences, sentences], of embeddings by the padded and the packed encoder."""
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
@@ -197,8 +196,8 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """Returns a table of a few sentences with their nearest ones, and the similarities by both encoders. padded,
-    packed: cosines() of each encoder; agree: result of rankings_agree(); seed: selects the sentences."""
+    """Returns a table of a few sentences, selected by `seed`, with their nearest ones and similarities. padded, packed:
+    cosines [sentences, sentences] by each encoder; agree: bool [sentences], true where both rankings are equal."""
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)

@@ -132,7 +132,7 @@ def encode_padded(
     encoder: Encoder, tokens: Tokens, batches: Sequence[Sequence[int]], progress: Progress | None = None
 ) -> Tensor:
     """Returns sentence embeddings, float32 [sentences, width], by transformers' BertModel over padded batches: mean
-    over tokens, scaled to unit length. batches: sentence numbers of each batch."""
+    over tokens, scaled to unit length. tokens: ids of each sentence; batches: sentence numbers of each batch."""
     result = torch.empty(len(tokens), encoder.width)
     pad = encoder.tokenizer.pad_token_id
     for batch in batches:
@@ -151,8 +151,8 @@ def encode_padded(
 def encode_packed(
     encoder: Encoder, tokens: Tokens, budget: int, attention: Attention, progress: Progress | None = None
 ) -> Tensor:
-    """Returns sentence embeddings, float32 [sentences, width], over packed batches [T, H] of at most `budget` tokens (a
-    longer sentence is a batch alone). The model's modules compute everything except attention."""
+    """Returns sentence embeddings, float32 [sentences, width], over packed batches of at most `budget` tokens (longer
+    sentences: alone); `attention` computes attention, the model all else. tokens: ids of each sentence."""
     result = torch.empty(len(tokens), encoder.width)
     for batch in packed_batches([len(ids) for ids in tokens], budget):
         lengths = [len(tokens[i]) for i in batch]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of an operator call in an example program of the documentation."""
+    """The arguments of an operator call in an example program of the documentation, as Python text, and its setup."""
 
     setup: tuple[str, ...]  # lines of the program that make the tensors
     # Python text of each argument, by the definition's parameter names; unknown names are ignored.
@@ -27,7 +27,7 @@ class Call:
 
 
 def named(*names: str) -> dict[str, str]:
-    """Returns {name: name}, values for a Call whose variables have the names of the parameters."""
+    """Returns {name: name}, example arguments (Call.values) whose variables have the names of the parameters."""
     return {name: name for name in names}
 
 

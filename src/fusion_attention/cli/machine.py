@@ -32,7 +32,7 @@ _RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\
 
 @dataclass(frozen=True)
 class Release:
-    """The release of a package."""
+    """A package with its installed release, the range of tested releases, and the comparison of both."""
 
     name: str  # the package
     installed: str  # the installed release; "" if there is none

@@ -1,4 +1,4 @@
-"""`fusion-attention mask`: draws the visible keys of a sparse mode or Band as text, JSON, SVG, PNG or a web page."""
+"""`fusion-attention mask`: draws the keys that a sparse_mode or Band shows, as text, JSON, SVG, PNG or a web page."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def _setting(given: dict[str, Any]) -> Setting:
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
-    """Returns a copy of `s` with the edges of the Band in the options `given`: text of a constructor call such as
-    window(3, 0), parsed and not executed."""
+    """Returns a copy of the mask setting `s` with the edges of the Band in given["mode"], text of a constructor call
+    such as window(3, 0), parsed and not executed. given: the command's options by name."""
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 

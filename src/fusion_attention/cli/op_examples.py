@@ -288,7 +288,7 @@ def installed(op: Op) -> str:
 
 def _two_phase(op: Op, call: Call) -> str:
     """Returns the text of an example program that calls an operator by CANN's two-phase interface:
-    aclnnXxxGetWorkspaceSize plans, aclnnXxx computes."""
+    aclnnXxxGetWorkspaceSize() checks and prepares the call, aclnnXxx() computes it."""
     from fusion_attention.captures.gradients import gradient_name
     from fusion_attention.contract import Attr, Tensor
 

@@ -41,7 +41,7 @@ GROUPS = {
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns {group title: operator names} in the order of the documentation's index; those without one are last."""
+    """Returns {group title: operator names} in the order of the documentation's index; "Others" is the last group."""
     results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
         results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)

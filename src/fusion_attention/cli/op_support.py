@@ -14,7 +14,7 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Returns the sentences why the back end `name` does not compute a problem, without those about this machine."""
+    """Returns reasons why the back end `name` computes no call of the sizes and options `problem` on any machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -46,12 +46,14 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: s
 
 
 def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
-    """Returns lowered(), the sample call with these settings, on torch's device meta for "triton", else on the CPU."""
+    """Returns the sample call of `op` with these settings as `backend` computes it; None if illegal. Tensors are on
+    torch's device meta for "triton", else on the CPU."""
     return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """Returns (dtype, {back end or "chip": layouts that it computes}) for each dtype of an operator's first tensor."""
+    """Returns (dtype, {back end or CHIP: "yes" or names of the layouts that it computes}) for each dtype of an
+    operator's first tensor; CHIP stands for the chip's limits."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():

@@ -32,7 +32,7 @@ class Backend(str, Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """The result of replaying one saved call."""
+    """The result of computing one saved call again: file, operator, sizes, verdict, largest difference, time."""
 
     file: str  # the file of the saved call
     operator: str  # the operator's name; "" for an unreadable file
@@ -130,7 +130,7 @@ def calls(
 
 
 def summary(results: list[Call]) -> dict[str, Any]:
-    """Returns the number of calls by verdict, and their total time, from results of calls()."""
+    """Returns {verdict: number of replayed calls with it, "milliseconds": total time of all calls}."""
     counts = {verdict: sum(call.verdict == verdict for call in results) for verdict in _STYLES}
     return {**counts, "milliseconds": sum(call.milliseconds for call in results)}
 

@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step: its time, and the text of its error ("" if the results are right)."""
+    """The outcome of one comparison of the self test: its time, and the error's text ("": the results are right)."""
 
     name: str
     backend: str

@@ -1,6 +1,6 @@
-"""bind(): validation of a call against its operator's definition, in stages.
+"""bind(): checks a call against its operator's definition, in stages (presence, dtypes, ranks, ..., lengths, rules).
 
-An error lists all failures of the first stage that fails. The results for legal signatures are cached.
+An error lists all failures of the first stage that fails. Results are cached by shapes, strides, dtypes and attributes.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 
 def _with_reader(op: Op) -> Reader:
-    """Stores the native reader of signatures in `op` at the operator's first call, since it loads the native core."""
+    """Makes the function that computes signatures of calls of `op`, at the first one; stores it in `op`; returns it."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result
@@ -208,7 +208,7 @@ def _anew(
     """Validates a call whose signature (shapes, strides, dtypes, attributes) is not cached, or whose arrays of lengths
     differ from those of the last call; returns (the valid call, the cached validation).
 
-    key: the signature's key; signature: its cached validation, or None; strict, reads, memory: as in bind().
+    signature: its cached validation, or None; strict: the chip's limits are errors; reads: check tensor data too.
     """
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
@@ -244,7 +244,8 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules that depend on the values in tensors, in a call whose signature was validated before."""
+    """Checks the rules that depend on the values in tensors, in a call `bound` whose signature (shapes, dtypes,
+    options) was validated before; raises ContractError if one is violated."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -257,7 +258,7 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """Validates a call again after 0-dim tensors were replaced by numbers, or empty tensors by None."""
+    """Validates a call again, with 0-dim tensors replaced by numbers, or empty ones by None; options: as in bind()."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
@@ -271,7 +272,7 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """Checks the rules that do not depend on lengths; returns a signature's cached validation for _settle()."""
+    """Checks a call but its lengths; returns the validation to cache. given: arguments in the definition's order."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.applicable_rules if r.level in levels]
     if strict:
@@ -288,7 +289,8 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """Checks the rules that depend on lengths (values of arrays); stores and returns the signature's validation."""
+    """Checks the rules on lengths (values of arrays); stores and returns the signature's validation. given: arguments
+    in order; content: the arrays' bytes; reads: check rules on tensor data too."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
     ask(op, [r for r in signature.rules if r.stage == "lengths"], names)
@@ -310,7 +312,7 @@ def _settle(
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
     """Returns the rules whose outcome can change between calls with the same shapes, strides, dtypes and attributes:
-    they depend on values in tensors, or on a name in `changing` (arrays, and values derived from them)."""
+    they depend on values in tensors, or on a name in `changing` (arrays, derived values); names: all values."""
     within = scope(names, op.functions)
 
     def touched(text: str) -> bool:

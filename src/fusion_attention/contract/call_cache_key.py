@@ -39,7 +39,7 @@ def reader(op: Op) -> Reader:
 
 
 def python_reader(op: Op) -> Reader:
-    """Returns the function of reader() in Python, for machines that cannot load the native core."""
+    """Returns a Python function that computes the signatures of an operator's calls, if there is no native core."""
 
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]

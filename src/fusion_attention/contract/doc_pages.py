@@ -130,7 +130,7 @@ def versions(records: Iterable[Op]) -> str:
 
 
 def _versions(ops: list[Op]) -> list[str]:
-    """Returns a Markdown table: a row per parameter and layout, a column for each of an operator's versions."""
+    """Returns lines of a Markdown table: a row per parameter and layout, a column for each version of an operator."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]

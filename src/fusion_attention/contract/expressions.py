@@ -64,7 +64,7 @@ def _sum(values: Any) -> Any:
 
 
 def evaluate(text: str, within: dict[str, Any]) -> Any:
-    """Returns the value of an expression in `within`, a namespace that scope() made."""
+    """Returns the value of a Python expression; within: its namespace, which scope() makes."""
     return eval(parse(text).code, within)
 
 

@@ -44,8 +44,8 @@ class Failure:
     Attributes:
         op, param: names of the operator and of the parameter; cann: CANN's name of the parameter, or "".
         expected, got, advice: texts: the expected value, the actual value, and the reason or the fix.
-        code: the code that the two-phase interface returns.
-        rule: the violated rule; None if a stage without rules fails.
+        code: the error code that CANN's two-phase (aclnn) interface returns.
+        rule: the violated rule; None if a check without a rule fails, such as that of dtypes.
     """
 
     op: str
@@ -312,15 +312,15 @@ class Op:
         rules: conditions of legal calls; those about a parameter or layout that the definition lacks are ignored.
         layouts: the layout strings; sample calls have the first.
         layout_attr: the attribute that selects the layout.
-        neutral: values by canonical name, for names that rules and lowering use but the definition lacks.
+        neutral: values by canonical name, for names that rules and `lower` use but the definition lacks.
         blank_is_absent: True if an optional tensor without dimensions or elements counts as absent.
         derive: a function from a call's values to further values (lengths per sequence), called when arrays change.
         functions: functions that rules may call.
-        lower: a function from a checked call (and seed and offset, if it has dropout) to its ir.call.Lowered.
-        results: names of all results that its Lowered may have.
+        lower: a function from a checked call (and seed and offset, if it has dropout) to the call for back ends.
+        results: names of all results that the call for back ends may have.
         fresh: a function from arguments by name, whose sizes may be symbolic, to memory for the results.
-        trains: for each differentiable result, the inputs with a gradient; lower then returns a Differentiable.
-        repeats: True if calls that differ only in memory are prepared once; lower then returns a Repeatable.
+        trains: for each differentiable result, the inputs with a gradient; lower then returns a Differentiable call.
+        repeats: True if calls that differ only in memory are prepared once; lower then returns a Repeatable call.
         sizes: axis sizes of sample calls. samples: further settings of sample calls per layout.
         c: spellings of CANN's C declaration, for operators of the two-phase interface; errors show them.
         keywords: name of the first keyword-only parameter of the operator's function; "": none.
@@ -452,7 +452,7 @@ class Op:
 
     @property
     def page(self) -> str:
-        """The documentation that the operator definition follows."""
+        """The documentation that the definition follows, with the operator's name, or "this library"."""
         return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:

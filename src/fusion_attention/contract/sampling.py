@@ -78,7 +78,7 @@ def sample(op: record.Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: record.Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Returns {axis word: size} of the sizes that follow from lengths in `settings`, or else in the default sample."""
+    """Returns sizes {axis word: size} that follow from arrays of lengths in `settings` or else in the sample call."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, record.Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}

@@ -181,7 +181,8 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Returns " as in NAMES" with the parameters, except `param`, that determined the size of an axis word, or ""."""
+    """Returns " as in NAMES" with the parameters, except `param`, that determined the size of an axis word such as
+    "B*S1", or ""; origin: {factor of an axis word: parameter that determined its size}."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 

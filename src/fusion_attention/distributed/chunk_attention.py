@@ -43,7 +43,7 @@ class Chunks:
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
-        """Makes chunks that lie one after the other in tensors [1, tokens, heads, dim]."""
+        """Makes chunks, int64 fields of this class, that lie one after the other in tensors [1, tokens, heads, dim]."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
@@ -120,7 +120,7 @@ class Keys:
 @dataclass(eq=False)
 class Gradients:
     """Gradients in the shapes of their inputs, or None; float32 where several are added later. dbias has the bias's
-    dtype if FullCall.owns_bias, else float32."""
+    dtype if each of its elements belongs to one (row, key) pair of the unsharded call, else float32."""
 
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -208,9 +208,10 @@ def backward(
     partial: bool = False,
     dbias: bool = False,
 ) -> Gradients:
-    """Computes the gradients of forward() but that of the sink, summed over pairs of chunks; zeros for tokens without a
-    pair. partial: gradients of rows and keys are float32, as they must be if rows or keys are in several pairs. dbias:
-    True in every call of a backward with a bias gradient, because it changes the bits of other gradients."""
+    """Computes the gradients, but not the sink's, of attention of chunks of rows over chunks of keys from `saved`
+    (dout, out, statistics), summed over the pairs `met` (None: all in which a row sees a key); zeros for tokens without
+    a pair. partial: they are float32, as they must be if rows or keys are in several pairs. dbias: True in every call
+    of a backward with a bias gradient, because it changes the bits of other gradients."""
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)
     if not partial and (met.row_layer.any() or met.key_layer.any()):
@@ -347,7 +348,8 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """Returns a strided view of a bias or mask with one block for each pair of chunks; size-1 axes broadcast."""
+    """Returns a strided view of a bias or mask matrix with one block for each pair in `met`: rows of a chunk of
+    queries, columns of a chunk of keys; axes of size 1 broadcast."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

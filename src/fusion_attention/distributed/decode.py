@@ -85,7 +85,7 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes decode_attention() of this module; args: its tensors and options by parameter name."""
+    """Computes attention of new tokens over a cache with pages on several ranks; args: decode_attention()'s by name."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -165,8 +165,8 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
 
 def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
     """Returns the arguments for attention to the tokens of this rank's pages: page table, lengths, mask of keys. args:
-    of the call and the cache. pages: for each sequence, the numbers of this rank's pages. lengths: tokens of each
-    sequence."""
+    the call's and the cache's arguments by name. pages: for each sequence, the numbers of this rank's pages of `size`
+    tokens. lengths: tokens of each sequence."""
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]
     count = np.asarray(lengths, np.int64)
@@ -249,7 +249,8 @@ def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises GroupError if a rank's bytes do not end with `mark`: it decodes other sequences or lengths."""
+    """Raises GroupError if the bytes received from a rank do not end with `mark`, the checksum of this rank's sequences
+    and lengths: the rank decodes other ones."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"

@@ -1,7 +1,7 @@
 """attention() over sequences that are sharded over several ranks; every rank calls it with its shard.
 
-Every rank validates and lowers the unsharded call of fusion_attention.attention on tensors without memory, so rules,
-messages and defaults are those of its operator definition.
+Every rank validates the unsharded call of fusion_attention.attention, and translates it for back ends, on tensors
+without memory, so rules, messages and defaults are those of its operator definition.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options that attention() over several ranks has in addition; shape: of the group."""
+    """The options of attention() over several ranks that one process lacks; shape: ranks per dimension of the mesh."""
 
     schedule: str
     shape: tuple[int, ...]
@@ -201,7 +201,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """Returns the arguments of the same call on one process, with meta tensors."""
+    """Returns this rank's arguments `args` with meta tensors of the unsharded sizes: the call on one process."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -376,7 +376,7 @@ def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, save
 
 
 def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns this rank's query tensors and key tensors, with their chunks, as views [batch, tokens, heads, dim]."""
+    """Returns views [batch, tokens, heads, dim] of this rank's query tensors, and of its key tensors, with chunks."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}

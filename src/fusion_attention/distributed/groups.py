@@ -200,7 +200,7 @@ class Call:
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
-        """Derives the key of this call's message tags; calls with other texts or keys never receive its data."""
+        """Derives this call's key of message tags from `text` and `key`; calls with others never receive its data."""
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
@@ -303,7 +303,8 @@ class Call:
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """Makes several exchanges like to_each() at once, of (sends, shapes); returns the tensors received in each."""
+        """Makes several exchanges at once, each of (sends, shapes): sends[r] goes to rank r, which sends a tensor of
+        shape shapes[r]; returns, for each exchange, the list of received tensors. step: their name in errors."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [
@@ -317,7 +318,7 @@ class Call:
         return results
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the tensors of all ranks, in their order; sizes: of the first axis, the only one that may differ."""
+        """Returns the tensors of all ranks, in order; sizes: of first axes, which may differ. step: for errors."""
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
 
     def of_first(self, step: str, value: int) -> int:
@@ -327,7 +328,7 @@ class Call:
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """Sends parts[r] to each rank r; returns the sum of the tensors received here, added in the order of ranks."""
+        """Sends parts[r] to each rank r; returns the sum of the tensors received, in rank order. step: for errors."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """Returns the distribution of sequences' tokens over ranks by a schedule; shape: (ranks,), or (ring, ulysses) for
-    "ulysses+ring"."""
+    """Returns the distribution of sequences' tokens over ranks by a schedule ("zigzag", "ring", "ulysses", ...);
+    lengths: tokens of each sequence; shape: (ranks,), or (ring, ulysses) ranks for "ulysses+ring"."""
     if schedule == "ulysses":  # heads are divided, so only tokens need balance
         ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
         return Layout(lengths, tuple(ranks))
@@ -75,7 +75,7 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 class _Shares:
-    """The chunks of each rank so far, and its numbers of tokens and of causal (row, key) pairs."""
+    """The chunks of sequences given to each rank so far, and its numbers of tokens and of causal (row, key) pairs."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
@@ -109,7 +109,7 @@ class _Shares:
         self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
 
     def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
-        """Assigns consecutive chunks of sequence b to ranks; sizes: of the chunks, in units of CHUNK_UNIT tokens."""
+        """Assigns consecutive chunks of sequence b to ranks (owners); sizes: of the chunks, in CHUNK_UNIT tokens."""
         first = 0
         for size, rank in zip(sizes, owners, strict=False):
             end = min(first + size * CHUNK_UNIT, self.lengths[b])
@@ -120,7 +120,7 @@ class _Shares:
 
 
 def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Returns the chunks sorted by sequence and position, adjacent ones merged and empty ones removed."""
+    """Returns chunks of sequences sorted by sequence and position, adjacent ones merged and empty ones removed."""
     results: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.end > chunk.first):
         if results and results[-1].sequence == chunk.sequence and results[-1].end == chunk.first:
@@ -131,11 +131,11 @@ def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
-    """Divides chunks into lists with about equal numbers of tokens, in order, at multiples of CHUNK_UNIT tokens."""
+    """Divides chunks into `parts` lists of about equal numbers of tokens, at multiples of CHUNK_UNIT tokens."""
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:
-        """Returns the tokens before part `at`, moved up to a multiple of CHUNK_UNIT tokens of its sequence."""
+        """Returns the number of tokens before part `at`, rounded up to a multiple of CHUNK_UNIT in its sequence."""
         wanted = -(-begins[-1] * at // parts)
         here = bisect.bisect_right(begins, wanted) - 1
         if here == len(chunks) or begins[here] == wanted:

@@ -1,4 +1,4 @@
-"""Lists of selected blocks for sharded keys: validation, and the entries of one rank's keys."""
+"""Lists of selected key blocks (sparse attention) over sharded keys: validation, and the entries of a rank's keys."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ _ROWS = 1024
 
 
 def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Returns a description of the first entry of `indices` [query tokens, heads, entries], numbers of key blocks, that
-    is neither -1 nor a block of its sequence; "" if all are valid. segments: the sequences of these queries."""
+    """Returns a description of the first entry of `indices` [query tokens, heads, entries], numbers of blocks of
+    `block` keys, that is neither -1 nor a block of its sequence; "" if all are valid. segments: the queries' ranges."""
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():
@@ -39,9 +39,9 @@ def owned(
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the selected blocks of all ranks' query tokens that overlap this rank's `segments` of keys, in the same
-    order: (block numbers padded with -1, the `beside` of these entries padded with 0). indices: block numbers [query
-    tokens of all ranks, heads, entries], -1 for none. beside: a number for each entry, or None. own_count: entries
-    count from the segment's first key, not from the sequence's; requires block 1 and one segment per sequence."""
+    order: (block numbers padded with -1, the `beside` of these entries padded with 0). indices: numbers of blocks of
+    `block` keys [query tokens of all ranks, heads, entries], -1: none. beside: a number per entry, or None. own_count:
+    entries count from the segment's first key, not from the sequence's; requires block 1, one segment per sequence."""
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]
     lists = torch.full_like(indices, -1)

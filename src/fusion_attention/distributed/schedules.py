@@ -65,7 +65,7 @@ def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleInputs:
-    """The inputs of every schedule, an algorithm that brings other ranks' keys to a rank's queries."""
+    """The inputs of a schedule, an algorithm that brings other ranks' keys to a rank's queries: call, shards, ..."""
 
     full: FullCall
     call: Call  # the communication between the ranks
@@ -76,7 +76,7 @@ class ScheduleInputs:
     dbias: bool = False  # the bias needs a gradient
 
     def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-        """Returns the pairs of a query chunk and a key chunk that it sees; cached under `name` between calls."""
+        """Returns the pairs of a query chunk and a key chunk that it sees, cached as `name`; partial: merged later."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
             result = self.call.call_cache[name] = chunk_attention.pairs(self.full, rows, keys, partial=partial)
@@ -95,8 +95,8 @@ def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries). Key gradients are
-    sums over ranks, in rank order; if m.deterministic, this rank computes those of its keys from all ranks' queries."""
+    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries); saved: dout, out,
+    statistics. Key gradients are summed over ranks, in order; if m.deterministic, computed here from all queries."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_attention.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -110,8 +110,8 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from the queries of all ranks (rows, saved), with the bits of one
-    process. One chunk of each sequence is computed at a time, so that no gradient is a sum of rounded parts."""
+    """Returns the gradients of this rank's keys from the queries of all ranks (rows, saved), bitwise equal to those of
+    one process: one chunk of each sequence is computed at a time, so that no gradient is a sum of rounded parts."""
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
@@ -140,7 +140,8 @@ def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
 
 
 def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """Returns (queries, saved tensors) of all ranks; a bias or mask with one row for all tokens is not exchanged."""
+    """Returns (queries with bias and mask, saved tensors of the backward) of all ranks, gathered from this rank's; a
+    bias or mask with one row for all query tokens is not exchanged."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -150,7 +151,7 @@ def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Sav
 
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Returns tensors [batch, tokens of all ranks, ...], in sequence order, from this rank's shards; None for None."""
+    """Returns [batch, tokens of all ranks, ...], in sequence order, from this rank's shards. step: name in errors."""
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
@@ -169,7 +170,7 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
 
 
 def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Sums tensors [batch, tokens of all ranks, ...] over ranks, in their order, and returns this rank's shards."""
+    """Sums [batch, tokens of all ranks, ...] over ranks, in order; returns this rank's shards. step: name in errors."""
     placement, call = m.keys.placement, m.call
     given = [t for t in tensors if t is not None]
     sends = [[shard_of(t, placement, rank, 1) for rank in range(call.world)] for t in given]
@@ -179,7 +180,6 @@ def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> 
 
 
 def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
-    """Returns the gradient of the sink logits [heads] from this rank's queries; None without a sink."""
     return None if m.full.sink is None else chunk_attention.sink_gradient(m.full, rows, saved, m.backend)
 
 
@@ -216,9 +216,9 @@ def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries). Keys circulate as
-    in the forward, and their float32 gradients follow them; a rank adds the contribution of its queries to its keys
-    last."""
+    """Returns (gradients of this rank's queries and keys, gradient of the sink from its queries). Keys circulate as in
+    the forward, and their float32 gradients follow them; a rank adds the contribution of its queries to its keys last.
+    saved: dout, out and softmax statistics of this rank's queries."""
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
@@ -278,7 +278,7 @@ def _pass_on(
     call: Call, step: str, sent: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], Pending]:
     """Sends tensors to the next rank of the ring; returns (memory for those of the previous rank, of these shapes, the
-    Pending transfer). Without shapes nothing is sent."""
+    Pending transfer). Without shapes nothing is sent. step: the transfer's name in errors."""
     if not shapes:
         return [], Pending(call, "", [], [])
     received = [empty(t, tuple(shape)) for t, shape in zip(sent, shapes, strict=True)]

@@ -68,7 +68,8 @@ def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
 
 
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
-    """Returns (the ranks of `group`, the distribution of tokens over them); function: the caller's name, for errors."""
+    """Returns (the ranks of `group`, the distribution of tokens over them); lengths: tokens of each packed sequence, or
+    the one length of padded sequences; function: the caller's name, for errors."""
     ranks = group_of(group)
     given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     result = (given,) if isinstance(given, int) else given

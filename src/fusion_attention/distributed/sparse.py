@@ -278,8 +278,8 @@ def _flat(
 
 
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
-    """Raises ContractError for an invalid entry of this rank's selected key blocks, from which kernels compute
-    addresses."""
+    """Raises ContractError for an invalid entry of this rank's lists of selected blocks of `block` keys, from which
+    kernels compute addresses; flat: this rank's tensors by name."""
     indices = flat["sparse_indices"]
     if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text = "-1, or the number of a block of the row's sequence"
@@ -393,8 +393,8 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys from the queries of all ranks, with the bits of one process. full: the
-    tensors with the keys of all ranks. saved: (out, softmax max and sum) of this rank's queries."""
+    """Returns the gradients of this rank's keys from the queries of all ranks, with the bits of one process. given,
+    full: tensors by name with this rank's keys, and with all. saved: out, softmax max and sum of this rank's rows."""
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] are exchanged with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}

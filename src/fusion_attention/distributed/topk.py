@@ -71,13 +71,13 @@ class Merged(torch.autograd.Function):
 
 
 def named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Returns the indexer's inputs by name from its differentiable inputs; block_table is None."""
+    """Returns the indexer's inputs by name; tensors: query, key and weights; "block_table" is None."""
     return {**dict(zip(indexer.DIFFERENTIABLE, tensors, strict=True)), "block_table": None}
 
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
     """Returns (positions in unsharded sequences, scores) [query tokens, heads, top_k] of the best keys of this rank for
-    each query token of all ranks."""
+    each query token of all ranks; tensors, by name: queries and weights of all ranks, keys of this rank."""
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)
@@ -107,7 +107,7 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sends each rank the candidates of its query tokens; returns the best ones received for this rank's."""
+    """Sends each rank its query tokens' candidates (key indices, scores); returns the best ones, [tokens, heads, n]."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     sends = side.shards(offers)

@@ -73,8 +73,8 @@ class Heads:
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
-        """Exchanges as forward() does; returns (gradients of this rank's tokens and all heads, gradient of the sink).
-        The gradients of the sink and of a bias with one row contain this rank's heads only: sum them over ranks."""
+        """Exchanges tokens for heads, calls compute(), and exchanges back; returns (gradients of this rank's tokens and
+        all heads, of the sink). The sink's and a one-row bias's are of this rank's heads: sum over ranks."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
         dout, out, max_, sum_ = self._taken("exchanging gradients", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
@@ -93,7 +93,8 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Exchanges this rank's tokens for all tokens of the line with this rank's heads; returns (queries, keys)."""
+        """Exchanges this rank's tokens with all heads for this rank's heads of all tokens of the line (the ranks that
+        divide the heads); returns (queries, keys)."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -102,7 +103,8 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """Returns a bias or mask with the rows of all query tokens of the line and this rank's heads."""
+        """Returns a bias or mask t, of this rank's `rows` query tokens and all heads, as one of all query tokens of the
+        line of ranks and this rank's heads."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
@@ -127,7 +129,8 @@ class Heads:
         return result.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
-        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]."""
+        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]; heads: range of
+        each rank; sizes: tokens of each rank; step: the exchange's name in errors."""
         first, end = heads[self.call.rank]
         passing = [
             ([t[:, :, a:b].contiguous() for a, b in heads], [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes])
@@ -138,12 +141,13 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Exchanges [batch, all tokens, local heads, dim] for [batch, local tokens, all query heads, dim]."""
+        """Exchanges [batch, all tokens, local heads, dim] for [batch, local tokens, all heads, dim]; step: its name."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """Exchanges gradients of keys as _back() does; several ranks' gradients of one head are added in rank order."""
+        """Exchanges gradients [batch, all keys, local key heads, dim] for [batch, local keys, all key heads, dim];
+        several ranks' gradients of one head are added in rank order."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:

@@ -1,6 +1,6 @@
-"""call(): the text of a call with the mask of a setting, for each interface: setup and call, which can be run.
+"""call(): the text of a call with a given mask, for each interface: setup and call, which can be run.
 
-translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
+python_to_javascript.py translates this module to JavaScript, so it uses only the syntax that that module supports.
 """
 
 from fusion_attention.explorer.visible import (
@@ -24,8 +24,8 @@ MOST_ONES, MOST_CELLS = 48, 4096
 
 
 def call(s: Setting, api: str) -> dict[str, str] | None:
-    """Returns the text of a call with the mask of `s`: {"before": setup, "call": the call}; None: no call has this
-    mask. api: one of INTERFACES, e.g. "training" for torch_npu.npu_fusion_attention()."""
+    """Returns the text of a call with the mask arguments `s`: {"before": setup, "call": the call}; None: no call has
+    this mask. api: one of INTERFACES, e.g. "training" for torch_npu.npu_fusion_attention()."""
     canonical = as_mode(s)
     if api == "own":
         return _native_call(s) if canonical is None or own_says(canonical) else None
@@ -69,7 +69,7 @@ def _call(function: str, words: list[str]) -> str:
 
 def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
     """Returns lines of a program that make the tensor `mask`: a triangle of `shape` that the operator expects for
-    compressed masks, or the elements of `s`. npu: True to make it on device npu."""
+    compressed masks, or the mask elements in `s`. npu: True to make it on device npu."""
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:
         lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}{place}).triu(1).bool()"]

@@ -1,4 +1,4 @@
-"""Draws the mask of a setting as text, SVG or PNG, and a gallery of all modes."""
+"""Pictures of the (query, key) matrix of a mask as text, SVG or PNG, and a gallery of CANN's mask modes."""
 
 import struct
 import zlib
@@ -26,7 +26,7 @@ class TooLarge(ValueError):
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
     """Returns the kind of each (query, key) cell of sequence b, uint8 [q_len, kv_len]: VISIBLE, HIDDEN, PREFIX or
-    REMOVED (by the mask tensor); p: the ranges of visible keys that picture() returns."""
+    REMOVED (by the mask tensor); s: mask arguments; p: their ranges of visible keys, from picture()."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -54,8 +54,8 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns uint8 [queries, keys], the kind of each cell (visible, hidden, ...), with all sequences along the
-    diagonal; None if no call of the interface `api` has this mask."""
+    """Returns the kind of each cell (visible, hidden, ...) of a mask `s`, uint8 [queries, keys], with all sequences
+    along the diagonal; None if no call of the interface `api` has this mask."""
     p = picture(s, api)
     if p is None:
         return None
@@ -157,7 +157,7 @@ def _n(value: float) -> str:
 
 
 def png(cells: np.ndarray, size: int = 768) -> bytes:
-    """Returns cells (uint8 kinds [queries, keys]) as a PNG, in light colours without text; few cells have gaps."""
+    """Returns cells (uint8 kinds [queries, keys]) as a PNG without text; size: the longer side in pixels."""
     scale = max(1, size // max(*cells.shape, 1))
     gap = 0 if scale < 6 else max(1, scale // 10)
     digits = (colour.removeprefix("#").ljust(8, "f") for colour in ("#ffffff00", *LIGHT[1:]))
@@ -180,7 +180,7 @@ def png(cells: np.ndarray, size: int = 768) -> bytes:
 
 
 def example(mode: int) -> Setting:
-    """Returns call arguments with a small mask that is typical of a sparse mode."""
+    """Returns mask arguments with a small mask that is typical of a CANN mask mode (sparse_mode), or of a Band."""
     if mode in (7, 8):
         lengths = ((3, 4), (3, 6)) if mode == 7 else ((4, 3), (6, 3))
         return Setting(mode, *lengths, packed=True, next=-1 if mode == 7 else 0)
@@ -202,7 +202,7 @@ _HOLES = tuple(tuple(int((i, j) in ((0, 1), (1, 4), (3, 2), (4, 5), (5, 0))) for
 
 
 def gallery(modes: Sequence[int] = MODES[:-1], size: int = 160) -> dict[str, str]:
-    """Returns the SVG of an example mask of every sparse mode, by file name ("mode_3.svg")."""
+    """Returns the SVG of an example mask of each of CANN's mask modes, by file name ("mode_3.svg"); size: in pixels."""
     pictures = {}
     for mode in modes:
         s = example(mode)

@@ -1,7 +1,7 @@
 """The explorer as one HTML file without dependencies, and a local server of this page.
 
 Functions of `visible`, `violations`, `words` and `calls` compute the visible keys, refusals and calls in the page.
-translate.py translates them to JavaScript when the page is made.
+python_to_javascript.py translates them to JavaScript when the page is made.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The former name of explorer.violations, for one release."""
+"""An alias of the module explorer.violations under its former name, for one release."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The former name of explorer.visible, for one release."""
+"""An alias of the module explorer.visible under its former name, for one release."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""remarks(): the rules of an operator that a setting violates: calls that CANN refuses, arguments that it ignores.
+"""remarks(): the rules of an operator that mask arguments violate: calls that CANN refuses, arguments that it ignores.
 
-Only rules that read nothing but a setting are evaluated. translate.py translates remarks() to JavaScript, so it uses
-only the syntax that translate.py supports.
+Only rules that read nothing but mask arguments are evaluated. python_to_javascript.py translates remarks() to
+JavaScript, so it uses only the syntax that that module supports.
 """
 
 import functools
@@ -29,8 +29,8 @@ _ANY = Setting(0, (1,), (1,))
 
 @functools.cache
 def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
-    """Returns the argument rules of an operator that read only the mask arguments of an interface (api), the keys of
-    names_of(), and a rule for the values of sparse_mode."""
+    """Returns the rules of an operator that read only mask arguments (sparse_mode, pre_tokens, ...) by their names in
+    an interface (api), and a rule for the values of sparse_mode."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")
@@ -82,9 +82,9 @@ def _function(text: str, record: Op) -> Callable[[dict[str, Any]], Any]:
 def remarks(
     rules: Sequence[Mapping[str, Any]], n: dict[str, Any], layout: str, other_names: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns the argument rules that a call violates, as dictionaries with their error texts.
-    After a value outside its domain, the other rules are not evaluated. rules: the result of table(); n: the call's
-    values by canonical name; other_names: the operator's spelling of canonical names."""
+    """Returns the argument rules that a call violates, as dictionaries with their error texts. After a value outside
+    its domain, the other rules are not evaluated. rules: the operator's rules, from table(); n: the call's values by
+    canonical name; other_names: the operator's spelling of canonical names."""
     results: list[dict[str, Any]] = []
     for rule in rules:
         if len(results) > 0 and results[0]["stage"] == "domains" and rule["stage"] != "domains":

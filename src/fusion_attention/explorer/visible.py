@@ -1,6 +1,6 @@
-"""picture(): the visible keys of a setting at each interface, computed by the functions of the lowering.
+"""picture(): the keys that a mask shows in each interface, computed by the functions that translate real calls.
 
-translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
+python_to_javascript.py translates this module to JavaScript, so it uses only the syntax that that module supports.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of a call that determine the visible keys."""
+    """The arguments of a call that determine its visible keys: lengths, mask mode, edges, prefix, mask tensor."""
 
     mode: int  # a sparse mode (CANN's number of a mask pattern), or BAND
     # q_len, kv_len: query tokens and keys of every sequence.
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask tensor without content, for rules and lowering, which read only its shape."""
+    """A mask tensor without content, for rules and for the translation of calls, which read only its shape."""
 
     shape: tuple[int, ...]
 
@@ -182,8 +182,8 @@ def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, 
 
 
 def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
-    """Returns [first, start, cells], the keys that the mask tensor removes from query i of sequence b. These are every
-    key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture()."""
+    """Returns [first, start, cells], the keys that the mask tensor removes from query i of sequence b: every key from
+    `first` on, and each key start + n for which cells[n] is not 0. kind: "" (no tensor), "full", "tree" (last keys)."""
     start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
     if kind == "":
         return [INFINITE, start, []]
@@ -193,7 +193,7 @@ def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
-    """Returns [first, end) of the keys that query i of sequence b sees without a mask tensor; p: from picture()."""
+    """Returns [first, end) of the keys that query i of sequence b sees without a mask tensor; p: lists lo, hi, ..."""
     first = max(0, i + p["lo"][b])
     last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
     return [first, max(first, last)]

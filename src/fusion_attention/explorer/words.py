@@ -1,6 +1,6 @@
-"""The names, rules and uses of the sparse modes as text.
+"""The names, rules and uses of CANN's mask modes (sparse_mode) as text.
 
-translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
+python_to_javascript.py translates this module to JavaScript, so it uses only the syntax that that module supports.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def offset(name: str, by: int) -> str:
 
 
 def formula(p: Mapping[str, Any], b: int) -> str:
-    """Returns as text the interval of keys j that query i of sequence b sees; p: the ranges that picture() returns."""
+    """Returns the interval of keys j that query i of sequence b sees as text; p: lists lo, hi, ... from picture()."""
     lo, hi, prefix, keys = p["lo"][b], p["hi"][b], p["prefix"][b], p["kv_len"][b]
     left = "0" if lo <= -INFINITE or lo <= -p["q_len"][b] else f"max(0, {offset('i', lo)})"
     last = offset("i", hi - 1)

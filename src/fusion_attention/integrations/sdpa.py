@@ -89,7 +89,7 @@ class patched(Counted):
     """
 
     def begin(self, changes: Changes) -> None:
-        """Replaces scaled_dot_product_attention by a patch that `changes` records; called at the first entry."""
+        """Replaces scaled_dot_product_attention by a patch, which `changes` records, when the first block begins."""
         changes.wrap(torch.nn.functional, "scaled_dot_product_attention", _wrapper)
 
 
@@ -124,7 +124,7 @@ def _ours(
     scale: float | None,
     grouped: bool,
 ) -> Tensor | None:
-    """Returns the result computed by attention(), or None if torch must compute or reject the call."""
+    """Returns SDPA's result, computed by attention(); None if torch must compute the call. grouped: enable_gqa."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None):
         return None
     if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode()):
@@ -233,7 +233,8 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """Returns the attention of nested tensors [B, N, j, E] as packed sequences; None if torch must compute it."""
+    """Returns the attention of nested tensors [B, N, j, E], computed as packed sequences; None if torch must compute
+    it. grouped: enable_gqa. how: further arguments of attention()."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

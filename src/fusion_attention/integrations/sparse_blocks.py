@@ -1,6 +1,6 @@
-"""Attention layers of Qwen4 in transformers, in which an indexer chooses blocks of keys for each row.
+"""Attention layers of Qwen4 in transformers, in which an indexer chooses blocks of keys for each query.
 
-A row reads the blocks of `indexer_compress_ratio` keys with the largest scores, and the keys after the last complete
+A query reads the blocks of `indexer_compress_ratio` keys with the largest scores, and the keys after the last complete
 block. A block's key is the mean of its indexer keys, and its score the sum over indexer heads of max(0, q . key).
 """
 
@@ -68,7 +68,7 @@ def forward(
 
 
 def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool) -> Index | None:
-    """Returns the indexer's queries and keys, or None if no query reads chosen blocks (`used`); the cache stores the
+    """Returns the indexer's queries and keys, or None if no query reads chosen blocks (not used); the cache stores the
     indexer's keys in both cases. inputs: (hidden states, (cos, sin)) of the layer."""
     if cache is None and not used:
         return None

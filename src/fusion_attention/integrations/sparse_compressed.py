@@ -1,4 +1,4 @@
-"""Attention layers of DeepSeek-V4 in transformers: rows read a window of keys and compressed keys.
+"""Attention layers of DeepSeek-V4 in transformers: queries read a window of keys, and compressed keys (pooled tokens).
 
 A layer reads all compressed keys, or those that its indexer chooses. Caches are transformers' classes, so
 transformers' code may compute some calls of a sequence and this module others.
@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
-        """Returns int64 [n], the position of the first token of each compressed key that this call completes."""
+        """Returns int64 [n], the position of the first of the `ratio` tokens that each new compressed key pools."""
         device = self.positions.device
         if self.lengths is None:
             first = (self.tokens - len(self.positions)) // ratio
@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
 
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
-        """Returns the arguments of lightning_indexer() that describe lengths; ratio: tokens per compressed key."""
+        """Returns lightning_indexer()'s arguments layout, q_len, kv_len, residual; ratio: tokens per compressed key."""
         if self.lengths is None:
             return {"residual": [self.tokens % ratio] * batch}
         kv_len, residual = [n // ratio for n in self.lengths], [n % ratio for n in self.lengths]
@@ -62,8 +62,8 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the forward of a DeepSeek-V4 attention layer for which reason_against() returns ""; returns (output [B,
-    S, hidden], None). code: transformers' modeling module of the family."""
+    """Computes the forward of a DeepSeek-V4 layer for arguments that reason_against() accepts; returns (output [B, S,
+    hidden], None). code: transformers' modeling module. position_embeddings: (cos, sin) by layer type."""
     cos, sin = position_embeddings[module.rope_layer_type]
     rotate = code.apply_rotary_pos_emb
     q_latent = module.q_a_norm(module.q_a_proj(hidden_states))
@@ -84,7 +84,8 @@ def forward(
 
 
 def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
-    """Returns the call's lengths, positions and cache; raises ValueError for packed sequences with a cache."""
+    """Returns lengths, positions and cache of a forward over hidden states `rows`, [B, S, hidden]; raises ValueError
+    for packed sequences with a cache. others: further arguments of the forward."""
     lengths = _lengths(rows, mask, position_ids, others, cache)
     first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     tokens = first + rows.shape[1]
@@ -100,7 +101,8 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
-    """Returns the lengths of the packed sequences in rows [B, S, ...]; None if they are not packed."""
+    """Returns the token counts of the packed sequences in rows [B, S, ...], a list or (in a trace) a tensor; None if
+    they are not packed. others: further arguments of the forward, such as cu_seq_lens_q."""
     if mask is not None and mask.dtype == torch.bool:
         return None
     fresh = cache is None or cache.get_seq_length() == 0
@@ -110,7 +112,7 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute these arguments of `layer`, by name, or ""."""
+    """Returns the reason why forward() cannot compute a call of `layer`, or ""; given: the call's arguments by name."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -173,9 +175,9 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
 
 
 def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
-    """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included. name: "compressor"
-    or "indexer", in the cache. x: hidden states. overlap: a compressed key also pools the tokens of the previous
-    window."""
+    """Returns the T compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included. name:
+    "compressor" or "indexer", in the cache. x: hidden states. overlap: a compressed key also pools the tokens of the
+    previous window."""
     ratio, cache = compressor.compress_rate, call.cache
     windows = call.windows(ratio)
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
@@ -197,7 +199,7 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
     """Returns the pooled keys of complete windows of tokens, [B, windows, D] or packed [windows, D], before
-    normalization, from the outputs of kv_proj and gate_proj, [B, tokens, D], 2 * D with overlap."""
+    normalization, from outputs of kv_proj and gate_proj, [B, tokens, D], or 2 * D if windows overlap."""
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
     if cache is None:
@@ -222,7 +224,7 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the indexer's (queries, keys, head weights), or None if no query reads chosen keys (`used`); the cache
+    """Returns the indexer's (queries, keys, head weights), or None if no query reads chosen keys (not used); the cache
     stores the keys in both cases. trains: records gradients of the indexer's parameters."""
     if call.cache is None and not used:
         return None
@@ -274,7 +276,8 @@ def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, rea
 
 
 def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """Returns the sum over the queries [B, S, ...] of the indexer's loss, for sequences of `tokens` tokens."""
+    """Returns the sum over queries [B, S, ...] of the indexer's loss, KL(attention's probabilities || its softmax), for
+    sequences of `tokens` tokens. lists: chosen compressed keys [B, S, 1, K]. real: [B, S], false: padding."""
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)

@@ -34,7 +34,7 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The queries q [..., heads, dim], keys k [..., 1, dim] and head weights [..., heads] of an indexer."""
+    """Queries q [..., heads, dim], keys k [..., 1, dim], head weights [..., heads] of an indexer, which scores keys."""
 
     q: Tensor
     k: Tensor
@@ -55,11 +55,11 @@ def forward(
     prev_topk_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Computes the forward of a layer; returns (output [B, S, hidden], None), and the chosen keys if it `shares` them
-    with later layers, which get them as prev_topk_indices.
+    """Computes the forward of a DeepSeek-V3.2 or GLM-5 attention layer; returns (output [B, S, hidden], None), and the
+    chosen keys if it `shares` them with later layers, which get them as prev_topk_indices.
 
     code: transformers' modeling module of the family. index_rotation: the name of the indexer's rotary function in it.
-    attention_mask: bool mask, sequence numbers, or None.
+    attention_mask: bool [B, keys], false for padding; or the number of each packed token's sequence; or None.
     """
     batch = len(hidden_states)
     q_latent = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -115,7 +115,7 @@ def _hidden(lists: Tensor, rows: int) -> Tensor:
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
-    """Returns the indexer's queries, keys and head weights, or None if no query reads chosen keys (`used`); the cache
+    """Returns the indexer's queries, keys and head weights, or None if no query reads chosen keys (not used); the cache
     stores the keys in both cases. inputs: (hidden states, latent queries, (cos, sin)) of the layer."""
     trains = computes_loss(module)
     if cache is None and not used and not trains:

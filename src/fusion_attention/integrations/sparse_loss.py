@@ -12,18 +12,17 @@ Tensor = torch.Tensor
 
 
 class Loss:
-    """Holds the loss of a layer's last forward; copies and pickles have none, because a graph cannot be copied."""
+    """Holds the indexer's loss of a layer's last forward; copies and pickles have none: a graph cannot be copied."""
 
     def __init__(self, value: Tensor | None = None) -> None:
         self.value = value
 
     def __reduce__(self) -> tuple[type[Loss], tuple[()]]:
-        """Makes copies and pickles of this object without the loss."""
         return Loss, ()
 
 
 def computes_loss(layer: Any) -> bool:
-    """True if a forward of `layer` computes its indexer's loss: in training mode, in the stage "warmup" or "sparse"."""
+    """True if a forward computes the indexer's loss: training, stage "warmup" (all keys) or "sparse" (chosen keys)."""
     staged = layer.stage in ("warmup", "sparse") and layer.indexer is not None
     return staged and layer.training and torch.is_grad_enabled()
 

@@ -20,7 +20,7 @@ _log = logging.get_logger(__name__)
 
 
 class Family(NamedTuple):
-    """A family of models with sparse attention."""
+    """A family of transformers' models with sparse attention: class names, releases, and functions for its layers."""
 
     name: str  # the name in error texts
     config: str  # name of the configuration's class
@@ -77,8 +77,7 @@ def _compressed_faults(config: Any) -> list[str]:
 
 
 def _block_faults(config: Any) -> list[str]:
-    """Returns a sentence for each invalid setting of a configuration of Qwen4 that transformers itself does not reject;
-    [] if none."""
+    """Returns a sentence for each invalid setting of a Qwen4 configuration that transformers does not reject, or []."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
         return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
     return []
@@ -106,8 +105,7 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family | None:
-    """Returns the Family of a model's configuration; None if its class is not one that transformers defines for a
-    family."""
+    """Returns the Family whose configuration class, as transformers defines it, `config` has; None for others."""
     kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
     family = FAMILIES.get(kind)
     return family if family is not None and family.config == type(config).__name__ else None
@@ -140,7 +138,7 @@ def served(family: Family) -> bool:
 
 def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
     """Patches transformers' layers of all models with sparse attention, now or when their module is imported; serves:
-    takes a configuration, returns True if its attention implementation is this library's."""
+    takes a configuration, True if its attention is this library's. changes: records the patches."""
     for kind, family in FAMILIES.items():
         if served(family):
             change = functools.partial(_patch, changes, family, serves)
@@ -148,7 +146,8 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 
 
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
-    """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch."""
+    """Replaces forward() of a family's layer class in its modeling module; `changes` records the patch. serves: takes a
+    configuration, returns True if its attention implementation is this library's."""
     owner, compute = getattr(module, family.layer), functools.partial(family.forward, module, *family.options)
     if family.stages:
         changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
@@ -161,7 +160,7 @@ def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
     """Returns a forward for a family's layer class that calls compute(layer, **arguments), or transformers' own forward
-    (layer.below) for models and calls that this library does not compute."""
+    (layer.below) for models (serves(config) is False) and calls that this library does not compute."""
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 

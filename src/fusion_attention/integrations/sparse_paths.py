@@ -113,7 +113,7 @@ def _blocks(config: Any) -> list[str]:
 
 
 def _of_others(config: Any, name: str) -> Paths:
-    """Returns the description of a model without an indexer, from the source of its modeling module."""
+    """Returns a description of each layer's attention, for a model without an indexer, read from its modeling code."""
     place = type(config).__module__
     try:
         importlib.import_module(place.replace("configuration_", "modeling_"))

@@ -68,7 +68,7 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
-    """True if sequences_of() accepts a mask: padding or sequence numbers, not any visible keys of several queries."""
+    """True if sequences_of() accepts a mask: padding [B, T], sequence numbers [B, S], or one query's [B, 1, 1, T]."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1
@@ -103,7 +103,8 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """Returns the sequences that a bool mask [B, T'] or [B, 1, 1, T] describes, for `batch` items of `rows` queries."""
+    """Returns the lengths and order of the sequences that a bool mask [B, T'] or [B, 1, 1, T] (true for a token)
+    describes, for `batch` items of `rows` queries."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]
@@ -131,9 +132,9 @@ def matrix(
     window: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """Returns the visible keys as a bool [B, 1, S, T], for transformers' code; four-dimensional masks are returned
-    unchanged. mask, position_ids, others: as for sequences_of(). keys: T; a static cache has more keys than the mask
-    describes. window: number of keys that a query sees, the diagonal included; None: no limit."""
+    """Returns the visible keys, bool [B, 1, S, T], for transformers' code; a mask of four axes unchanged. mask: None,
+    bool [B, T'] (false for padding) or int64 [B, S] (sequence numbers). keys: T. position_ids: restart at 0 in packed
+    sequences. window: keys that a query sees, its own included; None: all. others: cu_seq_lens_q."""
     if mask is not None and mask.dim() == 4:
         return mask
     batch, rows = q.shape[:2]

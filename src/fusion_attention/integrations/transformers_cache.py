@@ -2,9 +2,9 @@
 
     model.generate(**inputs, past_key_values=PagedCache(model.config))
 
-Padding is not stored, but only the attention function gets the mask that marks it. So a layer's update() keeps new rows
-pending and returns StoredRows, which represent all rows of the layer. attend() of `transformers.py` calls
-PagedLayer.attend() with the query; any other operation on StoredRows copies the rows from the pages.
+Padding is not stored, but only the attention function gets the mask that marks it. So a layer's update() keeps new keys
+and values pending and returns StoredRows, tensors that represent all keys or values of the layer. attend() of
+`transformers.py` calls PagedLayer.attend() with the query; any other operation on StoredRows copies from the pages.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class PagedCache(DynamicCache):
         self._present.change(lambda real: None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens of every sequence (the argument is negative or 0, as in
-        transformers)."""
+        """Removes the last -tokens_to_remove tokens of every sequence (negative or 0, as in transformers)."""
         left = self.get_seq_length() + tokens_to_remove
         super().crop(tokens_to_remove)
         self._present.change(lambda real: real[:, :left])
@@ -125,12 +124,12 @@ class Present:
         return there
 
     def add(self, before: int, new: Tensor) -> None:
-        """Stores the flags of new tokens, from position `before` on; all layers store equal flags."""
+        """Stores the flags `new`, bool [B, new tokens] (false for padding), from position `before` on."""
         self._real = real = torch.cat((self.upto(before, len(new), new.device), new), 1)
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Replaces the stored flags by how(flags), when sequences are reordered or tokens removed."""
+        """Replaces the flags of tokens and padding by how(flags), when sequences are reordered or tokens removed."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 
@@ -313,8 +312,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """Stops the freeing of tokens before a sliding window until the next crop(), which may make them visible
-        again."""
+        """Stops the freeing of tokens before a sliding window until the next crop(), which may need them."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:

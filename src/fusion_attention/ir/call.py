@@ -1,4 +1,4 @@
-"""The protocol of a lowered call, which every group of operators implements.
+"""The protocol of a lowered call (an operator's call in the form that kernels read), for all groups of operators.
 
 A runner (plan.compute, acl/two_phase_call.py) executes a lowered call in five steps:
 
@@ -10,8 +10,8 @@ A runner (plan.compute, acl/two_phase_call.py) executes a lowered call in five s
     plan.run(*filled.operands)      runs the back end; skipped if there is no sequence
     filled.finish()                 copies results from scratch to the caller's memory
 
-A two-phase call with unchanged memory repeats the last three steps. Derivatives take the same path:
-call.gradients() receives `run`, a function that executes the calls which it makes.
+A two-phase call (CANN's C interface: plan, then run) with unchanged memory repeats the last three steps. Derivatives
+take the same path: call.gradients() receives `run`, a function that executes the calls which it makes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Filled:
             self.prepare()
 
     def finish(self) -> None:
-        """Calls convert() after the kernels have run, and copies results from buffers to outputs."""
+        """Computes results from the buffers (convert()) after the kernels have run, and copies buffers to outputs."""
         if self.convert is not None:
             self.convert()
         for output, tensor in zip(self.outputs, self.buffers, strict=False):
@@ -71,8 +71,8 @@ class Filled:
 
 
 class Lowered(Protocol):
-    """A call of an operator in the form that every back end reads. Kernels and tiles depend on problem, extents,
-    op_kind and device."""
+    """A call of an operator in the form that every back end reads: problem (its parameters), extents (sequence lengths
+    and bands of masks), op_kind and device determine kernels and tiles."""
 
     op_kind: str
 
@@ -109,11 +109,11 @@ class Differentiable(Lowered, Protocol):
         ...
 
     def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:
-        """Returns the same call on other input tensors; None in place of every tensor makes a call without memory."""
+        """Returns the same call on other input tensors; None in place of every tensor: a call that holds no tensors."""
         ...
 
     def complete(self) -> Differentiable:
-        """Returns the same call with all results that its derivative reads."""
+        """Returns the same call, extended to compute all results that its derivative reads."""
         ...
 
     def gradients(

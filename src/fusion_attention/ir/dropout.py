@@ -21,8 +21,7 @@ KEYS_PER_DRAW = 8
 
 def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
     """Returns the dropout mask of a range of query rows and keys of sequence b, [heads, rows, keys] bool, True: kept.
-    view: packed bits, the least significant of a byte first; its addresses and strides count bits.
-    """
+    view: packed bits, the least significant of a byte first; its addresses and strides count bits."""
     head = torch.arange(heads)[:, None, None] * int(view.stride_head[b])
     row = torch.arange(rows.start, rows.stop)[:, None] * int(view.stride_row[b])
     bit = (int(view.address[b]) + head + row + torch.arange(keys.start, keys.stop)).to(view.keep.device)
@@ -82,7 +81,7 @@ def _keep_mask(
 def drawn_bits(
     size: Sequence[int], keep_prob: float, seed: int, offset: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Draws the mask of scores of shape size = [.., rows, keys] by keep_from_philox(), packed in uint8, row by row,
+    """Draws the dropout mask of scores of shape size = [.., rows, keys] with Philox4x32-7, packed in uint8, row by row,
     least significant bit first; 1: kept. Streams number the leading axes in order, so for [sequences, heads, rows,
     keys] the bits are those that kernels draw."""
     *streams, rows, keys = (1, 1, *size)

@@ -1,4 +1,4 @@
-"""Visible keys of a row: one interval per row (Band), and tiles of a `blocked` matrix."""
+"""Visible keys of a query: an interval (Band), without the pairs that a matrix `blocked` hides, stored in tiles."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _as_int(number: Any) -> Any:
 
 
 def saturate(edge: int, shift: np.ndarray) -> np.ndarray:
-    """Returns edge + shift per sequence, int64; an infinite edge stays infinite."""
+    """Returns a band edge shifted for each sequence, edge + shift, int64; an infinite edge stays infinite."""
     if abs(edge) >= INFINITE:
         return np.full_like(shift, INFINITE if edge > 0 else -INFINITE)
     return np.clip(edge + shift, -INFINITE, INFINITE)

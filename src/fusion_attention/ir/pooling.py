@@ -1,4 +1,4 @@
-"""Pooling of windows of rows to compressed keys, in terms of the intermediate representation."""
+"""Pooling of windows of tokens to compressed keys: its parameters, and the views of its tensors in memory."""
 
 from dataclasses import dataclass
 

@@ -43,7 +43,7 @@ class _Typed:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch.dtype of the problem, whose field `dtype` has its name."""
+        """The torch.dtype that the field `dtype` names."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -162,7 +162,7 @@ class ChunkOrigin:
 
     Host int64 arrays, one number per sequence. Bands, shifts and lengths (Extents) count from the chunk's first row and
     key. The complete sequence's positions and lengths determine dropped pairs, kernel and tile boundaries, so chunks
-    that start at multiples of CHUNK_UNIT have the same bits as the complete sequence.
+    that start at multiples of 64 tokens have the same bits as the complete sequence.
 
     Args:
         first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; first_key is a multiple
@@ -238,7 +238,7 @@ class Extents:
 
     @functools.cached_property
     def first_query(self) -> np.ndarray:
-        """Number of each sequence's first query among the queries of all sequences, int64 [sequences]."""
+        """Index of each sequence's first query among the queries of all sequences, int64 [sequences]."""
         return np.cumsum(self.q_len) - self.q_len
 
     @property
@@ -253,7 +253,7 @@ class Extents:
 
     @property
     def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:
-        """(q_len, kv_len) of the complete sequences, by which a kernel is chosen; int64 [sequences]."""
+        """(q_len, kv_len) by which a kernel is chosen, of the complete sequences even for chunks; int64 [sequences]."""
         complete = self if self.chunk_origin is None else self.chunk_origin
         return complete.q_len, complete.kv_len
 

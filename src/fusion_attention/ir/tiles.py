@@ -31,8 +31,7 @@ class Tiles:
 
 
 def divided(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns arrays (sequence, first, end) of all tiles, if sequences of these lengths are divided into tiles of
-    `size` tokens."""
+    """Returns arrays (sequence, first, end) of the tiles of `size` tokens that divide sequences of these lengths."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)) * size
@@ -55,11 +54,8 @@ def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
 
 def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Returns tiles of `size` query rows that cover all rows, with the range of keys that they see (empty: begin =
-    end).
-
-    ratio: tokens that a key represents. Tiles of a chunk have the boundaries and first keys of the complete sequence's
-    tiles.
-    """
+    end). ratio: tokens that a key represents. Tiles of a chunk have the boundaries and first keys of the complete
+    sequence's tiles."""
     if extents.chunk_origin is None:
         seq, row0, row1 = divided(extents.q_len, size)
     else:

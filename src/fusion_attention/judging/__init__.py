@@ -1,1 +1,1 @@
-"""Judges the results of a call by the formulas of its operator, and explains errors by well-known mistakes."""
+"""Judges the results of a call by the formulas of its operator, and explains errors by well-known kernel mistakes."""

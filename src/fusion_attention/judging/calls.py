@@ -100,8 +100,8 @@ class Recorded:
         return result
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """Returns the recorded outputs that have a formula to judge them by, by name, in the dtypes of
-        lowered.results().
+        """Returns the recorded outputs that have a formula to judge them by, by name, in the dtypes of the results of
+        `lowered`, the call as back ends read it.
 
         Raises:
             JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.

@@ -40,8 +40,8 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def alien(result: Result) -> tuple[str, ...]:
-    """Returns remarks on outputs that are probably those of another call: in most rows they differ more from the exact
-    values than zeros would."""
+    """Returns remarks on the judged outputs in `result` that are probably those of another call: in most rows they
+    differ more from the exact values than zeros would."""
     remarks = []
     for name, map_ in result.maps.items():
         tally = result.tallies[name]

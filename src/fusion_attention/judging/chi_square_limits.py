@@ -47,7 +47,7 @@ class Expected:
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
     """Returns the limit of z, root mean square (error / expected size), for a group of `freedom` independent errors, if
     the verdict tests `looks` groups in all. Its square is the value that chi-square / freedom, with `freedom` degrees
-    of freedom, exceeds with probability FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs
+    of freedom, exceeds with probability 1e-6 / looks. An expected size that was estimated from `draws` programs
     has an error itself, so the limit is increased as that of Student's t distribution."""
     chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4
@@ -223,7 +223,7 @@ class Errors:
 
 
 def _tiles(rows: Tensor) -> Tensor:
-    """Returns the means [.., tiles] of each TILE consecutive rows [.., rows]; the last tile ends at the last row."""
+    """Returns the means [.., tiles] of each 32 consecutive rows [.., rows]; the last tile ends at the last row."""
     length = rows.shape[-1]
     if length <= TILE:
         return rows.mean(-1, keepdim=True)

@@ -123,10 +123,10 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns explanations of the judged call `case` by those mistakes with which all its outputs pass, best first.
-    The mistakes `matches` explain samples. Those that leave less of the error are tried first. If there are more than
-    _CONFIRMED (one in large calls), the others are returned untried if one of the first passes. sample: the errors
-    without a mistake; failing: the names of the wrong outputs."""
+    """Returns explanations of the judged call `case` by those mistakes with which all its outputs pass, best first. The
+    mistakes `matches` explain samples. Those that leave less of the error are tried first. If there are more than six
+    (one in large calls), the others are returned untried if one of the first passes. sample: the errors without a
+    mistake; failing: the names of the wrong outputs."""
 
     def order(f: Match) -> tuple[bool, float]:
         return f.mistake.general, float(f"{_left(f.result, sample, failing):.2g}")

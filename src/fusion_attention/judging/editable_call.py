@@ -112,7 +112,7 @@ class Setting:
     sums: dict[Any, Any] = field(default_factory=dict)  # cached gradients of keys, summed over rows
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
-        """Returns this call with changed fields, and with the function `edit`, if given, applied to its blocks."""
+        """Returns this call with changed fields, and with the function `edit`, if given, applied to its Blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
         return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
@@ -231,11 +231,8 @@ class Setting:
         return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
-        """Returns "k", "v" or "k_rope" of sequence b as stored, not dequantised: [heads_kv, kv_len, dim].
-
-        The keys that all sequences share are first, then the sequence's, then compressed keys. The latest sequence is
-        cached.
-        """
+        """Returns "k", "v" or "k_rope" of sequence b as stored, not dequantised: [heads_kv, kv_len, dim]. The keys that
+        all sequences share are first, then the sequence's, then compressed keys. The latest sequence is cached."""
         if (b, name) in self.cached:
             result: Tensor = self.cached[b, name]
             return result

@@ -63,7 +63,7 @@ class Surface:
     step: int = 1  # number of positions of the axis across in one column of z
 
     def order(self) -> list[int]:
-        """Returns the numbers of sequences that are not empty, those with an error first."""
+        """Returns the indices of the sequences that are not empty, those with an error first."""
         return sorted((b for b, z in enumerate(self.z) if z.numel()), key=lambda b: (not bool(self.wrong[b].any()), b))
 
 
@@ -87,7 +87,7 @@ class Grid:
 
     def limits(self) -> tuple[float, float]:
         """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale. z: error divided
-        by its expected size. Both are LEAST, the bound of correct results, if no wrong cell has a finite z."""
+        by its expected size. Both are 2, the bound of correct results, if no wrong cell has a finite z."""
         finite = self.z[self.wrong & self.z.isfinite()]
         return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
 
@@ -100,10 +100,8 @@ class Grid:
 
 
 def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
-    """Returns the errors of an output that is a sum over sequences, such as the gradient of a bias, by row and key.
-
-    tally: the output's errors; shape: the output's shape [.., rows, keys]. None for an output with fewer than two axes.
-    """
+    """Returns the errors, by row and key, of an output that is a sum over sequences (a bias's gradient), as a matrix to
+    be drawn; None if it has fewer than two axes. tally: its errors; shape: its shape [.., rows, keys]."""
     if len(shape) < 2 or not tally.errors.count:
         return None
     z = tally.errors.cells[0][0].sqrt()

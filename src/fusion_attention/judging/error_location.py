@@ -136,7 +136,7 @@ def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int,
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Formats numbers as ranges: 0-3, 7."""
+    """Formats ascending integers as ranges: [0, 1, 2, 3, 7] as "0-3, 7"; after four ranges, the number of others."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

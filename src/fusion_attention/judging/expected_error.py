@@ -106,9 +106,8 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
     """Returns the variance from rounding the running sum of n terms with the total `value`: a n value^2 / 3, a:
-    relative variance of one addition's rounding, plus the rounding of the total in 16-bit programs.
-    dtype: that of q, k and v; grade: the steps in which the program rounds.
-    """
+    relative variance of one addition's rounding, plus the rounding of the total in 16-bit programs. dtype: that of q, k
+    and v; grade: the steps in which the program rounds."""
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
 
@@ -130,11 +129,11 @@ def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) ->
 
 
 def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exact: bool = False) -> Tensor | float:
-    """Returns, in error_dtype, the variance of the rounding error of every score s of block x [heads, rows, keys], and
-    so of log exp(s - max).
+    """Returns, in error_dtype, the variance of the rounding error of every score z of block x [heads, rows, keys], and
+    so of log exp(z - max); s: the block's softmax.
 
-    kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
-    program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
+    kernel    a * (n * (t^2 / 3 + Q) + 3 t^2 + 2 z^2 + 2 max^2 + (z - max)^2 + 8)      n = dim, t = scale * q . k
+    program   plus r * (Q + 3 t^2 + 2 z^2 + (z - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
     a, r: relative variances of one addition and one rounding in the program; r is 0 for a kernel. If an upper bound for
     all pairs is below 2% of that of rounding weights, it is returned, unless `exact`.
@@ -189,14 +188,14 @@ def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
 
 
 def faint(pairs: Tensor) -> bool:
-    """True if all `pairs` [.., keys] of some key are so small that a square times a variance underflows float32."""
+    """True if, for some key, all values `pairs` [.., keys] are so small that their squared errors underflow float32."""
     most = pairs.abs().flatten(0, -2).amax(0) if pairs.numel() else pairs.new_ones(1)
     return bool(((most > 0) & (most < 2.0**-28)).any())
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """Returns the relative variance of softmax weights, from the errors of their scores, plus 1 for weights that a
-    kernel may round to 0; [heads, rows, keys], or one number for all."""
+    """Returns the relative variance of block x's softmax weights, from the errors of their scores, plus 1 for weights
+    that a kernel may round to 0; [heads, rows, keys], or one number for all."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
@@ -296,10 +295,8 @@ def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
     """Returns the variance [heads, rows, keys] of int8 weights round(c exp(s - max)) that comes from their rounding: 1
-    / sum^2 where c exp(s - max) is so near the middle of two integers that an error may change it, else 0.
-
-    e: variance of s; step: variance of rounding c exp(s - max). The maximum is exact.
-    """
+    / sum^2 where c exp(s - max) is so near the middle of two integers that an error may change it, else 0. e: variance
+    of s; step: variance of rounding c exp(s - max). The maximum is exact."""
     scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
     # 7 standard deviations: fewer than one in a million errors is larger.
     least = 7 * scaled.abs() * torch.as_tensor(e + 2 * step, dtype=error_dtype).sqrt()
@@ -324,8 +321,9 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
         with a gradient of lse plus (a + r) (delta^2 + dlse^2)
 
-    a, r, w: relative variances of one addition, of rounding a value and a weight; e: of P by its score. g has the
-    gradients of the scores of all keys of the rows; without g, out's size gives the error of the weights.
+    P: probabilities; dP = dout . v; n: keys. a, r, w: relative variances of one addition, of rounding a value and a
+    weight; e: of P by its score. g: gradients of the scores of all keys of the rows; None: out's size gives the
+    weights' error.
     """
     dout, out = x.saved[:2]
     dtype = x.problem.torch_dtype
@@ -393,7 +391,7 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Returns the error variances of a block's contributions to the gradients `kinds`, by query head: dq [heads, rows,
     dim], dk, dv [heads, keys, dim]. P: probabilities; a, w, e: relative variances of one addition, of rounding a
-    weight, and of P by its score.
+    weight, and of P by its score. dS = P (dP - delta), dP = dout . v, delta = dout . out.
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
              with a cap, whose slope 1 - t^2 has cancellation, plus 4 a (P (dP - delta))^2
@@ -454,9 +452,8 @@ def _of_queries(
     x: Block, s: Softmax, pairs: tuple[Tensor, ...], of_delta: Tensor, divisor: Tensor, squared_scale: Tensor
 ) -> dict[str, Tensor]:
     """Returns the error variances of dq and dq_rope of block x; pairs: variance of dS, P times the softcap's
-    derivative, and dS.
-    of_delta: variance of delta; divisor: relative variance of the sum of weights; squared_scale: square of the scale.
-    """
+    derivative, and dS. of_delta: variance of delta; divisor: relative variance of the sum of weights; squared_scale:
+    square of the scale."""
     each, soft, dscores = pairs
     least, live = quantum(x.problem.torch_dtype), s.softmax.to(each.dtype)
     results = {}

@@ -1,9 +1,9 @@
-"""Computes the expected size of a correct program's error for the indexer and its loss, by expected_error's model.
+"""Computes the expected size of a correct program's error for the indexer and its loss, as expected_error.py does.
 
     S_h = q_h . k,  I = sum_h w_h max(0, S_h)      products and scores, n terms each
     y = exp(I - max) / sum,  p = mean of heads' probabilities,  dI = y - p
 
-u, r, a and w are defined in expected_error. All functions return variances: squares of expected sizes.
+Relative variances: r of one rounding, a of one addition, w of rounding. All functions return squares of expected sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -66,10 +66,8 @@ def _fits(s: Scored) -> bool:
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
     """Returns the error variances of the indexer's products and scores `s`; dtype: that of q and k; grade: the
-    precision of the program.
-
-    dscores: the gradient of the scores [rows, keys], needed if variances of gradients are computed from the result.
-    """
+    precision of the program. dscores: the gradient of the scores [rows, keys], needed if variances of gradients are
+    computed from the result."""
     few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
     error_dtype = torch.float64 if few else torch.float32
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
@@ -94,8 +92,8 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
     variances (var); y = exp(I - max) / sum; a, r: relative variances of one addition and one rounding; n: keys.
 
     max   var(I) at the maximum
-    sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
-    x     of the exponential: a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
+    sum   sum^2 (sum_j y^2 (var(I) + t) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
+    t     of the exponential: a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     """
     s, visible, dtype = x.scored(b, rows, torch.float64), x.visible(b, rows), x.problem.torch_dtype
     top, total = softmax(s.scores, visible.double())
@@ -116,8 +114,8 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Error variances of an indexer's log y and its target p: of independent errors per key [rows, keys], of common
-    errors of a row's keys [rows, 1]."""
+    """Error variances of log y and p, the indexer's and the target's probabilities of keys: of independent errors per
+    key [rows, keys], of common errors of a row's keys [rows, 1]."""
 
     # of_y, y_row: variance of log y of each key, and the common one from the row's sum.
     of_y: Tensor
@@ -131,7 +129,7 @@ class Spread:
     shares: Tensor | None
 
     def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns the variance of by_y * log y + by_p * p, [rows, keys], for factors [rows, keys]."""
+        """Returns [rows, keys]: variance of by_y * log y + by_p * p, of the indexer's probabilities y and targets p."""
         of_y = self.of_y
         if self.shares is not None:
             of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
@@ -139,7 +137,7 @@ class Spread:
         return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns the variance of the sum over keys of by_y * log y + by_p * p, [.., rows]; factors: [.., keys]."""
+        """Returns [.., rows]: variance of sum_keys(by_y log y + by_p p), of the indexer's y and the target's p."""
         full = by_y.sum(-1, keepdim=True)
         each = by_y if self.shares is None else by_y - self.shares * full
         result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
@@ -149,11 +147,11 @@ class Spread:
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
     """Returns the error variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: variances
-    of the scores I; a, r: of one addition and one rounding, relative.
+    of the scores I; a, r: of one addition and one rounding, relative; n: keys of a row.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum
-    of_p    target()
+    of_p    from the errors of the attention's scores, by target(); 0 for a given target
     """
     a, r, error_dtype = grade.sums(dtype), grade.step(dtype), u.scores.dtype
     left = _clean((c.scored.scores - c.top).to(error_dtype)).square()
@@ -176,7 +174,8 @@ def _shares(c: Compared, error_dtype: torch.dtype) -> Tensor | None:
 
 
 def _of_mass(given: Given, a: float) -> Tensor:
-    """Returns [rows, 1]: the relative variance of a given target's sum: a (1 + n (1 / 3 + sum_j p_j^2 / sum^2))."""
+    """Returns [rows, 1]: relative variance of the sum of a given target over n keys, a (1 + n (1 / 3 + sum_j p_j^2 /
+    sum^2)); a: relative variance of one addition."""
     if given.unit:
         return torch.zeros_like(given.mass)
     p, mass = _clean(given.p), _clean(given.mass).square()
@@ -186,8 +185,8 @@ def _of_mass(given: Given, a: float) -> Tensor:
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns (variance of p [rows, keys], relative variance common to a row's keys [rows, 1]); x: the attention's
-    scores s and probabilities P of H heads; a, r: relative variances of one addition and one rounding; Q: sum_d q^2
-    k^2.
+    scores s and probabilities P of H heads; p = sum_h P_h / N, N: H less the sinks' probabilities; a, r: relative
+    variances of one addition and one rounding; n: dim; Q: sum_d q^2 k^2.
 
     e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
     of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
@@ -211,13 +210,13 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dty
 
 
 def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns [1]: the error variance of the rows' contribution to the indexer's loss, the sum over keys of f (log p -
-    log y), f = p.
+    """Returns [1]: the error variance of the rows' contribution to the indexer's loss, the sum over keys of p (log p -
+    log y), of target probabilities p and the indexer's y.
 
-    a, r: relative variances of one addition and one rounding.
+    a, r: relative variances of one addition and one rounding; I: the indexer's scores.
 
-    row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
-           + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
+    row    variance of its first-order change, with slopes p - y sum p in I and log p - log y + 1 in p (`spreads`)
+           + p^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
            + a n (t^2 / 3 + sum_j t_j^2)        a row's sum t of its n keys
     all    a rows sum of t^2                    their sum over `terms` rows
     """
@@ -241,12 +240,15 @@ def of_gradients(
     """Returns the error variances of an indexer's gradients, by kind (dq, dk, dweights), before their sum over all
     rows.
 
+    S_h = q_h . k; dI: gradient of the scores I = sum_h w_h max(0, S_h); y, p: probabilities, the indexer's and the
+    target. a, r, w: relative variances of one addition, of rounding a value and a weight; n: terms of a sum.
+
     s, u: scores of the rows and their variances; dscores: dI; rows: the number of rows that are summed.
-    slopes: (Spread, derivative of dI by log y, derivative of dI by p); None if dI is an input.
+    slopes: (Spread: variances of y and p, derivative of dI by log y, derivative of dI by p); None if dI is an input.
     times: how often a row selects a key; equal terms have equal rounding errors, so m of them count m^2.
     squares: sum of dI^2 over the list entries of a key, which exceeds dI^2 if they cancel; None: keys are listed once.
 
-    dI        Spread.of_pairs(): y^2 var(log y) + var(p), without the common error of a row's keys
+    dI        y^2 var(log y) + var(p), without the common error of a row's keys
     dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n) where S > 0; where its sign is open (w_h dI)^2 / 4
     dq        sum_j var(dS) k^2, plus w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times the common variances of the row
     dk        sum_ij var(dI) (sum_h w_h q)^2 + the variance of roundings of dS, times q^2
@@ -299,9 +301,8 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, `pairs` [rows, keys]; weights:
-    w_h or 0.
-    """
+    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, the scores' gradient, `pairs`
+    [rows, keys]; weights: w_h [heads, rows, keys], 0 where the product q_h . k is not positive."""
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):

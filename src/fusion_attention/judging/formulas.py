@@ -1,7 +1,7 @@
-"""Computes attention and its gradients on one block, in float64 as golden does, or in float32 as a baseline program.
+"""Computes attention and its gradients of a range of heads, queries and keys, in float64, or as a baseline program.
 
 A baseline program computes in float32 and rounds weights and results to the call's dtype. One of CANN's accuracy
-standards compares a result's errors with a baseline's. Tests compare these formulas with the golden back end.
+standards compares a result's errors with a baseline's. Tests compare these formulas with the back end golden.
 """
 
 import math
@@ -20,13 +20,13 @@ _INF = math.inf
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a computation."""
+    """The dtypes of a program: of its products and sums, and of its rounded weights and results."""
 
     dtype: torch.dtype = torch.float64  # dtype of products and sums
     low: torch.dtype | None = None  # dtype to which weights and results are rounded; None: no rounding
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """Returns attention weights rounded to bfloat16, as a bfloat16 program does before the product with V."""
+        """Returns attention weights, rounded to bfloat16 if `low` is that, as before the product with V."""
         return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def baseline(dtype: torch.dtype) -> Precision:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """The softmax weights of a block, [heads, rows, keys], with the values that they were computed from."""
+    """The softmax weights [heads, rows, keys] of a part of a call, with the values that they were computed from."""
 
     shown: Tensor  # scores, -inf for an invisible key
     product: Tensor | None  # scores before bias and softcap; None: equal to shown
@@ -61,7 +61,7 @@ class Softmax:
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
-    """Converts a block's tensors to the dtype of products and sums of `precision`."""
+    """Converts the tensors of a block (a part of an attention call) to the dtype in which `precision` computes."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -130,8 +130,8 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Sets the weights `s` to 1 in rows without visible keys that return the mean of V; with x.weight_scale, rounds all
-    weights to int8 multiples of it."""
+    """Sets the weights `s` to 1 in rows without visible keys that return the mean of V; with x.weight_scale, replaces
+    all weights w by the int8 integers round(weight_scale * w)."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():
@@ -175,7 +175,7 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Gradients of a block's scores, [heads, rows, keys], and the values that they were computed from."""
+    """Gradients of the scores of a part of a call, [heads, rows, keys], and the values that they were computed from."""
 
     softmax: Softmax  # the weights P
     dscores: Tensor  # dS = P (dP - delta), before the multiplication by the softcap's derivative
@@ -186,8 +186,8 @@ class Scored:
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
-    """Computes dS = P (dP - delta), delta = dout . out - dlse, of block x from the forward's saved statistics and
-    output, in precision p."""
+    """Computes dS = P (dP - delta), dP = dout . v, delta = dout . out - dlse, of block x from the forward's saved
+    statistics and output, in precision p."""
     s = saved_softmax(x)
     s = s if x.sloped else replace(s, slope=1.0)
     dout, out = x.saved[:2]

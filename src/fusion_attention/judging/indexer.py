@@ -108,8 +108,8 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """Returns the tensors and parameters of a call of an indexer, its statistics or its loss, with fields that can hold
-    a mistake."""
+    """Returns the tensors and parameters of a call of an indexer, its statistics or its loss, with fields that
+    reproduce mistakes of kernels."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -250,9 +250,8 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
     """Returns bool [rows, entries], true for selected keys that are wrong whatever the scores' errors: keys that do not
-    exist, invisible or repeated keys, and keys with equal scores in the wrong order (x has the rule).
-    scores: of all keys [rows, keys]; listed: the recorded indices; mine: the scores of their keys [rows, entries].
-    """
+    exist, invisible or repeated keys, and keys with equal scores in the wrong order (x has the rule). scores: of all
+    keys [rows, keys]; listed: the recorded indices; mine: the scores of their keys [rows, entries]."""
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)
     again = torch.zeros_like(none)

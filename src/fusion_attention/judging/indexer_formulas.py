@@ -1,4 +1,4 @@
-"""Computes the indexer and its loss for some rows, in any precision; fields of Index reproduce mistakes.
+"""Computes the indexer and its loss for some rows, in any precision; fields of a call (Index) reproduce mistakes.
 
 Tests compare these formulas with the golden back end.
 """
@@ -23,8 +23,8 @@ _LEAST = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A call of an indexer (it scores and selects keys), its softmax statistics or its loss, with fields that hold
-    mistakes."""
+    """A call of an indexer (it scores and selects keys), its softmax statistics or its loss, with fields that reproduce
+    mistakes of kernels."""
 
     # op_kind, problem, extents: the kind of call, its parameters, and lengths and mask bands of sequences.
     op_kind: str
@@ -129,7 +129,8 @@ def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (max, sum of times * exp(score - max)), [rows, 1], of scores [rows, keys]; 0 and 0 without keys."""
+    """Returns (max, sum of times * exp(score - max)), both [rows, 1], of scores [rows, keys]; 0 and 0 without keys.
+    times: how often each key counts, [rows, keys]."""
     shown = scores.masked_fill(times == 0, -math.inf)
     top = shown.amax(-1, keepdim=True) if shown.shape[-1] else shown.new_full((len(shown), 1), -math.inf)
     empty = top == -math.inf
@@ -197,9 +198,9 @@ class Given:
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """Returns the two distributions [rows, keys] that an indexer's loss compares, its own and the target, for rows of
-    sequence b.
-    dtype: of the computation. low: bfloat16 if the call rounds dI, the gradient of the scores, also a result."""
+    """Returns the two distributions [rows, keys] that an indexer's loss compares, the indexer's and the target, for
+    rows of sequence b. dtype: of the computation. low: bfloat16 if the call rounds dI, the gradient of the scores, also
+    a result."""
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -302,7 +303,7 @@ def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
     """Returns the rows' contributions to an indexer's gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights
     [1, rows, heads]. s: the rows' scores; dscores: the gradient dI of the scores, and visible: bool, both [rows, keys].
 
-    dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
+    S = q . k,  dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """
     live = visible & (s.dots > 0) if s.relu else visible.expand_as(s.dots)
     ddots = (dscores * s.weights).masked_fill(~live, 0)

@@ -28,7 +28,7 @@ def _causal(x: Index) -> bool:
 
 
 def _when(suits: Callable[[Index], bool], ways: Ways) -> Callable[[Index], Ways]:
-    """Returns a function of a call that returns these ways if the call suits them, else none."""
+    """Returns a function of a call: `ways` (changed fields by description of a mistake) if suits(call), else {}."""
     return lambda x: ways if suits(x) else {}
 
 
@@ -51,8 +51,8 @@ def _by_one(x: Index) -> Ways:
 
 
 def _compressed(edges: Callable[[Index], Any]) -> Callable[[Index], Ways]:
-    """Returns a function of a call that returns the ways of giving it other upper edges, if it is causal and its keys
-    represent several tokens each; edges: yields (description, a number per sequence)."""
+    """Returns a function of an indexer call that returns {description: changed fields} for wrong upper edges of its
+    band, if it is causal and a key represents several tokens; edges(call) yields (description, edges [sequences])."""
     return lambda x: _banded(x, dict(edges(x)) if _causal(x) and x.problem.ratio > 1 else {})
 
 

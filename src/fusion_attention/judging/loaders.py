@@ -1,4 +1,4 @@
-"""Reads calls with inputs and outputs from files: of capture(), of msprobe (mindstudio-probe), .npz, .pt, .safetensors.
+"""Reads recorded calls from files of capture() and msprobe (Ascend's debugger), and from .npz, .pt and .safetensors.
 
 Code in a file is not executed: torch's reader with weights_only=True reads pickles, unless the caller permits the
 other. Sizes are checked before values are read.
@@ -140,7 +140,7 @@ def _within(path: Path, folder: Path, how: Reading) -> Any:
 
 
 def _read(path: Path, how: Reading) -> Any:
-    """Reads a .npz, .npy or .pt file."""
+    """Returns the content of a .npz (a dict), .npy (a tensor) or .pt file (any object); how: reading options."""
     try:
         if path.suffix == ".npy":
             return _of_array(str(path), np.load(path, allow_pickle=False))

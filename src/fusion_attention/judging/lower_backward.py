@@ -1,4 +1,4 @@
-"""Lowers the backward of a recorded forward; statistics that were not saved are computed by the formulas."""
+"""Makes the backward of a recorded forward in the form that kernels read; computes statistics that were not saved."""
 
 from collections.abc import Mapping
 from typing import Any

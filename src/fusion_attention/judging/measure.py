@@ -1,4 +1,4 @@
-"""Computes the errors of a call's outputs against the formulas of any setting, on the complete call or on samples."""
+"""Computes the errors of a call's outputs by formulas, perhaps with a kernel mistake, in all rows or in samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Beside = Mapping[str, Mapping[str, Tensor]]  # results of other back ends: by ba
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The errors of a call's outputs."""
+    """The errors of a call's outputs, in total and by row, and those of other programs' outputs."""
 
     tallies: dict[str, Tally]  # errors of each output
     maps: dict[str, Map]  # errors by row of each output; only if the complete call was measured
@@ -57,7 +57,7 @@ def measured(
     """Returns the errors of recorded outputs in parts (`pieces`) of a call; setting: the call, perhaps with a mistake.
 
     grade: precision of the judged program; with_baseline: also compute a float32 program; beside: other programs'
-    outputs; complete: True if the pieces are the whole call, of which maps are made.
+    outputs; complete: True if `pieces` are the whole call; then errors by row are returned too.
     """
 
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
@@ -132,7 +132,7 @@ def explanations(
     tries: Iterable[tuple[str, str, str, str, Subject]], base: Result, size: Callable[[Tally], float]
 ) -> tuple[Explanation, ...]:
     """Returns the mistakes that explain a call's errors (`base`), best first: with such a mistake every output passes,
-    and of each wrong output's error at most the fraction LEFT remains.
+    and of each wrong output's error at most a quarter (LEFT) remains.
 
     Args:
         tries: (mistake's name, detail, meaning and advice, and the call with this mistake).

@@ -1,4 +1,4 @@
-"""Reads dumps of msprobe (mindstudio-probe): a file dump.json, and a file for each tensor."""
+"""Reads dumps of msprobe (mindstudio-probe, a debugger of Ascend): a file dump.json, and a file for each tensor."""
 
 import json
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ _SHOWN = 24  # largest number of names in a message
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading files that capture() did not write."""
+    """Options for reading files that capture() did not write: operator, names of tensors, further arguments, dtype."""
 
     operator: str = ""  # the operator's name
     # {name of a parameter or result: name in the file}; "output.<result>" for a result with the name of a parameter.
@@ -38,7 +38,7 @@ class Reading:
 
 
 def listed(names: Any) -> str:
-    """Returns the names joined by commas, at most 24."""
+    """Returns the names, sorted and joined by commas, at most 24; "none" without names."""
     every = sorted(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return (", ".join(every[:_SHOWN]) or "none") + more
@@ -67,9 +67,9 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns the parameter or result that a name in a file denotes, as target(): the name itself, or else the part
-        after its last dot, if no other name in `content`, the file's tensors and values, ends with this part.
-        """
+        """Returns the parameter that a name in a file denotes, or "output." and the result; "" for other names. The
+        part after the last dot counts as the name if no other name in `content`, the file's tensors and values, ends
+        with it."""
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1
         return self.target(name) or (self.target(last) if alone else "")
@@ -138,8 +138,9 @@ def _calls(
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
-    """Returns a value from a file as operator `op` takes it: Python numbers, packed softmax_lse as [T, N]. name: of a
-    parameter or result, perhaps with a prefix that ends with a dot; how: has further arguments of the call."""
+    """Returns a value from a file in the form that operator `op` takes: a number for a tensor of one element if the
+    parameter is a number; flash-attn's softmax_lse [N, T] (heads, packed tokens) as [T, N]. name: of a parameter or
+    result, perhaps after a prefix that ends with a dot; how: reading options, with further arguments of the call."""
     last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
     if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
         return value.mT  # flash-attn's is [N, T]

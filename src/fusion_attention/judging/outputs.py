@@ -36,7 +36,7 @@ _SECOND = "_compressed"
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a call that is judged."""
+    """One output of a judged call: its tensor, its kind and its layout in memory."""
 
     name: str  # name among the operator's results
     kind: str  # "out", "max", "sum", "lse", or the gradient's name in the formulas
@@ -165,7 +165,7 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
-    """Yields ranges of heads and of query rows or keys, of about PAIRS scores each, that cover these outputs."""
+    """Yields ranges of heads and of query rows or keys, of about 2^19 (PAIRS) scores each, that cover these outputs."""
     p, e = setting.problem, setting.extents
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
@@ -184,7 +184,7 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Expected values of an output [heads, rows, elements]."""
+    """Expected values of an output [heads, rows, elements], with the variance of a correct program's error."""
 
     value: Tensor  # the exact values, float64
     variance: Tensor  # variance of a correct program's error
@@ -306,7 +306,7 @@ class _Expectation:
 
     @property
     def _of_sums(self) -> tuple[Any, ...]:
-        """The key, of sequence, heads and precision, under which sums over queries are cached in Setting.sums."""
+        """The key (sequence, heads, precision) under which this part's sums over queries are cached in Setting.sums."""
         return self.unit.b, self.unit.heads.start, self.unit.heads.stop, self.grade, self.precision
 
     def _sum_by_keys(self, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Judges calls that pool windows of rows, and their gradients.
+"""Judges calls that pool windows of rows to compressed keys, and their gradients.
 
 The formulas of attention compute them: each channel of a window is a query row whose keys are the window's rows, whose
 scores are the rows' gates, and whose values are the rows.
@@ -56,7 +56,7 @@ class Windows:
     unbiased: bool = False  # True if gates lack the bias
 
     def channel_ranges(self, b: int) -> Iterator[slice]:
-        """Yields ranges of channels, each with about PAIRS elements in all heads and rows of sequence b."""
+        """Yields ranges of channels, each with about 2^21 (PAIRS) elements in all heads and rows of sequence b."""
         p = self.problem
         step = max(1, PAIRS // max(p.heads * int(self.extents.kv_len[b]), 1))
         return (slice(first, min(first + step, p.dim)) for first in range(0, p.dim, step))
@@ -103,8 +103,7 @@ class Windows:
 
     def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
         """Returns key gradients [heads * windows * channels, 1, keys] as rows of sequence b, [heads, rows, 1 or 2,
-        channels]. This is the inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no
-        window pools is 0."""
+        channels]: axis 2 has the two halves of a row if windows overlap. A row that no window pools is 0."""
         p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
         windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
         memory = -(-int(self.extents.kv_len[b]) // p.ratio)
@@ -138,8 +137,7 @@ class Windows:
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns {output's name: (exact values, variances of their errors)} of one sequence's pooling as attention,
-        [heads * windows * channels, 1, 1 or keys]; grade: the steps that round, or None.
-        """
+        [heads * windows * channels, 1, 1 or keys]; grade: the steps that round, or None."""
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
         if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))

@@ -1,4 +1,4 @@
-"""The progress of a verdict: a bar on a terminal, for verdicts that take longer than two seconds."""
+"""The progress of judging a call: a bar on a terminal, if it takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
 
 
 class Bar:
-    """Shows progress as a bar after PATIENCE seconds if the console is a terminal; the bar is erased at the end.
+    """Shows progress as a bar after two seconds if the console is a terminal; the bar is erased at the end.
 
     Args:
         name: text before each step's description.

@@ -19,7 +19,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict of one standard on one output."""
+    """The result of one standard, the error bound or a criterion of CANN's tests, for one output tensor."""
 
     standard: str  # the standard's name
     passes: bool  # True if the output is correct by it
@@ -27,8 +27,8 @@ class Judged:
 
 
 class Marks(NamedTuple):
-    """Properties of the rows of one sequence of an output, each [heads, rows]: nan, infinite and zero are true for a
-    row with NaN, with infinities, and of zeros only; golden: a number that identifies the exact row."""
+    """Properties of rows of one sequence of an output, each [heads, rows]: nan, infinite and zero (bool) are true for a
+    row with NaN, with infinities, and of zeros only; golden (float64): marked() of the exact result's row."""
 
     nan: Tensor
     infinite: Tensor
@@ -37,8 +37,7 @@ class Marks(NamedTuple):
 
 
 def marked(rows: Tensor) -> Tensor:
-    """Returns a number for each row [.., elements], its dot product with fixed numbers, by which equal rows are
-    found."""
+    """Returns float64 [..] for rows [.., elements]: products with a fixed vector; equal rows have equal products."""
     return rows @ torch.arange(rows.shape[-1], dtype=torch.float64).cos()
 
 
@@ -70,8 +69,9 @@ class Tally:
     marks: list[Marks] = field(default_factory=list)
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
-        """Adds the errors of a range of the output, `ours` [heads, rows, elements], against the exact values `wanted`.
-        place: the range's (sequence, heads, rows); None if the positions of errors are not needed (samples)."""
+        """Adds the errors of a range of the output, `ours` [heads, rows, elements], against the exact values and the
+        variances of expected errors in `wanted`. place: the range's (index of the sequence, slice of heads, slice of
+        rows); None for sampled rows, whose errors need no positions."""
         value = wanted.value.double()
         if not value.numel():
             return
@@ -104,8 +104,9 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Adds the absolute errors of a range of the output, and its numbers for CANN's standards. mine: the output in
-        float64; value: the exact values; baseline: a float32 program's results, or None."""
+        """Adds to the totals the absolute errors of a range of the output, and counts and relative errors that CANN's
+        criteria limit. mine, value, baseline: the output in float64, the exact values, and a float32 program's results
+        or None; of one shape."""
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond
@@ -134,12 +135,12 @@ class Tally:
 
     @property
     def mean(self) -> float:
-        """Mean absolute error."""
+        """Mean absolute error of the output against the exact result."""
         return self.sums[0] / max(self.count, 1)
 
     @property
     def rms(self) -> float:
-        """Root mean square error."""
+        """Root mean square error of the output against the exact result."""
         return math.sqrt(self.sums[1] / max(self.count, 1))
 
     @property
@@ -149,7 +150,7 @@ class Tally:
 
     @property
     def z(self) -> float:
-        """Root mean square of (error / expected size) over all elements of the output."""
+        """Root mean square, over all elements, of error / (size of the error that rounding is expected to cause)."""
         return math.inf if self.strange else self.errors.z
 
     @property
@@ -159,26 +160,27 @@ class Tally:
 
     @property
     def passes(self) -> bool:
-        """True if no group of the output's elements has a larger error than rounding explains."""
+        """True if no element, row, tile of 32 rows or head, nor the complete output, has an error beyond rounding."""
         return not self.errors.fails()
 
     def bound(self) -> Judged:
-        """Returns the verdict of the error bound: no group of elements has a larger error than rounding explains."""
+        """Returns the verdict of the error bound: it fails if an element, row, tile of 32 rows, head or the complete
+        output has a larger error than rounding explains."""
         failing = self.errors.fails()
         if not failing:
             return Judged("error-bound", passes=True)
         return Judged("error-bound", False, sentence(*failing[0]))
 
     def cann_share(self) -> Judged:
-        """Returns the verdict of CANN's operator tests: at most 0.5 % of elements differ by over 0.5 % (or 2.5e-5)."""
+        """Returns the verdict of CANN's tests: at most 0.5 % of elements err by over 2.5e-5 and 0.5 % of the value."""
         fraction = (self.beyond + self.strange) / max(self.count, 1)
         broken = [f"{fraction:.2%} of elements beyond 0.5 %"] if fraction > 0.005 else []
         return self._published("cann-0.5%", broken)
 
     def cann_double(self) -> Judged:
-        """Returns the verdict of CANN's double benchmark, which limits relative errors by multiples of a float32
-        program's. The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small
-        values."""
+        """Returns the verdict of CANN's double benchmark: errors against float64 are at most a multiple of a float32
+        program's errors. The factor is 10 for the largest relative error, and 2 for the mean relative error, the root
+        mean square error and the number of errors of small values."""
         n = max(self.count, 1)
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),

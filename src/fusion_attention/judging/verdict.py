@@ -1,4 +1,4 @@
-"""The judge's verdict on a call: for each output and back end, and explanations; as text and as JSON.
+"""The verdict on an operator's outputs against the float64 reference, and explanations of errors; as text and as JSON.
 
 A verdict contains numbers and text, and no tensors except the errors that pictures show.
 """
@@ -18,7 +18,7 @@ RIGHT, NOISY, WRONG = "right", "noisy", "wrong"
 
 @dataclass(frozen=True, eq=False)
 class Opinion:
-    """The verdict on one output.
+    """The verdict on one output tensor of an operator, with the sizes and positions of its errors.
 
     Attributes:
         judged: the verdict of the requested standard.
@@ -47,15 +47,16 @@ class Opinion:
 
     @property
     def passes(self) -> bool:
-        """True if the output is correct by the requested standard."""
+        """True if the output is correct by the requested standard, such as the error bound."""
         return self.judged.passes
 
 
 def opinion(
     name: str, tally: Tally, grade: Grade, standard: str, where: Sequence[str], surface: Surface | None
 ) -> Opinion:
-    """Returns the verdict of a standard on an output. tally: the output's errors; grade: the program precision that
-    these are relative to; where: descriptions of their location; surface: the errors by position, for drawings."""
+    """Returns the verdict of the criterion named `standard` on an output. tally: its accumulated errors; grade: the
+    precision of the program whose rounding gives the expected errors; where: texts on the errors' location; surface:
+    the errors by position, for drawings."""
     words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
     sizes = (tally.mean, tally.rms, tally.largest, tally.z, tally.errors.z_tile)
     wrong = not tally.passes
@@ -99,11 +100,11 @@ def one_per_mistake(explanations: Iterable[Explanation]) -> tuple[Explanation, .
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """The judge's verdict on the results of a call.
+    """The verdict on the outputs of an operator's call, compared with the float64 reference.
 
     Attributes:
         operator: the operator's name.
-        source: the file's name, or "".
+        source: name of the file with the recorded call, or "".
         verdict: "right", "wrong", or, after a search for mistakes, "noisy": wrong, but as exact as sums in 16 bits.
         outputs: the verdict on each output, by name.
         unjudged: the reason why each other output is not judged, by name.
@@ -129,7 +130,7 @@ class Judgement:
 
     @property
     def passes(self) -> bool:
-        """True if every output is correct by the requested standard."""
+        """True if every output is correct by the requested standard, such as the error bound."""
         return self.verdict == RIGHT
 
     @property
@@ -147,7 +148,7 @@ class Judgement:
     __repr__ = __str__
 
     def lines(self) -> list[str]:
-        """Returns five lines of text: the call, the verdict, and the errors' sizes, location and explanation."""
+        """Returns five lines of text: the operator, the verdict, and the errors' sizes, location and explanation."""
         bad = self.failing()
         worst = max(self.outputs.values(), key=lambda o: (not o.passes, o.z), default=None)
         each = ", ".join(f"{o.name} {times(o.z)}" for o in self.outputs.values()) or "none"

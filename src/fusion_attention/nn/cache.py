@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """The operands of one call with a cache."""
+    """The attention operands of one layer call with a KV cache: queries, all stored tensors by name, and lengths."""
 
     q: Tensor  # queries of the call's tokens
     rows: dict[str, Tensor]  # stored vectors of all tokens, those of the call included, by name ("k", "v", "index_k")
@@ -79,8 +79,8 @@ class Cache:
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
-        """Raises ValueError if tensors to store (`new`, [B, S, ...] by name) do not match x [B, S, dim], or the stored
-        ones in layer, names, shape, dtype or device; name: the layer's, for the error."""
+        """Raises ValueError if tensors to store (`new` by name, [B, S, ...]) do not match x [B, S, dim], or differ from
+        the stored ones in names, shape, dtype, device or layer; name: the layer's class, for the error."""
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
         for operand, t in new.items():
@@ -112,8 +112,8 @@ class Cache:
 def step(
     cache: Cache, layer: nn.Module, ranks: Ranks | None, x: Tensor, q: Tensor, lengths: Lengths, **rows: Tensor | None
 ) -> Iterator[Step]:
-    """A context for a layer's call with a KV cache: appends the call's keys and values, and undoes this if the block
-    raises.
+    """A context for a layer's call with a KV cache: appends the call's keys and values, and undoes this if the with
+    block raises.
 
     Args:
         layer, ranks: the layer that is called, and its ranks (an error if not None).
@@ -169,8 +169,8 @@ def step(
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
-    """Returns the number of tokens of x [B, S, dim] that every sequence appends, int64 [B]; ValueError, with the
-    layer's name: invalid lengths."""
+    """Returns int64 [B]: the number of tokens of x [B, S, dim] that every sequence appends, `lengths` or S. Raises
+    ValueError for invalid lengths; name: the layer's, for this error."""
     batch, tokens = x.shape[:2]
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")

@@ -236,7 +236,7 @@ class CompressedAttention(StagedAttention):
 
     @untraced
     def _append(self, x: Tensor, rope: Rope, lengths: Any, cache: CompressedCache) -> tuple[Tensor, Tensor]:
-        """Returns forward()'s results with a cache, which changes only on success; lengths: must be None."""
+        """Returns forward()'s (output, loss) with a cache, which changes only if no error is raised. lengths: None."""
         if lengths is not None:
             raise ValueError(
                 f"{type(self).__name__}: lengths: expected None with a cache, got {show(lengths)} (all its sequences "
@@ -270,8 +270,8 @@ class CompressedAttention(StagedAttention):
         self, x: Tensor, query: Tensor, q: Tensor, k: Tensor, rope: Rope, lengths: Any, step: CompressedStep
     ) -> tuple[Tensor, Tensor]:
         """Returns (attention [B, S, heads, head_dim], the indexer's scalar loss). x: hidden states [B, S, dim]; query,
-        q, k: latent queries, queries and keys of its tokens; rope: (cos, sin) of all positions; lengths: tokens of each
-        sequence, or None."""
+        q: its latent queries [B, S, q_rank] and its queries; k: cached and new keys; rope: (cos, sin) of all positions;
+        lengths: tokens of each sequence, or None; step: the cache during this forward."""
         band, no_loss = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
         if self.ratio is None:
             return attention(q, k, k, band=band, sink=self.sinks), no_loss
@@ -311,9 +311,9 @@ def probabilities(q: Tensor, entries: Tensor, lse: Tensor, lists: Tensor | None,
     """Returns the attention's probabilities of compressed keys, the target of indexer_target_loss().
 
     Args:
-        q, entries: query rows [B, S, N1, D] and compressed keys [B, S3, 1, D]. lse: the attention's lse [B, N1, S].
+        q, entries: query rows [B, S, N1, D] and compressed keys [B, S3, 1, D]. lse: log-sum-exp of scores [B, N1, S].
         lists: the selected compressed keys of every row [B, S, 1, K]; None: all compressed keys.
-        ratio, residual: tokens of a compressed key, and tokens after the last one.
+        ratio, residual: tokens of a compressed key, and tokens after the last complete one.
 
     Returns:
         float32 [B, S, 1, K] or [B, S, 1, S3]: the mean over heads, 0 for keys that a row does not see.

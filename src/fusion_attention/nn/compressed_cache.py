@@ -82,7 +82,7 @@ class CompressedStep:
         self.tokens = self.first + x.shape[1]
 
     def keys(self, new: Tensor, window: int) -> Tensor:
-        """Returns stored keys of the last window, then `new`, the keys of this forward: [B, tokens, 1, D]."""
+        """Returns the last `window - 1` cached keys, then this forward's keys `new` [B, S, 1, D]: [B, tokens, 1, D]."""
         if self.cache is None:
             return new
         rows = self._joined(self.cache._keys, new)
@@ -90,11 +90,12 @@ class CompressedStep:
         return rows
 
     def pooled(self, name: str, kv: Tensor, gate: Tensor, **windows: Any) -> tuple[Tensor, int]:
-        """Returns (a weighted average of kv for each window that the call completes, number of windows before them).
+        """Returns (averages of kv in windows that the call completes, [B, windows, 1, D]; number of earlier windows).
 
         Args:
             name: the compressor's class, under which the cache stores its state.
-            kv, gate: rows of the call's tokens. windows: ratio, position_bias and overlap, as in compress().
+            kv, gate: values and softmax logits of the call's tokens, [B, S, 1, ...].
+            windows: ratio, position_bias and overlap, as in compress().
         """
         if self.cache is None:
             return compress(kv, gate, **windows), 0
@@ -118,7 +119,8 @@ class CompressedStep:
         return self.entries[name]
 
     def _joined(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """Returns rows `old` (or None), then `new`, [B, tokens, ...]; ValueError: another batch, dtype, device."""
+        """Returns cached rows `old` (or None) and `new`, concatenated to [B, tokens, ...]; ValueError: they differ in
+        batch, dtype or device."""
         if old is None:
             return new
         if (len(new), new.dtype, new.device) != (len(old), old.dtype, old.device):
@@ -129,7 +131,7 @@ class CompressedStep:
         return torch.cat((old, new), 1)
 
     def commit(self) -> None:
-        """Stores the call's rows in the cache, if there is one."""
+        """Stores this forward's keys, compressed keys and incomplete windows in the cache, if there is one."""
         cache = self.cache
         if cache is not None:
             cache.tokens, cache._keys, cache._layer = self.tokens, self.last, weakref.ref(self.layer)

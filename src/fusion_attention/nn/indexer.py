@@ -123,7 +123,7 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def _choose(self, index: Index, **rows: Any) -> Index:
-        """Returns `index` with indices of selected keys; rows: lightning_indexer()'s layout, lengths and ranks."""
+        """Returns `index` with the selected keys' indices; rows: keyword arguments (layout, lengths, ranks)."""
         indices, _ = functions(self.ranks).lightning_indexer(*index[:3], self.top_k, **rows)
         return index._replace(indices=indices)
 

@@ -1,4 +1,4 @@
-"""Attention layers with a lightning indexer: for given projections, for multi-head attention and for MLA."""
+"""Attention layers with a lightning indexer: for given projections, for multi-head and for latent attention."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class SparseAttention(StagedAttention):
         self.indexer = indexer
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns attend()'s (out, loss): the attention of projected rows, and the indexer's loss."""
+        """Returns attend()'s (out, loss): attention of projected queries, keys and values, and the indexer's loss."""
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -169,7 +169,7 @@ class SparseSelfAttention(SparseAttention):
         kv_heads: key heads, N2; None: N1.
         head_dim: elements of a head; None: dim / heads.
         index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
-        stage: "dense", "warmup" or "sparse".
+        stage: "dense" or "warmup" (attention to all keys), or "sparse" (to the keys that the indexer selects).
         group, schedule: ranks over which sequences are sharded, and how tokens are divided, as in LightningIndexer.
 
     Source: this library.
@@ -258,7 +258,7 @@ class SparseLatentAttention(SparseAttention):
         nope_dim, rope_dim, v_dim: elements of a head's key without rope, with rope, and of its value.
         index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
         scale: factor on the dot products; None: 1 / sqrt(nope_dim + rope_dim).
-        stage: "dense", "warmup" or "sparse".
+        stage: "dense" or "warmup" (attention to all keys), or "sparse" (to the keys that the indexer selects).
         group, schedule: ranks over which sequences are sharded, and how tokens are divided, as in LightningIndexer.
 
     Source: this library; DeepSeek-V3.2.

@@ -1,4 +1,4 @@
-"""The stages in which layers with an indexer are trained: set_stage() and the base class of these layers."""
+"""Training stages (dense, warm-up, sparse) of attention layers with an indexer: set_stage() and the base class."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ class StagedAttention(nn.Module):
     """The base class of attention layers with a stage of training, which is not in the state_dict.
 
     Attributes:
-        stage: "dense", "warmup" or "sparse".
+        stage: "dense": attention to all keys; "warmup": the same, and only the indexer learns; "sparse": attention to
+            the keys that the indexer selects.
         indexer: the module that selects keys, or None; a subclass has it.
     """
 
@@ -24,10 +25,10 @@ class StagedAttention(nn.Module):
 def set_stage(model: nn.Module, stage: Stage) -> None:
     """Sets the stage of every attention layer with an indexer in a model, and requires_grad of all parameters.
 
-        stage     parameters with requires_grad
-        "dense"   all except the indexers'
-        "warmup"  only the indexers'
-        "sparse"  all
+        stage     attention reads                parameters with requires_grad
+        "dense"   all keys                       all except the indexers'
+        "warmup"  all keys                       only the indexers'
+        "sparse"  keys that indexers select      all
 
     To freeze more parameters, set their requires_grad afterwards. DDP reads requires_grad when it wraps a model, so
     wrap after set_stage(), and again after the next change of stage; find_unused_parameters is then not needed.

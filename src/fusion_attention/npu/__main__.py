@@ -19,7 +19,7 @@ DEFAULT = inspect.signature(install).parameters["device"].default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Calls install(), then runs the script or module that the command line names, as Python does."""
+    """Makes `import torch_npu` work by install(), then runs the script or module that the command line names."""
     parser = argparse.ArgumentParser(
         "python -m fusion_attention.npu", description="Run a program for Ascend NPUs without an NPU."
     )

@@ -94,7 +94,7 @@ def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator
 
 
 def glance_at_mask(op: str, call: DenseCall) -> None:
-    """Warns (strict: raises) if the dropout mask of a call of `op` differs from the mask drawn from its seed.
+    """Warns (strict: raises) if the dropout mask passed to the attention operator `op` is not the one its seed draws.
 
     One row of each head is compared. Autograd saves the given mask, but the gradient functions draw a mask from the
     seed that the forward returns.

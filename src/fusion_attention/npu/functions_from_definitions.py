@@ -37,7 +37,7 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
     its module's `__all__`.
 
     Args:
-        op: the operator definition.
+        op: the operator definition: parameters with types, defaults and meaning.
         host: how many of the last results remain in host memory if the tensors are on "npu", whose memory another
             device computes on (torch_ops/device_aliases.py); None: the body calls only torch's operators, which accept
             "npu".
@@ -55,7 +55,7 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
-    """Returns the public function of an operator (op), which returns its only result, or a tuple of all in its order.
+    """Returns the public function of an operator (op), which returns its only result, or a tuple of all.
 
     A result that a call does not compute is an empty tensor.
 
@@ -80,7 +80,7 @@ def in_order(op: Op, module: str, like: str, *cast: str) -> Callable[..., Any]:
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """Returns a function with the signature of `op` that only returns its arguments, by the definition's names."""
+    """Returns a function with the signature of operator `op` that returns a dictionary of its arguments by name."""
     return _reading(op, lambda args: args, Args)
 
 
@@ -131,7 +131,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """Returns the Python signature of a definition's function: its inputs in order; returns: result annotation."""
+    """Returns the Python signature of the function that the definition `op` describes; returns: type of its result."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.
@@ -144,8 +144,8 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """Returns (annotation, default) of a parameter p of the definition `op`; the first member of a union is the type in
-    torch's schema."""
+    """Returns (type annotation, default) of parameter p of the operator definition `op`; the first type of a union is
+    the type in torch's schema."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

@@ -1,4 +1,4 @@
-"""torch_npu's inference attention, with the same names, signatures, defaults and results, on any device.
+"""torch_npu's inference attention, with its names, signatures, defaults and results, on any device.
 
 The functions are not differentiable. fused_out.py makes the variant `.out` of the two fused functions.
 """

@@ -1,5 +1,5 @@
-"""Makes functions related to torch_npu's fused attention from operator definitions: `.out`, the function that returns
-its workspace, and the function that allocates results."""
+"""Makes functions related to torch_npu's fused attention from operator definitions: the variant `.out`, and functions
+that return its workspace (scratch memory) and new tensors for results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Returns the arguments with a torch.dtype in `out_dtype` replaced by torch's integer code; -1: unsupported."""
+    """Returns the arguments with a torch.dtype in `out_dtype` replaced by torch's integer code, -1 if unsupported."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 

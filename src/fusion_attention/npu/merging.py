@@ -85,8 +85,8 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """Returns a softmax statistic, ordered by token, [S, B, N] or [T, N], from a tensor `lanes` that stores it eight
-    times along its last axis.
+    """Returns a softmax statistic ordered by token, [S, B, N] or [T, N], from `lanes`, [B, N, S, 8] or [T, N, 8], which
+    has eight equal copies of it.
     order: the result of _head_major() if each sequence is stored as [heads, tokens]; None: as [tokens, heads]."""
     one = lanes[..., 0]
     if one.dim() == 3:
@@ -99,8 +99,9 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """Returns the statistic `one`, [S, B, N] or [T, N], in the axis order of `like` and stored eight times along a new
-    last axis; the inverse of _by_token(), with the same `order`."""
+    """Returns the statistic `one`, [S, B, N] or [T, N], as eight equal copies, [B, N, S, 8] or [T, N, 8], as `like`
+    has; the inverse of _by_token(). order: the result of _head_major() if each sequence is stored as [heads, tokens];
+    None: as [tokens, heads]."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:
@@ -111,7 +112,8 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:
-    """Returns (out, max_, sum_) as float32 copies, with the kernels' values for empty rows (max -inf, sum 0)."""
+    """Returns float32 copies of partial attention: out as [..., heads, D], max_ and sum_ [..., heads]. Rows without
+    keys get max -inf and sum 0 in place of CANN's lowest and largest float32."""
     empty = max_ == _LOWEST
     total = torch.where(empty & (sum_ == _LARGEST), 0.0, sum_)
     peak = torch.where(empty | (total == 0), -torch.inf, max_)

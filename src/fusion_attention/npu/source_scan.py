@@ -132,7 +132,6 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
 
 
 def _is_device(node: ast.AST) -> bool:
-    """True if a node of a syntax tree is the string constant "npu"."""
     return isinstance(node, ast.Constant) and node.value == DEVICE
 
 

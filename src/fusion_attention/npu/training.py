@@ -1,6 +1,7 @@
-"""torch_npu's training attention, with the same names, signatures, defaults and results, on any device.
+"""torch_npu's training attention, with its names, signatures, defaults and results, on any device.
 
-training_call.py runs the calls. The functions are differentiable in query, key, value, pse, rope tensors and sink.
+training_call.py runs the calls. The functions are differentiable in query, key, value, pse (a bias of scores), rope
+tensors and sink.
 """
 
 import torch

@@ -21,7 +21,7 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 
 def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
     """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call of `op`;
-    softmax_out is empty, numels the size of the dropout mask. args: the arguments by name."""
+    softmax_out is empty, numels the number of elements of the dropout mask. args: the arguments by name."""
     kind = args.get("pse_type", 1)
     dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
     if dispatch.is_traced(args.values()):
@@ -43,8 +43,8 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """Returns the seven results of forward() in a trace: a seed that must be drawn is a tensor [], drawn when the graph
-    runs, and numels is 0. args: the arguments by the definition's names."""
+    """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of forward() in a trace: a
+    seed that must be drawn is a tensor [], drawn when the graph runs; numels is 0. args: the arguments by name."""
     seed, offset = args.get("seed") or 0, args.get("offset") or 0
     drops = dispatch.drops(args["keep_prob"])
     drawn = None
@@ -56,8 +56,8 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call of `op`, empty tensors for absent inputs;
-    args: the arguments by the definition's names."""
+    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink), the results of a gradient operator `op`, empty for absent
+    inputs; pse is a bias of scores. args: the arguments by name."""
     seed = args["seed"]
     returned = isinstance(op.by_name["seed"], Attr) and isinstance(seed, Tensor)  # by a traced forward
     if dispatch.is_traced(args.values()):

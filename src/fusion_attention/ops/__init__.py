@@ -18,9 +18,8 @@ FAMILIES = (
 
 
 class _Records(Mapping[str, Op]):
-    """All operator definitions, by name. The first look-up imports those of all groups; a function that imports its own
-    definition loads no other.
-    """
+    """All operator definitions, by name. The first look-up imports the modules of all of them; a function that imports
+    its own definition loads no other."""
 
     @functools.cached_property
     def _loaded(self) -> dict[str, Op]:

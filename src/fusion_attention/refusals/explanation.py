@@ -299,7 +299,8 @@ def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool)
 
 
 def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) -> tuple[str, ...]:
-    """Returns changes of arguments that make the call legal on the chip, or, of a meaningless call, at least here."""
+    """Returns texts of changes of arguments that make the call legal on the chip; if there are none and the call is
+    `meaningless`, changes that make it legal in this library. in_memory: False if tensors are on device meta."""
     if in_memory:
         args = {name: _without_memory(value) for name, value in args.items()}
 
@@ -333,7 +334,8 @@ def _note(op: Op, text: str) -> Finding:
 def _explained(
     op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, in_memory: bool = True
 ) -> Explanation:
-    """Returns the explanation of a call with these findings; args: the arguments of a call that has a meaning."""
+    """Returns the explanation of a call with these findings (violated rules); log: the chip's log of the call, or None;
+    args: the arguments of a call that has a meaning; in_memory: False if its tensors are on device meta."""
     everywhere = [f for f in findings if f.where == "everywhere"]
     of_chip = [f for f in findings if f.where == "chip"]
     violated = everywhere or of_chip

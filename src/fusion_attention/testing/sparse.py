@@ -90,7 +90,7 @@ class SparseCase(Rows):
     sink: bool = False
 
     def keys(self, b: int) -> int:
-        """Returns the number of keys of sequence b from which lists select."""
+        """Returns the number of keys of sequence b from which the lists of selected keys choose."""
         return self.kv_len[b]
 
 

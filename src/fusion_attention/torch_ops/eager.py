@@ -77,7 +77,8 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a call at its second use, for later calls that differ only in memory, in the cache of `bound`."""
+    """Prepares a call at its second use, for later calls that differ only in memory: stores its plan and views in the
+    cache of `bound`, the checked call."""
     prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None

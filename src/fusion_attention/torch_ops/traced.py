@@ -147,7 +147,7 @@ def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor
 def gradients(
     op: Op, args: Mapping[str, Any], results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], backend: str
 ) -> dict[str, Tensor]:
-    """Returns {name: gradient} of a call's tensors, computed by a registered operator."""
+    """Returns {name: gradient} of a call's tensors by a registered operator; upstream: gradients of its `results`."""
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]

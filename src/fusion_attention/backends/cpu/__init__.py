@@ -1,4 +1,4 @@
-"""The CPU back end: the native core computes all operations; torch computes the means of V for empty rows."""
+"""The CPU back end: the C++ core computes all operations; torch computes means of V for rows without visible keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """Returns a sentence for each property of the problem, and for a device other than the CPU, that is not supported.
+    """Returns a sentence for each unsupported property of a problem (dtype, mask, ...), and for a device but the CPU.
 
     op_kind has no effect: all operations support the same properties.
     """
@@ -74,7 +74,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str | None = None) -> Schedule:
-    """Returns the native core's plan of an operation; variant: an instruction set of this machine, None: the fastest.
+    """Returns the C++ core's plan (tiles, scratch) of an operation; variant: an instruction set, None: the fastest.
 
     The boundaries of tiles depend only on a sequence's lengths, so the bits of its results do not depend on other
     sequences, packing or the number of threads.
@@ -112,7 +112,7 @@ def attention_forward(
     schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule,
     operands: Operands,
 ) -> None:
-    """Writes out and the softmax's max and sum of every query row; the type of the schedule selects the kernel."""
+    """Writes attention's out, and the softmax's max and sum, to `operands`; the schedule's type selects the kernel."""
     if len(extents) == 0:
         return
     if isinstance(schedule, SparsePlan):
@@ -150,14 +150,14 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Returns `operands` with a cache of the native core's arguments; None for operands of the indexer."""
+    """Returns `operands` with a cache of the C++ core's arguments; None for operands of the indexer or of pooling."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients from the saved out and softmax statistics; dbias is added to unless grads.owns_dbias."""
+    """Writes attention's gradients to `grads` from saved out, max and sum; adds to dbias unless grads.owns_dbias."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()

@@ -1,4 +1,4 @@
-"""Plans and runs the core's decode kernel, for few query rows over long, paged or quantized keys.
+"""Plans and runs the C++ core's decode kernel: attention of few query rows to long, paged or quantized keys.
 
 It converts views of memory to the core's arguments.
 """
@@ -31,8 +31,8 @@ _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """Returns true if the dense kernel does not support how keys are stored (pages, integers, shared) or how results
-    are, so that the decode kernel must compute the problem."""
+    """Returns True if only the decode kernel supports the problem: keys in pages, as integers, or shared with values or
+    by all sequences; a scale per row; int8 results."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
@@ -55,7 +55,7 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """Returns bool [sequences]: true for those that the decode kernel computes, in general with few query rows.
+    """Returns bool [sequences], true if the decode kernel computes a sequence, in general one with few query rows.
 
     It depends only on the problem and the complete sequences' lengths, not on the chunk of one that is computed.
     """
@@ -76,7 +76,7 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
 
 @dataclass(eq=False)
 class Schedule:
-    """The plans of a forward: `decode` for some sequences, `dense` for the others (None: there are none)."""
+    """Plans of an attention forward: `decode` (few query rows) for some sequences, `dense` for others (None: none)."""
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
@@ -103,8 +103,8 @@ class Schedule:
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
-    """Returns the native core's plan of the decode kernel, of the dense forward, or of both if sequences need different
-    ones."""
+    """Returns the C++ core's plan of attention: of the dense forward alone, or a Schedule of the decode kernel and, for
+    other sequences, the dense forward. variant: an instruction set, None: the fastest."""
     decoded = chosen(problem, extents)
     if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
@@ -120,7 +120,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
+    """Writes attention's out, max and sum to `operands`; returns the number of rows without visible keys (out is 0)."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -134,8 +134,8 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """Returns an object whose run() repeats this module's run() on other tensors of equal shapes and strides, in the
-    order of `names`; only for a schedule without a dense plan. operands: views of the first call's tensors."""
+    """Returns an object whose run() repeats the decode kernel's forward on other tensors of equal shapes and strides,
+    in the order of `names`; only for a schedule without a dense plan. operands: views of the first call's tensors."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 

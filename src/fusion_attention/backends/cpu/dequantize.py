@@ -1,4 +1,4 @@
-"""Converts stored rows to float32, and results to their stored format, for computations in torch."""
+"""Conversion of stored keys and values (int8, int4, float16, ...) to float32, and of results to int8, in torch."""
 
 from dataclasses import replace
 

@@ -57,13 +57,13 @@ class Schedule:
 
 
 def plan(problem: Problem) -> Schedule:
-    """Returns the size of a block of query rows whose scores, for all heads, fit the memory limit."""
+    """Returns a Schedule: the most query rows per block whose scores, for all heads, fit the memory limit."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
+    """Writes attention's out, max and sum to `operands`; returns the number of rows without visible keys (out is 0)."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -74,7 +74,7 @@ def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operan
 
 
 class _Block:
-    """Computes attention of the query rows `rows` (a range) of sequence b, for all heads."""
+    """Computes int8 attention of the query rows `rows` (a range of positions) of sequence b, for all heads."""
 
     def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
         self.problem, self.operands, self.b, self.rows = problem, operands, b, rows

@@ -1,4 +1,4 @@
-"""The lightning indexer in the native core: selection of keys, gradients, statistics and loss."""
+"""The lightning indexer, which scores and selects keys, in the C++ core: selection, gradients, statistics, loss."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """Returns the native core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward."""
+    """Returns the C++ core's plan of an operation: op_kind indexer_topk, indexer_lse or indexer_backward."""
     p = problem
     fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
     if op_kind == "indexer_backward":
@@ -30,7 +30,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """Returns the native core's plan of the indexer's loss; variant: an instruction set, None: the fastest."""
+    """Returns the C++ core's plan of the indexer's KL loss; variant: an instruction set, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, max(p.heads_kv, 1), p.dim_qk, 0, p.dim_rope
     attention = *sizes, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype, False, 0, 1
@@ -63,8 +63,8 @@ def indexer_backward(
     operands: IndexerOperands,
     grads: IndexerGrads,
 ) -> None:
-    """Writes dq, dk and dweights of `grads` from grads.dvalues, the gradient of the selected keys' scores; list entries
-    that a row does not read add nothing."""
+    """Writes the indexer's dq, dk and dweights to `grads` from grads.dvalues, the gradient of the selected keys'
+    scores; list entries that a row does not read add nothing."""
     if len(extents):
         dout = rows_of(grads.dvalues, problem.torch_dtype)
         schedule.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
@@ -77,7 +77,7 @@ def indexer_loss(
     operands: IndexerLossOperands,
     grads: IndexerGrads,
 ) -> None:
-    """Writes the loss, summed over all rows, to operands.loss, and its gradients dq, dk and dweights to `grads`."""
+    """Writes the indexer's KL loss, summed over all rows, to operands.loss, and its dq, dk and dweights to `grads`."""
     p, o, dtype = problem, operands, problem.torch_dtype
     if not len(extents):
         o.loss.zero_()
@@ -102,7 +102,7 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 
 
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
-    """Returns the tuple that describes an indexer to the native core; count: the number of keys that a row selects."""
+    """Returns an indexer's sizes, dtypes and flags in the C++ core's order; count: number of keys a row selects."""
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
     wide_values = isinstance(p, IndexerProblem) and p.wide_values
     return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide_values, 0, p.ratio

@@ -1,6 +1,7 @@
-"""Computes empty rows that return the mean of V: out = (1/n) sum_j M_j v_j over all n keys, and sum = n.
+"""Results of rows without visible keys as the mean of V: out = (1/n) sum_j M_j v_j over all n keys, softmax sum = n.
 
-Their gradient is dv_j += M_j dout / n. The core, which runs before, writes 0 and a maximum of -inf for these rows.
+M_j is 1 / keep_prob if dropout keeps key j, else 0. The gradient is dv_j += M_j dout / n. The C++ core, which runs
+before, writes 0 and a maximum of -inf for these rows.
 """
 
 import math
@@ -23,7 +24,8 @@ _DIGITS = 53 - 1 - 8
 
 @torch.no_grad()
 def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
-    """Overwrites out by the mean of V, and sum by kv_len, for rows without visible keys, as problem.empty_rows says."""
+    """Overwrites out by the mean of V, and the softmax's sum by kv_len, for rows without visible keys (of those, if
+    problem.empty_rows is "mean_in_band", only rows whose band has a key)."""
     heads = problem.heads_q
     for b, tile, rows in _tiles(extents):
         empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf

@@ -1,4 +1,4 @@
-"""Plans and runs the native core's dense forward and backward; converts views of memory to the core's arguments."""
+"""Plans and runs the C++ core's dense attention, forward and backward; converts views of memory to its arguments."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
-    """Returns the native core's plan of a dense forward; variant: an instruction set, None: the fastest."""
+    """Returns the C++ core's plan of a dense attention forward; variant: an instruction set, None: the fastest."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
     return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """Returns the native core's plan of a dense backward; variant: an instruction set, None: the fastest."""
+    """Returns the C++ core's plan of a dense attention backward; variant: an instruction set, None: the fastest."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out and softmax statistics of every row; returns the number of rows without visible keys (out is 0)."""
+    """Writes attention's out, max and sum to `operands`; returns the number of rows without visible keys (out is 0)."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -46,14 +46,15 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """Returns an object whose run() repeats run_forward() on tensors of equal layouts, in the order of `names`."""
+    """Returns an object whose run() repeats run_forward() on other tensors of equal shapes and strides, in the order of
+    `names`. operands: views of the first call's tensors."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients `grads`; dbias is overwritten if grads.owns_dbias, else added to. Rows without visible keys
-    whose result is the mean of V contribute nothing (add_mean_gradients() adds that); returns their number."""
+    """Writes attention's gradients to `grads`; dbias is overwritten if grads.owns_dbias, else added to. Rows without
+    visible keys whose result is the mean of V add nothing (add_mean_gradients() adds it); returns their number."""
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -97,7 +98,7 @@ class Floats:
 
 
 def problem_of(p: Problem) -> tuple[Any, ...]:
-    """Returns the properties of a dense attention problem as the tuple of numbers that the native core reads."""
+    """Returns sizes, dtype, scale and options of dense attention as a tuple of numbers that the C++ core reads."""
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     more = p.softcap, p.has_blocked_tiles, p.wide_results
@@ -105,8 +106,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    """Returns int64 arrays [sequences] for the native core: lengths and edges of bands (EXTENT_ROWS), then lengths of
-    compressed keys or positions of a chunk, if there are any."""
+    """Returns int64 arrays [sequences] for the C++ core: q_len, kv_len, lo, hi, prefix (row i sees keys i + lo to
+    before max(i + hi, prefix)), ALiBi's shift; then lengths of compressed keys or positions of a chunk, if any."""
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi

@@ -1,4 +1,4 @@
-"""Pooling of windows of rows in the native core."""
+"""Pooling of each window of rows to one row, weighted by a softmax of gates, in the C++ core."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from fusion_attention.ir.problem import Extents
 
 @dataclass(frozen=True, eq=False)
 class PoolingPlan:
-    """The native core's arguments for pooling sequences of given lengths."""
+    """The C++ core's arguments for pooling windows of rows, in sequences of given lengths."""
 
     problem: tuple[Any, ...]  # properties of the pooling that the native core reads
     lengths: tuple[Any, ...]
@@ -29,7 +29,7 @@ class PoolingPlan:
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """Returns the native core's plan of pooling ("pooling") or of its gradients (any other op_kind)."""
+    """Returns the C++ core's plan of pooling (op_kind "pooling") or of its gradients (any other op_kind)."""
     dtype = getattr(torch, p.dtype)
     # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
     # for each position of a window, it cannot be that large.

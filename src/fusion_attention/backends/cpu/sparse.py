@@ -1,4 +1,4 @@
-"""Plans and runs the native core's attention to selected keys, forward and backward."""
+"""Plans and runs the C++ core's attention to selected keys, forward and backward."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from fusion_attention.memory import empty
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
-    """Returns the native core's plan of attention to selected keys: of the backward if `backward`, else of the forward.
+    """Returns the C++ core's plan of attention to selected keys: of the backward if `backward`, else of the forward.
     variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
@@ -23,7 +23,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 
 
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
-    """Writes out and softmax statistics of every query row; out is 0 for rows without visible keys."""
+    """Writes attention's out, max and sum to `operands`; out is 0 for rows without visible keys."""
     with Floats() as floats:
         plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
@@ -31,13 +31,14 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 def prepare_sparse(
     plan: _native.SparsePlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedSparse:
-    """Returns an object whose run() repeats run_sparse_forward() on tensors of equal layouts, as `names` order them."""
+    """Returns an object whose run() repeats run_sparse_forward() on other tensors of equal shapes and strides, in the
+    order of `names`. operands: views of the first call's tensors."""
     with Floats() as floats:
         return plan.prepare(_arguments(problem, operands, sink=floats.address(operands.sink)), names)
 
 
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients `grads` of attention to selected keys, from the saved out, max and sum in `operands`."""
+    """Writes the gradients `grads` of attention to selected keys, from grads.dout and saved out, max and sum."""
     p, g, dtype = problem, grads, problem.torch_dtype
     key_dtype = wide_keys(g.dk, dtype)
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)

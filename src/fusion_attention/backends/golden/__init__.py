@@ -33,12 +33,12 @@ _BUFFERS = {
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Returns an empty list: this back end computes every problem."""
+    """Returns [], no reason against computing `problem`: the float64 back end computes every operation anywhere."""
     return []
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Returns an estimate of the bytes of the float64 score matrices of the largest sequence."""
+    """Returns an estimate of the bytes of float64 score matrices [heads, q_len, kv_len] of the largest sequence."""
     if isinstance(problem, PoolingProblem):
         rows = int(extents.kv_len.max(initial=0))
         return 8 * problem.heads * problem.channels * rows * _BUFFERS[op_kind]

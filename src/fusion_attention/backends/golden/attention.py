@@ -40,7 +40,7 @@ class _Sequence:
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Returns the key head of each of a problem's query heads, int64 [heads_q]."""
+    """Returns the key head of each query head, int64 [heads_q]."""
     return torch.arange(problem.heads_q, device=device) // problem.group
 
 
@@ -283,7 +283,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
 
 @torch.no_grad()
 def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients that are not None, from the saved out and softmax statistics (of these keys, or of more).
+    """Writes attention's gradients that are not None from saved out and softmax statistics (of these keys or more).
 
     dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D),  M = keep / keep_prob
     dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS

@@ -1,4 +1,4 @@
-"""The lightning indexer and its gradients in float64, written like the formulas.
+"""The lightning indexer (scores keys, selects the top_k per row) and its gradients in float64, like the formulas.
 
 This module builds complete score matrices and sorts complete rows. Keys that are not visible, or not selected, never
 reach a result.

@@ -41,14 +41,12 @@ class _Scores:
 
 
 def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> _Scores:
-    """Returns the indexer's inputs, products and scores for sequence b; heads: number of the indexer's heads."""
     q, k, weights, dots = dots_of(heads, extents, operands, b)
     return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
 
 
 def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> Tensor:
-    """Returns float64 [q_len, kv_len] of sequence b: 1 for the keys that a row sees, else 0; ratio: tokens that a
-    (compressed) key represents."""
+    """Returns float64 [q_len, kv_len] of sequence b: 1 for keys that a row sees, else 0; ratio: tokens per key."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
@@ -66,7 +64,7 @@ def _statistics(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
-    """Writes max_j I_j and sum_j exp(I_j - max) of every row over its visible keys; -inf and 0 without any."""
+    """Writes max and sum of exp(I_j - max) of each row's indexer scores I over visible keys; -inf and 0 without any."""
     assert operands.stats is not None
     for b in range(len(extents)):
         scores = _scores(operands, extents, b, problem.heads).total
@@ -173,7 +171,7 @@ def _given(
 def indexer_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: None, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the loss sum_j p_j (ln p_j - ln y_j) of all rows, and the indexer's dq, dk and dweights, with dI = y - p:
+    """Writes the loss sum_j p_j (ln p_j - ln y_j) of target p, indexer's softmax y, and dq, dk, dweights; dI = y - p:
 
     dw_h = sum_j dI_j * max(0, S_hj), dS = dI * w * [S > 0], dq = dS k, dk = sum_h dS^T q, S = q . k
     """

@@ -1,4 +1,4 @@
-"""Pooling of windows of rows and its gradients in float64, written like the formulas."""
+"""Pooling of each window of rows to one row by a softmax of gates, and gradients, in float64, like the formulas."""
 
 import torch
 

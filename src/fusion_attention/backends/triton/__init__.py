@@ -55,7 +55,7 @@ def interpreted() -> bool:
 
 
 def against_device(device: torch.device) -> list[str]:
-    """Returns the reasons why a device cannot run the kernels."""
+    """Returns the reasons, as sentences, why a device cannot run the Triton kernels; [] if it can."""
     if against := against_triton():
         return against
     if interpreted():
@@ -125,7 +125,7 @@ def against_dense(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """Returns a sentence for each property of the problem that is not supported; op_kind "": by some operation."""
+    """Returns a sentence for each property of problem or device that an operation ("": any) does not support."""
     p, where = problem, torch.device(device)
     against = against_device(where)
     table: list[tuple[str, object, tuple[object, ...]]] = [("dtype", p.dtype, DTYPES)]
@@ -143,7 +143,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
-    """Returns an operation's schedule for given lengths; its tables of tiles are made in the first run on a device."""
+    """Returns an operation's Schedule for given lengths: kernel launches and tile tables, which the first run makes."""
     from fusion_attention.backends.triton.common import launching
     from fusion_attention.backends.triton.decode import launch as launch_decode
 

@@ -32,7 +32,7 @@ def band_of(causal: bool, window: Window) -> Band:
 
 
 def numbers(tensor: Tensor) -> list[int]:
-    """Returns the integers of a tensor as a list; on a GPU the layers of a model share one read, which synchronizes."""
+    """Returns a tensor's integers as a list, on a GPU cached, so that a model's layers share one synchronizing read."""
     if tensor.device.type == "cpu":
         return tensor.tolist()
     result: list[int] = cached(tensor, "numbers", lambda t: t.tolist())
@@ -52,12 +52,12 @@ def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
 
 
 def capped(softcap: float) -> float:
-    """Converts flash-attn's softcap, where 0 and negative numbers mean no cap, to that of attention()."""
+    """Converts flash-attn's softcap (at most 0 for no cap) to that of attention(): 0 for no cap."""
     return max(float(softcap), 0.0)
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """Returns out, or, if `with_probs`, (out, lse, None) with lse [B, N1, S1], or packed [N1, T1]."""
+    """Returns attention()'s `result`, or, if `with_probs`, (out, lse, None) with lse [B, N1, S1] or packed [N1, T1]."""
     if not with_probs:
         return result
     out, lse = result

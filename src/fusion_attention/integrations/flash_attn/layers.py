@@ -40,8 +40,8 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0, max_seqlen: int | None = None
     ) -> Any:
-        """Returns qkv with its queries and keys rotated, or (q, kv) with q and the keys of kv rotated; values are
-        unchanged."""
+        """Returns qkv with its queries and keys rotated, or (q, kv) with q (`qkv`) and the keys of kv rotated; values
+        are unchanged. seqlen_offset: position of the first token, or of each sequence's, [B]."""
         last = seqlen_offset if isinstance(seqlen_offset, int) else int(seqlen_offset.max())
         angles = torch.outer(torch.arange(last + qkv.shape[1], device=qkv.device).float(), self.inv_freq)
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """flash_attn.ops.rms_norm.RMSNorm, computed by torch."""
+    """flash_attn.ops.rms_norm.RMSNorm, computed by torch: x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None) -> None:
         super().__init__(hidden_size, eps, device=device, dtype=dtype)

@@ -129,8 +129,8 @@ def _attend(
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out [B, S1, N1, D], lse [B, N1, S1]) of padded queries over the first `ends` tokens of each sequence in
-    the cache, [rows, tokens, N2, D], or in pages with `table`. rows: row of the cache of each sequence; None: row b of
-    sequence b. pads: invisible tokens at each sequence's start. how: further arguments of attention()."""
+    the cache, [rows, tokens, N2, D], or in pages with `table`. rows: each sequence's row of the cache; None: sequence b
+    is in row b. pads: invisible tokens at each sequence's start. how: further arguments of attention()."""
     batch = q.shape[0]
     caches: Any = (k, v)
     if pads is not None:
@@ -159,7 +159,8 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Returns each sequence's number of cached tokens before the call; raises ValueError for inconsistent arguments."""
+    """Returns the number of tokens of each sequence in the cache, before new ones are stored: `lengths`, or all if
+    None; raises ValueError for inconsistent arguments of flash_attn_with_kvcache()."""
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
@@ -218,8 +219,8 @@ def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: T
 def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
-    """Stores new tokens [B, new, N2, D] after the `before` tokens of each sequence; rows: its index on the cache's
-    first axis (None: b). table: page table of a cache in pages."""
+    """Stores new tokens `fresh` [B, new, N2, D] after the `before` tokens of each sequence in a cache. rows: each
+    sequence's index on the cache's first axis; None: sequence b is at b. table: page table of a cache in pages."""
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

@@ -321,7 +321,7 @@ def _tokens_outside(q: Tensor) -> bool:
 
 
 def _uncompiled(layer: Layer) -> Callable[..., Any]:
-    """Wraps torch.compile so that it returns flex_attention() unchanged: programs ask for fullgraph=True."""
+    """Wraps torch.compile (layer.below) to return flex_attention() unchanged: programs ask for fullgraph=True."""
 
     @functools.wraps(layer.below)
     def compile(model: Any = None, **options: Any) -> Any:  # torch.compile's parameter name
@@ -336,7 +336,7 @@ class _Patched(Counted):
     """A context manager that replaces torch's flex_attention in its module and in modules that imported it by name."""
 
     def begin(self, changes: Changes) -> None:
-        """Replaces torch's flex_attention by this module's, and torch.compile for it, at the first entry."""
+        """Replaces torch's flex_attention by this module's, and torch.compile for it; called at the first entry."""
         import torch.nn.attention.flex_attention as theirs
 
         changes.wrap(torch, "compile", _uncompiled)

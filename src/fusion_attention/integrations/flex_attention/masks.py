@@ -23,7 +23,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all queries, as a band if some band equals the mask, and as tiles if it was evaluated."""
+    """The visible keys of all queries: as a Band (range around the diagonal) if one equals the mask, and as tiles."""
 
     band: Band | None  # equals the mask, together with q_len and kv_len; None if there is no such band
     # Lengths of the items, or of the sequences of all items (`packed`), the first item's first; None: all tokens.
@@ -54,7 +54,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of an attention call, and the device on which mask_mod and score_mod run."""
+    """Sizes of an attention call (batch, query heads, queries, keys); device on which mask_mod and score_mod run."""
 
     items: int
     heads: int
@@ -79,8 +79,8 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns (state of every block [B or 1, N or 1, R, C], (queries, keys) of a block) of torch's BlockMask; states
-    are 0 (no key visible), 1 (the mask function decides) and 2 (all visible)."""
+    """Returns (state of every block [B or 1, N or 1, of queries, of keys], (queries, keys) of a block) of torch's
+    BlockMask; states are 0 (no key visible), 1 (the mask function decides) and 2 (all visible)."""
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -103,7 +103,8 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
-    """Returns bool [B or 1, N or 1, down, across], true for the blocks that a BlockMask's kv_indices list."""
+    """Returns bool [B or 1, N or 1, down, across], true for the blocks that a BlockMask lists; counts: entries per row
+    of `indices`; down, across: numbers of blocks of queries and of keys."""
     numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
         numbers, positions = numbers[None], positions[None]
@@ -140,7 +141,7 @@ class _Rows:
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
     """Returns the 128 x 128 tiles of a mask and each query's visible keys; `mod` runs only in tiles that overlap a
-    partial block. grid, block: results of _grid()."""
+    partial block. grid: states of the blocks; block: (queries, keys) of a block."""
     if (grid == 1).any():  # size 1 of the batch and of the heads becomes the call's if `mod` depends on them
         sizes = list(grid.shape)
         for axis, size in enumerate((shape.items, shape.heads)):
@@ -175,7 +176,8 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: fold (np.minimum or np.maximum) of the states of overlapping blocks."""
+    """Returns [B, N, tiles down, tiles across]: fold (np.minimum or np.maximum) of the states in `grid` of the blocks
+    that overlap each 128 x 128 tile; block: (queries, keys) of a block."""
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
@@ -201,7 +203,7 @@ def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns two bool [n, TILE, TILE]: the visible keys of n tiles, and the entries within the mask's queries and
-    keys. at: int [n, 4], (batch, head, tile down, tile across)."""
+    keys. at: int [n, 4], (batch, head, tile down, tile across); grid: states of blocks of (queries, keys) `block`."""
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
     rows, keys = np.minimum(rows, shape.rows - 1), np.minimum(keys, shape.keys - 1)
@@ -220,7 +222,7 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates first, end and count of `rows` by n evaluated tiles, at (batch, head, tile down, tile across) [n, 4]."""
+    """Updates first, end, count of `rows` by tiles `visible`, bool [n, 128, 128]; at: batch, head, tile row, column."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -235,7 +237,7 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """Returns a mask as a band if one equals it, for padded items or packed sequences, else as tiles."""
+    """Returns a mask (tiles and visible keys `rows`) as a band if one equals it, padded or packed, else as tiles."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -253,7 +255,8 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band (and lengths) that equal a mask of padded items, as fields of Visible; None if no band does."""
+    """Returns the band (and lengths) that equal a mask of padded items, as fields of Visible; None if no band does.
+    first, end: [B or 1, queries], each query's first visible key and the end after its last."""
     items, rows = first.shape
     item, row = np.divmod(np.arange(items * rows), rows)
     edges = _Edges(first.ravel(), end.ravel(), item, row)
@@ -398,7 +401,7 @@ def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
 
 
 class _Unreadable(mods.Position):
-    """Stands for a batch or head index on which a mask function may not depend: any operation on it raises Absolute."""
+    """Stands for a batch or head index on which a mask function may not depend: any operation on it raises an error."""
 
     def __init__(self) -> None:
         super().__init__(None)

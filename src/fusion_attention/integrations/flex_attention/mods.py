@@ -21,7 +21,7 @@ Mod = Callable[..., Any]  # function of (b, h, q_idx, kv_idx)
 
 
 class _Indexed(TorchFunctionMode):
-    """Evaluates table[q_idx] as a gather: torch would convert q_idx to a Python number, which vmap cannot do."""
+    """A mode in which table[q_idx] is a gather, because vmap cannot convert q_idx to a Python number, as torch does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -34,8 +34,8 @@ class _Indexed(TorchFunctionMode):
 
 
 def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Evaluates mod for every pair of query and key in n blocks: returns [n, R, K] from b, h [n], rows [n, R], keys [n,
-    K]. mod is called with four scalar tensors, as in torch."""
+    """Returns [n, R, K]: mod(b, h, row, key) of all pairs of R query indices rows [n, R] and K key indices keys [n, K],
+    for n pairs of batch and head, b and h [n]. mod is called with four scalar tensors, as in torch."""
     over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
     with _Indexed():
@@ -43,7 +43,7 @@ def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tens
 
 
 def at_points(mod: Mod, *points: Tensor) -> Any:
-    """Evaluates mod at n points: points are mod's arguments as tensors [n]; returns [n]."""
+    """Evaluates a mask_mod or score_mod at n points, given as one tensor [n] per argument of `mod`; returns [n]."""
     with _Indexed():
         return torch.vmap(mod)(*points)
 
@@ -69,7 +69,7 @@ class Absolute(Exception):
 
 
 def _of_difference(compare: Callable[[Any, Any], Any]) -> Any:
-    """Returns the method that compares two Positions: compare(difference, 0)."""
+    """Returns a comparison of Positions, as __lt__: compare(self - other, 0); it raises Absolute for other operands."""
 
     def method(self: Position, other: Any) -> Any:
         if not isinstance(other, Position):
@@ -110,7 +110,6 @@ class Position:
 
 
 def _number(value: Any) -> Any:
-    """Returns an int or a tensor unchanged; raises Absolute for other values."""
     if not isinstance(value, (int, Tensor)) or isinstance(value, bool):
         raise Absolute
     return value
@@ -188,9 +187,9 @@ def remembered(
 
 
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values (numbers, texts, ids) of an object, and of all that it contains or captures. names:
-    attributes that the function which captures it reads. visited, owners: ids of the objects yielded so far, and these
-    objects; updated."""
+    """Yields numbers, texts and ids that identify an object and all that it contains or captures, to detect changes.
+    names: attributes of the object that its user (a function that captures it) reads. visited, owners: ids of the
+    objects yielded so far, and these objects; updated."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
@@ -236,9 +235,9 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
 
 
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values of an object's attributes that its __call__ reads, or that `names` lists; visited,
-    owners: objects yielded so far; updated.
-    For a property it yields a new object, so that no state with it equals another: a property may compute anything."""
+    """Yields numbers, texts and ids that identify the attributes of an object that its __call__ reads or `names` lists,
+    to detect changes. visited, owners: ids of the objects yielded so far, and these objects; updated. A property yields
+    a new object, so that no state with it equals another: a property may compute anything."""
     call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(value, torch.nn.Module):
         call = type(value).forward

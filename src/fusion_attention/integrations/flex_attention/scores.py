@@ -1,4 +1,4 @@
-"""Converts a FlexAttention score_mod to arguments of attention(): a factor, a softcap, slopes or a bias.
+"""Converts a FlexAttention score_mod to arguments of attention(): a factor, a softcap, ALiBi slopes or a bias.
 
 The function runs on a symbolic score, which supports the operations that can be converted and raises BackendError for
 others. The result is compared with the function at random positions before it is used.
@@ -23,10 +23,8 @@ _PROBES = 256
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A score_mod as a formula of the score s: softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|.
-
-    Without a softcap, the first term is factor * s.
-    """
+    """A score_mod as a formula of the score s: softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|;
+    without a softcap, the first term is factor * s."""
 
     factor: float = 1.0
     softcap: float = 0.0
@@ -156,7 +154,7 @@ _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by ha
 
 
 def _number(value: Any) -> float:
-    """Returns a Python number; raises BackendError for a tensor that varies by position or needs a gradient."""
+    """Returns `value` as a Python number; raises BackendError if it varies by position or needs a gradient."""
     try:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return float(value)
@@ -247,9 +245,9 @@ class _Structure(NamedTuple):
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
-    """Converts a score_mod to arguments of attention(): a factor, a softcap, slopes, a bias (in the query's dtype if
-    that is exact, else in that of scores) or a mask. alone: there is no block_mask; only then may hidden keys become a
-    mask. past: a block_mask hides all keys after their query, where the function's values have no effect."""
+    """Converts a score_mod to arguments of attention(): a factor, a softcap, ALiBi slopes, a bias (in the query's dtype
+    if that is exact, else in that of scores) or a mask. shape: sizes of batch, heads, queries, keys. alone: there is no
+    block_mask; only then may hidden keys become a mask. past: a block_mask hides all keys after their query."""
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
         score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past),
@@ -258,7 +256,8 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
-    """Converts a score_mod to arguments of attention(), without a cache; the parameters are those of terms()."""
+    """Converts a score_mod to arguments of attention(), without a cache, and compares both at random indices. alone:
+    there is no block_mask. past: a block_mask hides all keys after their query."""
     bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
@@ -291,7 +290,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
-    """Finds the indices (batch, head, query, key) on which a score_mod's (`bias`) added term and factor depend."""
+    """Finds the indices (batch, head, query, key) on which a score_mod's (`bias`) added term and its factor depend."""
     with torch.no_grad():
         varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
@@ -307,7 +306,7 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """Returns the sizes with 1 for the indices (batch, head, query, key) on which a function does not depend."""
+    """Returns `shape` with size 1 for each index (batch, head, query, key) on which a function does not depend."""
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
@@ -329,8 +328,8 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
-    """Returns the mask or bias for the values that a score_mod adds to scores, [B or 1, N or 1, S1 or 1, S2 or 1]: a
-    mask if all are 0 or -inf and there is no block_mask (`alone`)."""
+    """Returns the mask or bias for the values that a score_mod (`bias`) adds to scores, [B or 1, N or 1, S1 or 1, S2 or
+    1]: a mask if all are 0 or -inf and there is no block_mask (`alone`)."""
     if values.requires_grad:
         return Terms(bias=values)
     hidden = values == -torch.inf
@@ -340,8 +339,9 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Returns slopes or a bias for the numbers that a score_mod adds at each distance row - key, [B, N, S2 + S1 - 1]
-    for distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|. alone, past: as for terms()."""
+    """Returns ALiBi slopes or a bias for the values that a score_mod (`bias`) adds at each distance row - key, [B, N,
+    S2 + S1 - 1] for distances 1 - S2 to S1 - 1: slopes if they are linear in |distance|. at: the sizes. alone: there is
+    no block_mask. past: a block_mask hides all keys after their query."""
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
@@ -361,7 +361,7 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
-    """Returns slopes [N] or [B, N] with -slope * |distance| equal to `values`, except where `free`; else None."""
+    """Returns slopes [N] or [B, N] with -slope * |distance| = values [B, N, D] except where `free`, or else None."""
     if values.dtype != torch.float32:
         return None
     adjacent = (~free & (distance.abs() == 1)).expand_as(values)
@@ -375,13 +375,13 @@ def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
 
 
 def _spread(values: Tensor, at: Shape) -> Tensor:
-    """Expands values [B, N, S2 + S1 - 1] at each distance row - key to a view [B, N, S1, S2]."""
+    """Expands values [B, N, S2 + S1 - 1], one for each distance row - key, to a view [B, N, S1, S2]."""
     windows = values.flip(-1).unfold(-1, at.keys, 1)  # window t has the distances S1 - 1 - t, S1 - 2 - t, ...
     return windows.flip(-2)
 
 
 def _visibility(bias: _Interpreted) -> mods.Mod:
-    """Returns a mask_mod that is True where the score_mod adds another number than -inf."""
+    """Returns a mask_mod that is True where the score_mod (`bias`) adds another number than -inf."""
 
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
@@ -428,7 +428,7 @@ def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interprete
 
 
 def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    """Returns [n]: the bias plus slopes of `score_terms` at n points, given as index tensors [n]."""
+    """Returns [n]: the bias, or -slope * |key - row|, of `score_terms` at n points, given as index tensors [n]."""
     if score_terms.slopes is not None:
         slopes = score_terms.slopes if score_terms.slopes.ndim == 2 else score_terms.slopes[None]
         items, heads = slopes.shape

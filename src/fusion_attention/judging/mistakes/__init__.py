@@ -1,4 +1,4 @@
-"""Well-known mistakes of attention kernels, each with its description and the settings that reproduce it."""
+"""Well-known mistakes of attention kernels, each with its description and a function that makes it in a call."""
 
 from fusion_attention.judging.mistakes import (
     addresses,

@@ -1,4 +1,4 @@
-"""Mistakes in addresses: heads, sequences, lengths."""
+"""Mistakes of kernels in the addresses of heads and sequences, and in sequence lengths."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,7 +80,7 @@ def values_confused(case: Case) -> Iterator[Try]:
 
 
 def _capacity(case: Case) -> np.ndarray | None:
-    """Returns int [sequences], the keys that a call's tensor or pages can store; None for packed sequences."""
+    """Returns int [sequences], how many keys a call's tensor or pages can hold; None for packed sequences."""
     s = case.setting
     count, k = len(s.extents), s.operands.k
     if isinstance(k, PagedView):

@@ -1,4 +1,4 @@
-"""Mistakes in caches: pages and their table, dequantisation."""
+"""Mistakes of kernels in KV caches: in pages and their table, and in dequantisation."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace

@@ -69,7 +69,7 @@ def counted(x: Block, factor: Tensor) -> Block:
 
 
 def _sampled(case: Case, o: Output) -> list[Sample]:
-    """Returns the exact contributions to up to _SAMPLES wrong rows of a gradient, output `o` of the judged call."""
+    """Returns the exact contributions to up to eight wrong rows of a gradient, output `o` of the judged call `case`."""
     s, e, results = case.setting, case.setting.extents, []
     for b, head, row in case.wrong_rows_of(o, _SAMPLES):
         at = slice(row, row + 1)
@@ -143,7 +143,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
 
 
 def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
-    """Yields a variant of a call for each wrong treatment of contributions that explains it and suits() accepts."""
+    """Yields a variant of a call for each wrong treatment of contributions that explains errors and suits() accepts."""
     s = case.setting
     if s.grads is None or s.problem.shares_kv:
         return

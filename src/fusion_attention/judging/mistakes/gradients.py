@@ -18,8 +18,8 @@ _LOOP = "over tiles (of keys for dq, of rows for dk and dv)"
 
 
 def _of_backward(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake that only a backward can make; ways: takes a call and its parameters, returns {description: the
-    call with the mistake}."""
+    """Returns a Mistake that only a backward can make; name, means, fix: its texts in reports; ways: takes a call and
+    its parameters, returns {description: the call with the mistake}."""
     return changing(name, means, fix, lambda s, p: {} if s.grads is None else ways(s, p))
 
 

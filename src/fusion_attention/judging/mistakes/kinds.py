@@ -1,4 +1,4 @@
-"""The types Mistake, Try and Case, and helpers for mistakes of all kinds."""
+"""The types Mistake (of a kernel), Try and Case (a judged call), and helpers for mistakes of all kinds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """One way to make a mistake in a call."""
+    """One way to make a kernel mistake in a judged call: the call as the wrong kernel computes it."""
 
     detail: str  # the way, in a few words
     setting: Setting  # the call with the mistake
@@ -63,7 +63,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A well-known mistake of kernels; @partial(Mistake, name, means, fix) makes it from the function `tries`."""
+    """A well-known mistake of kernels: texts for reports, and a function `tries` that makes it in a judged call."""
 
     name: str  # name in reports
     means: str  # a sentence that describes the wrong kernel
@@ -73,8 +73,8 @@ class Mistake:
 
 
 def changing(name: str, means: str, fix: str, ways: Callable[[Setting, Problem], Mapping[str, Setting]]) -> Mistake:
-    """Returns a mistake that depends only on the call: ways(call, its parameters) returns {description: the call with
-    the mistake}."""
+    """Returns a Mistake that depends only on the call; name, means, fix: its texts in reports; ways(call, its
+    parameters) returns {description: the call with the mistake}."""
 
     def tries(case: Case) -> Iterator[Try]:
         return (Try(detail, changed) for detail, changed in ways(case.setting, case.setting.problem).items())
@@ -94,11 +94,9 @@ def out_of(case: Case) -> Output | None:
 
 
 def wrong_area(case: Case, o: Output) -> list[Tensor]:
-    """Returns the rows of output o of the judged call `case` that may be wrong: bool [heads, rows] per sequence.
-
-    Some rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows
-    between the first and last wrong row if half of them are.
-    """
+    """Returns the rows of output o of the judged call `case` that may be wrong: bool [heads, rows] per sequence. Some
+    rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows between
+    the first and last wrong row if half of them are."""
     areas = []
     for wrong in case.wrong[o.name]:
         heads, rows = wrong.any(1), wrong.any(0)
@@ -137,8 +135,8 @@ def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> 
 
 
 def reread(view: RowView, orders: Mapping[str, tuple[Any, int, Any]]) -> dict[str, RowView]:
-    """Returns views of the same memory in other orders, by name, without an order that is that of `view`.
-    orders: by name, (address of each sequence, stride of tokens, stride of heads, of all or of each sequence)."""
+    """Returns views of the memory of `view` in other orders, by name, except those equal to `view`. orders: name ->
+    (address of each sequence, stride of tokens, stride of heads: one, or one per sequence)."""
     results = {}
     for name, (address, token, head) in orders.items():
         strides = np.full(len(view.address), head, np.int64)
@@ -180,9 +178,8 @@ def of_results(
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
     """Returns the error variances of changed rows: multiplied by after^2 / before^2, the ratio of the rows' sums of
-    squares, if that exceeds 1; unchanged for softmax statistics.
-    before, after: the rows without and with the change, [heads, rows, elements].
-    """
+    squares, if that exceeds 1; unchanged for softmax statistics. before, after: the rows without and with the change,
+    [heads, rows, elements]."""
     if kind in ("max", "sum", "lse"):
         return variance
     sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))

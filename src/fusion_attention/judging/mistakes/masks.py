@@ -1,4 +1,4 @@
-"""Mistakes in the visible keys of a row."""
+"""Mistakes of kernels in the keys that a query sees: masks, bands, windows, prefixes, and their edges in tiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

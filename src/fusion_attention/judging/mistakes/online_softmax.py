@@ -43,7 +43,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The softmax sums that a kernel's loop over keys computes."""
+    """The results of a kernel's softmax loop over keys: sums of weighted values and of weights, and the maximum."""
 
     values: Tensor  # weighted sums of values [heads, rows, elements], not yet divided by total
     # top, total: maxima of scores and sums of weights, [heads, rows, 1].
@@ -92,7 +92,7 @@ def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
 
 @dataclass(frozen=True)
 class Way:
-    """A wrong program that may explain wrong rows."""
+    """A wrong softmax loop over keys that may explain wrong output rows: a function that computes their sums."""
 
     detail: str  # the program, in a few words
     program: Program  # computes the softmax sums of some rows from their scores and values
@@ -159,7 +159,7 @@ _ORDERS = {
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
     """Returns for each key the running maximum of an online softmax when the key's tile is added, [heads, rows, keys].
-    size: keys of a tile; order: the order of tiles, a key of _ORDERS."""
+    size: keys of a tile; order: of tiles, "" (ascending), "reversed", or with one tile first ("last", "visible")."""
     tiles = [*loop.tiles(size)]
     tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
     number = torch.arange(len(tiles))
@@ -178,8 +178,8 @@ def _maxima(loop: Loop, size: int, order: str) -> Tensor:
 
 def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     """Returns the weights of keys in the sum of values [heads, rows, keys], and the sum of weights [heads, rows, 1], of
-    an online softmax. size: keys of a tile; order: a key of _ORDERS; rescaled: for each of the two sums, True if it is
-    rescaled when the maximum rises."""
+    an online softmax. size: keys of a tile; order: of tiles, such as "reversed"; rescaled: for each of the two sums,
+    True if it is rescaled when the maximum rises."""
     tops = _maxima(loop, size, order)
     right, wrong = exponentials(loop.scores), (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
     values, total = (right if is_rescaled else wrong for is_rescaled in rescaled)
@@ -187,8 +187,8 @@ def _partly_rescaled(loop: Loop, size: int, order: str, rescaled: tuple[bool, bo
 
 
 def online(loop: Loop, **how: Any) -> Sums:
-    """Returns the sums of an online softmax over the keys of `loop`, not all of them rescaled; how: tile size, order
-    and rescaled sums."""
+    """Returns the sums of an online softmax over the keys of `loop`, not all of them rescaled when the maximum rises;
+    how: keys of a tile, order of tiles, and which sums are rescaled."""
     values, total = _partly_rescaled(loop, **how)
     return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total)
 

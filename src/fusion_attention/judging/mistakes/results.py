@@ -1,4 +1,4 @@
-"""Mistakes in results: statistics, their base and order, the output's layout."""
+"""Mistakes in results: softmax statistics, their base and order, the output's layout."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -51,7 +51,7 @@ class Treated:
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
     """Returns the scores, softmax weights and values of all keys of `loop`, each changed by the same mistake. kind: the
-    mistake, a key of _KINDS; by: if it reads other keys, key j is read from key j - by."""
+    mistake, such as "counted twice"; by: if it reads other keys, key j is read from key j - by."""
     right, scores, values = exponentials(loop.scores), loop.scores, loop.values
     none = torch.zeros_like(right)
     if kind == "left out":
@@ -75,8 +75,8 @@ def _distances(kind: str, size: int) -> list[int]:
 
 
 def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
-    """Returns the softmax sums over the keys of `loop` if a mistake (kind, a key of _KINDS) is made with some of them.
-    marks: bool [keys], true for such keys, for each of the distances from which keys are read."""
+    """Returns the softmax sums over the keys of `loop` if a mistake, such as kind "counted twice", is made with some of
+    them. marks: bool [keys], true for such keys, for each of the distances from which keys are read."""
     scores, product = loop.scores, exponentials(loop.scores)
     total, results = product, []
     for at, by in zip(marks, distances, strict=True):
@@ -131,10 +131,7 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
 
 def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
     """Returns, per tile of `size` keys, the error of a row (mine: as recorded) that remains if the mistake `kind` is
-    made with this tile.
-
-    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none.
-    """
+    made with this tile: NaN for a tile with all visible keys of the row, infinite for a tile with none."""
     number = loop.positions // size - loop.first // size
     tiles = int(number[-1]) + 1
 

@@ -45,7 +45,7 @@ def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Gra
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
-    """Returns (recorded row, exact row), both [elements], of up to _SAMPLES wrong rows of output o."""
+    """Returns (recorded row, exact row), both [elements], of up to twelve wrong rows of output o."""
     s, results = case.setting, []
     for b, h, r in case.wrong_rows_of(o, _SAMPLES):
         heads, rows = slice(h, h + 1), slice(r, r + 1)

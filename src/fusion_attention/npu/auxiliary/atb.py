@@ -29,8 +29,8 @@ def _pages(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _several_rows(op: Op, *, pages: bool = False, is_causal: bool = False) -> Callable[..., None]:
-    """Returns the public function of an operator definition, for sequences of several query rows. pages: keys are in a
-    paged cache; False: they are packed rows. is_causal: rows see the keys up to their own token."""
+    """Returns torch_npu's function for the ATB operator that `op` defines, for sequences of several query rows. pages:
+    keys are in a paged cache; False: they are packed rows. is_causal: rows see the keys up to their own token."""
 
     def body(args: Args) -> None:
         args = _masked(args) if is_causal else args

@@ -38,7 +38,8 @@ def one_each(query: Tensor) -> np.ndarray:
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """Returns the arguments atten_mask and sparse_mode for causal attention aligned to the last key."""
+    """Returns arguments of npu_fused_infer_attention_score for causal attention whose last row sees the last key:
+    atten_mask, a bool upper triangle, and sparse_mode."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 
@@ -55,7 +56,7 @@ def attend(
 
     Args:
         op, given: the operator definition, and its checked arguments by name.
-        keys: (keys, values) as packed rows, or as pages.
+        keys: (keys, values) as packed rows [tokens, heads, elements] or pages [pages, slots, heads, elements].
         ends: cumulative ends of each sequence's query rows.
         kv: cumulative ends of each sequence's packed keys, or its number of keys in pages.
         mask_arguments: atten_mask and sparse_mode.

@@ -53,9 +53,9 @@ def msa_index_score(
 
 
 def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> None:
-    """Writes to out [heads, rows, blocks] the largest score q . k of each row in each block of keys of one sequence; a
-    block without visible keys gets NOT_SCORED. query: [rows, heads, D]. keys: [keys, D]. causal: the last row sees the
-    last key. Rows are computed in chunks, which limits the memory."""
+    """Writes to out [heads, rows, blocks] the largest score q . k of each row in each block of 128 keys of one
+    sequence, or float32's lowest number if no key of the block is visible. query: [rows, heads, D]. keys: [keys, D].
+    causal: the last row sees the last key. Rows are computed in chunks, which limits the memory."""
     count, length = len(query), len(keys)
     key = torch.arange(out.shape[-1] * BLOCK, device=keys.device)
     step = max(1, _SCORES // (out.shape[-1] * BLOCK * query.shape[1]))

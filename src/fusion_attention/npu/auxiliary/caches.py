@@ -119,9 +119,9 @@ def _last(slot_indices: Tensor) -> Tensor:
 
 
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns the arguments (indices per axis, rows) of index_put() that writes updates [..., *rest] to target at
-    indices [..., axes].
-    If several rows have equal indices, all write the last of these rows, and only it has a gradient."""
+    """Returns the arguments (index tensor of each axis, rows) with which index_put() writes updates [..., *rest] to
+    target at `indices` [..., n], positions along its first n axes.
+    Of rows with equal indices, the last one is written each time, and only it has a gradient."""
     axes = indices.shape[-1]
     positions, rows = (
         indices.reshape(-1, axes).long(),
@@ -142,7 +142,7 @@ def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
 
 
 def lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache in layout `mode` ("Norm", "PA_NZ", ...): [pages or sequences, slots, elements, ...]."""
+    """Returns a view [pages or sequences, slots, elements, ...] of a cache in layout `mode`: "Norm", "PA_NZ", ..."""
     if mode == "Norm":
         return cache[:, 0]
     if "NZ" not in mode:
@@ -172,8 +172,8 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
     """Returns the slot of every token of all sequences, concatenated: int [tokens], -1 for none.
 
-    index: places of tokens in the cache. mode: the cache's mode, by which an element of index is a token's position in
-    its sequence ("Norm"), a token's slot, or, with "BLK" in the mode, a slot in the page of the next tokens.
+    index: positions in the cache, by its mode: "Norm": each token's position in its sequence; with "BLK" in the mode:
+    a slot of the page for each run of tokens that fill one; other modes: each token's slot.
     """
     if mode == "Norm":
         items = torch.arange(len(index), device=index.device)[:, None] * cache.shape[2]

@@ -22,13 +22,13 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Returns a decorator whose function checks a call against the operator definition, then calls the body.
+    """Returns a decorator that makes an operator's function: it checks the arguments, then calls the decorated body.
 
     The body's parameters are names of the definition; it gets these arguments, with defaults for attributes that are
     None.
 
     Args:
-        op: the operator definition.
+        op: the operator's definition: parameters, defaults and rules.
         host: number of the last results that remain in host memory; None: the body calls torch's operators only.
         before: converts the dictionary of arguments before the check.
     """

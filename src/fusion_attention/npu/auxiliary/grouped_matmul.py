@@ -58,7 +58,8 @@ def _listed(given: Tensor | Tensors | None) -> Tensors | None:
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Returns weights, int4 packed in int32 as int8, unpacked along the axis that then fits the rows of x."""
+    """Returns the weights; int4, eight in an int32, become int8: [K, N / 8] becomes [K, N] if x has K columns, else
+    [K / 8, N] becomes [K, N]."""
     ours, rows = _listed(weight), _listed(x)
     if not (isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple)) and ours and rows):
         return weight
@@ -118,8 +119,8 @@ class _Product:
         return self.act(y).to(self.dtype)
 
     def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
-        """Returns a list with the product of each group of rows of x; one: True for one tensor with the rows of all
-        groups, 0 for rows after the last group."""
+        """Returns a list with the product [rows, N] of each group of rows of x [M, K]; one: True for one tensor [M, N]
+        with the rows of all groups, 0 for rows after the last group."""
         groups = len(self.weights)
         if self.lazy:
             if not one:

@@ -40,7 +40,7 @@ def npu_cross_entropy_loss(
 
 def _loss(log_prob: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
     """Returns the cross entropy of target [rows] under log_prob [rows, classes]: [rows] for reduction "none", else [1].
-    weight: factor of each class, or None."""
+    weight: factor of each class, or None. how: reduction, ignored class and label smoothing."""
     counted, of_label, norm = _rows(target, weight, log_prob, how)
     label = target.where(counted, 0).unsqueeze(1)
     smoothing = how.smoothing
@@ -69,7 +69,7 @@ def npu_cross_entropy_loss_backward(
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
     """Returns the gradient of the logits, float32 [rows, classes], from the loss's, dloss; p: softmax(logits).
 
-    target: class of each row. weight: factor of each class, or None. how: the call's attributes.
+    target: class of each row. weight: factor of each class, or None. how: reduction, ignored class, label smoothing.
     """
     counted, of_label, norm = _rows(target, weight, p, how)
     g, smoothing = (dloss.float().flatten() / norm).expand_as(target), how.smoothing
@@ -85,8 +85,9 @@ def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, h
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, how: _How) -> tuple[Tensor, Tensor, Any]:
-    """Returns (bool mask of the rows that are not ignored, weight of each row's class, divisor of the loss: the sum of
-    these weights for "mean", else 1)."""
+    """Returns (bool [rows], true for rows that are not ignored; weight of each row's class; divisor of the loss: the
+    sum of these weights for "mean", else 1). target: class of each row. weight: factor of each class, or None. like: a
+    tensor of the weights' dtype and device. how: reduction, ignored class and label smoothing."""
     counted = target != how.ignored
     of_label = like.new_ones(target.shape) if weight is None else weight[target.where(counted, 0)]
     return counted, of_label, of_label.where(counted, 0.0).sum() if how.reduction == "mean" else 1

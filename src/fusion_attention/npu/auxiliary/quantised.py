@@ -97,8 +97,8 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns (scale, offset) in float32: of a float tensor the tensor itself and None; of int64 elements the bits of a
-    float32 scale and a 9-bit offset."""
+    """Returns float32 (scale, offset). A float tensor is the scale, without offset (None); an int64 has a float32 scale
+    in bits 0 to 31 and a signed offset in bits 37 to 45."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)
@@ -150,7 +150,8 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """Returns x1 [M, K] @ x2 [K, N] of integers in float32, scaled by factors: [blocks of K, N], or [N] for one."""
+    """Returns float32 [M, N]: integer matrices x1 [M, K] @ x2 [K, N], where the sum over each block of K is scaled by
+    its row of factors [blocks, N]; factors [N]: one block."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)

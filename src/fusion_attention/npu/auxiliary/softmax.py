@@ -23,7 +23,8 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float, fixed_triu_
 
 
 def _gradient(y_grad: Tensor, y: Tensor, mask: Tensor | None, scale: float, fixed_triu_mask: bool) -> Tensor:
-    """Returns the gradient of the scores, in the dtype of y, from that of the softmax y; hidden scores get 0."""
+    """Returns the gradient of scores, in y's dtype, from y_grad, that of y = softmax(scale * scores); it is 0 for
+    scores that are hidden by the bool mask, or, with fixed_triu_mask, above the diagonal."""
     dy, weights = y_grad.float(), y.float()
     dx = scale * weights * (dy - (dy * weights).sum(-1, keepdim=True))
     return dx.masked_fill(_hidden(y, mask, fixed_triu_mask), 0).to(y.dtype)
@@ -33,5 +34,5 @@ npu_scaled_masked_softmax_backward = computed(softmax.SCALED_MASKED_SOFTMAX_BACK
 
 
 def _hidden(scores: Tensor, mask: Tensor | None, triangle: bool) -> Any:
-    """Returns bool, broadcasting to scores [..., rows, keys], true if hidden: `mask`, or later keys if `triangle`."""
+    """Returns the bool mask of hidden scores [..., rows, keys]: the upper triangle if `triangle` is true, or `mask`."""
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1) if triangle else mask

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index], with zeros for an index out of range."""
+    """Returns rows[index], [len(index), elements], with zeros for an index out of range."""
     there = (index >= 0) & (index < rows.shape[0])
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], rows.shape[1])

@@ -62,7 +62,7 @@ def _format_of(input: Tensor) -> int:
 
 def _wanted(op: Op, given: Args) -> int:
     """Returns the number of the NPU memory format to which a call of `op` casts; given: its arguments, whose acl_format
-    is a number or a tensor of the format."""
+    is a number, or a tensor that has the format."""
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]

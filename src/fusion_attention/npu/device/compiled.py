@@ -43,7 +43,7 @@ def _on_npu(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """True for an integer tensor on the CPU, which stays there: operators may read it as lengths or as a seed."""
+    """Returns True for an integer tensor on the CPU: it is not moved, as operators may read it as lengths or a seed."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 

@@ -51,7 +51,7 @@ class _Devices(TorchFunctionMode):
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
-        """Returns a text "npu" or "npu:i" as the text of the computing device; other values unchanged."""
+        """Returns the computing device's name for a text "npu" or "npu:i", and other values unchanged."""
         if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
             device = self.device(value)
             return device.type if value == "npu" else str(device)

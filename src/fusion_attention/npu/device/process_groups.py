@@ -43,7 +43,7 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
     changes.set(torch.distributed, "is_hccl_available", lambda: True)
 
     def change(c10d: ModuleType) -> None:
-        """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed."""
+        """Registers "hccl" as c10d.Backend.register_backend() does, but by patches that can be removed."""
         backend = c10d.Backend
         plugin = backend._BackendPlugin(lambda options, given=None: _carrier(c10d, base, options), True)
         changes.set(backend, NAME.upper(), NAME)
@@ -59,7 +59,7 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
 
 def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
     """Returns the process group that implements "hccl" on the device `base`: Gloo on a CPU, NCCL on a GPU; options:
-    c10d's for the new group. RuntimeError if torch lacks it."""
+    torch.distributed's, for the new group. RuntimeError if torch lacks it."""
     kind = getattr(c10d, _CARRIERS[base.type], None)
     if kind is None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Pickling of tensors on "npu" for other processes: their memory is shared as the computing device's tensors' is."""
+"""Pickling of tensors on "npu" for other processes, which share the memory, as with tensors of the computing device."""
 
 from __future__ import annotations
 

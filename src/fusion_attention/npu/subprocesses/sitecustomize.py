@@ -46,7 +46,6 @@ class _OnDemand:
 
 
 def _install() -> None:
-    """Calls install(), which removes this import hook."""
     from fusion_attention.npu import install
 
     install(os.environ["FUSION_ATTENTION_NPU_DEVICE"], strict=bool(os.environ.get("FUSION_ATTENTION_NPU_STRICT")))

@@ -35,7 +35,7 @@ _SLICE_ADVICE = "slice the packed rows instead"
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
-    """Returns name -> function, for the functions of cann_ops_transformer that are also operators of torch; modules:
+    """Returns {name: function} for the functions of cann_ops_transformer that are also operators of torch; modules:
     the simulated modules by name."""
     functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
     return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
@@ -68,10 +68,10 @@ def flash_attn(
     layout_out: str = "BSND",
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention's differentiable (out in layout_out, lse [B, N1, S1], or [N1, T1] if packed).
+    """Returns attention as (out in layout_out; lse, the log-sum-exp of scores, [B, N1, S1] or packed [N1, T1]).
 
-    lse is +inf for a row without keys, and [0] if it is not requested. In modes 3 (causal) and 4 (window) attn_mask is
-    not read: on the chip it is a triangle that repeats the mode.
+    It is differentiable. lse is +inf for a row without keys, and one 0 if it is not requested. mask_mode: 0 (all keys),
+    3 (causal) or 4 (window); attn_mask is not read, as on the chip it is a triangle that repeats the mode.
 
     Raises:
         ContractError: pages, layouts or masks that are not supported, cu_seqlens together with seqused, or arguments
@@ -133,7 +133,8 @@ def moe_token_permute(
     padded_mode: bool = False,
     quant_mode: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns npu_moe_token_permute's results (rows by expert, the row of each choice), and an empty scale."""
+    """Returns npu_moe_token_permute's results (rows in the order of experts, the row of each token's choice), and an
+    empty scale; quant_mode: only -1, unquantized."""
     if quant_mode != -1:
         raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
     return *npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)

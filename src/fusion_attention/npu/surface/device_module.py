@@ -289,7 +289,7 @@ def index(device: Any, count: int, current: int = 0) -> int:
 
 
 def names(base: torch.device, kind: str) -> dict[str, Any]:
-    """Returns {name: object} of the module torch.npu: of _Host on a CPU, of torch.cuda on a GPU.
+    """Returns {name: object} for the module torch.npu: attributes of _Host on a CPU, of torch.cuda on a GPU.
 
     Args:
         base: the computing device.

@@ -28,7 +28,7 @@ class Tasks:
 
 
 class ExternalEvent(Event):
-    """An event at which replays of a graph wait until the program records it, for example after it replaced tasks."""
+    """An event at which a graph's replays wait until the program records it, for example after replacing operators."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__:
 
 
 def _capturing(what: str) -> _Recorder:
-    """Returns the _Recorder of this thread's capture, or raises RuntimeError; what: the caller, for its text."""
+    """Returns the _Recorder of this thread's capture, or raises RuntimeError; what: the caller's name."""
     recorder = _recorder()
     if recorder is None:
         raise RuntimeError(f"torch.npu.{what}: expected an active capture in this thread, got none")

@@ -17,7 +17,8 @@ Tensor = torch.Tensor
 
 
 def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Tensor]:
-    """Returns an operator's metadata function, which returns int32 zeros [elements]; the chip's divides its work.
+    """Returns a substitute for the function `{of}_metadata`: its result is int32 zeros [elements].
+    On the chip, metadata divides an operator's work among the cores; operators here do not read it.
 
     Args:
         of: the operator's name.
@@ -38,7 +39,8 @@ def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Te
 
 
 def _parameters(words: str) -> list[inspect.Parameter]:
-    """Returns the parameters of a signature from `words`, a text as in metadata(): "name", "name:int", "name=0", ..."""
+    """Returns the parameters of a signature from `words`: "name" is an optional tensor, "name:int" a number, "name=0"
+    has a default; keyword-only ones follow "*"; "..." accepts any arguments."""
     if words == "...":
         return [
             inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL),

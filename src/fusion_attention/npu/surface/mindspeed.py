@@ -23,8 +23,8 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """Returns a variant of a torch_npu definition under MindSpeed's `name`: the parameters `changed` replace those of
-    their names, and the parameters listed in `without` are removed."""
+    """Returns torch_npu's operator definition `op` under MindSpeed's `name`: the parameters `changed` replace those of
+    the same names, and the parameters listed in `without` are removed."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), follows="MindSpeed", example="")
@@ -64,7 +64,8 @@ def npu_ring_attention_update(
     actual_seq_qlen: Tensor | None = None,
     layout: str = "SBH",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (out, max, sum) merged from two partial attention results, by torch_npu's function of this name."""
+    """Returns (out, softmax maximum, softmax sum) of attention, merged from the results for two sets of keys, previous
+    and current, by torch_npu's function of this name; actual_seq_qlen: cumulative query lengths of packed rows."""
     previous, current = (prev_attn_out, prev_softmax_max, prev_softmax_sum), (cur_attn_out, cur_softmax_max)
     how = {"actual_seq_qlen": actual_seq_qlen, "input_layout": layout}
     return merging.npu_ring_attention_update(*previous, *current, cur_softmax_sum, **how)
@@ -82,25 +83,27 @@ def npu_fusion_attention_grad(args: Args) -> Any:
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
-    """Returns x rotated by npu_rotary_mul; mode: 0 pairs element i with i + D / 2, 1 pairs adjacent elements."""
+    """Returns x rotated by the angles of cos and sin; mode: 0 pairs elements i and i + D / 2, 1 adjacent ones."""
     return rotary.npu_rotary_mul(x, cos, sin, _ROTARY.get(mode, mode))
 
 
 def _multiplied(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
-    """Returns the grouped matrix product of a tensor x by a tensor of all groups' weights; kind: 0 if group_list has
-    the cumulative ends of the groups, 1 if their sizes."""
+    """Returns x @ weight by groups: [M, N], rows of x [M, K] times their group's matrix in weight [E, K, N], or, for
+    group_type 2, [E, M, N], sums over each group's part of K; kind: group_list has 0: ends of groups, 1: sizes."""
     how = {"group_list": group_list, "split_item": 3, "group_type": group_type, "group_list_type": kind}
     (result,) = grouped_matmul.npu_grouped_matmul([x], [weight], bias=None if bias is None else [bias], **how)
     return result
 
 
 def npu_gmm(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Returns the grouped matrix product of x and weight; group_list: cumulative ends of the groups."""
+    """Returns x @ weight by groups: [M, N], rows of x [M, K] times their group's matrix in weight [E, K, N], or, for
+    group_type 2 and weight [K, N], [E, M, N], sums over each group's part of K; group_list: the groups' ends."""
     return _multiplied(x, weight, bias, group_list, group_type, 0)
 
 
 def npu_gmm_v2(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
-    """Returns the grouped matrix product of x and weight; group_list: sizes of the groups."""
+    """Returns x @ weight by groups: [M, N], rows of x [M, K] times their group's matrix in weight [E, K, N], or, for
+    group_type 2 and weight [K, N], [E, M, N], sums over each group's part of K; group_list: the groups' sizes."""
     return _multiplied(x, weight, bias, group_list, group_type, 1)
 
 
@@ -116,8 +119,8 @@ def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) 
 
 
 def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, grouplist: Tensor, grad: Tensor) -> None:
-    """Adds x^T @ dy of each group's rows, the gradient of its weight, to `grad` in place, in float32; grouplist:
-    cumulative ends of the groups."""
+    """Adds x^T @ dy of the rows of each of E groups, the gradient of its weight, to grad [E, K, N] in place, in
+    float32; x: [M, K]. dy: [M, N]. grouplist: cumulative ends of the groups."""
     ends = [int(end) for end in grouplist]
     into = grad.view(len(ends), x.shape[-1], dy.shape[-1])
     for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -100,7 +100,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
 
 def beside() -> dict[str, ModuleType]:
-    """Returns full name -> module that stands for mindspeed, cann_ops_transformer, torchair or a module of them."""
+    """Returns {full name: module} of the modules that stand for mindspeed, cann_ops_transformer and torchair."""
     return make_modules(mindspeed.contents() | cann_ops.contents() | torchair.contents(), _absent)
 
 

@@ -169,7 +169,7 @@ _COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_re
 
 
 def names() -> dict[str, Any]:
-    """Returns {name: object} of torch.npu besides device_module.py's; on a GPU, torch.cuda's replace them."""
+    """Returns {name: object} of torch.npu for statistics, marks, graphs; on a GPU torch.cuda's names replace some."""
     return {
         **graphs.NAMES,
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),

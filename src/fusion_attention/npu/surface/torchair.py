@@ -46,7 +46,7 @@ def contents() -> dict[str, dict[str, Any]]:
 
 
 def enter(changes: Changes) -> None:
-    """Registers the back end "npugraph_ex" of torch.compile, until the patches are removed."""
+    """Registers torch.compile's back end "npugraph_ex", which runs graphs by torch, until the patches are removed."""
 
     def change(registry: ModuleType) -> None:
         if "npugraph_ex" not in registry._BACKENDS:

@@ -81,7 +81,8 @@ def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bo
 
 
 def _translating_class(layer: Layer) -> type:
-    """Returns a class that takes the place of an unpatchable class of torch, also in annotations and isinstance()."""
+    """Returns a class in place of torch's class layer.below, which cannot be patched: its constructor makes an object
+    of that class with "npu" for "cuda", and isinstance() and annotations accept both."""
 
     class Meta(type):
         def __instancecheck__(cls, one: object) -> bool:

@@ -23,7 +23,7 @@ HIDDEN = -1000.0  # A score with this addend has a weight that underflows to 0 i
 
 
 def hides(mask: torch.Tensor) -> torch.Tensor:
-    """Returns a bool mask, true where `mask` hides a key: elements of 1, or of -1000 and below."""
+    """Returns a bool mask, true where `mask` hides a key: elements above 0, or of -1000 and below."""
     if mask.dtype == torch.bool:
         return mask
     return (mask > 0) | (mask <= HIDDEN)
@@ -39,7 +39,7 @@ def in_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def decided(mask: torch.Tensor) -> bool | str:
-    """True if every element of a mask hides its key or is 0; else the first other element as text. Reads the mask."""
+    """True if each element of a mask is 0 or hides a key (above 0, or -1000 and below); else another one as text."""
     if mask.is_meta or mask.dtype == torch.bool:
         return True
     other = mask[~hides(mask) & (mask != 0)]
@@ -52,7 +52,7 @@ def triangle(mask: torch.Tensor) -> bool:
 
 
 def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
-    """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] covers the scores of these lengths [B]."""
+    """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] has a row and a column per token of lengths [B]."""
     lead, longest = mask.shape[:-2], max(lengths.tolist(), default=0)
     heads = lead[1] if len(lead) == 2 else 1
     batch = lead[0] if lead else 1
@@ -108,7 +108,7 @@ WORKSPACE = Tensor("workspace", "Without effect: this library allocates its memo
 
 
 def out(rows: str, dim: str = "Dv") -> Tensor:
-    """Returns the parameter `out`, output rows that are written in place; rows, dim: the names of its axes."""
+    """Returns the operator parameter `out`, [rows, N1, dim], written in place; rows, dim: the names of these axes."""
     return Tensor(
         "out",
         "The output rows, written in place; rows behind the last sequence are unchanged.",
@@ -178,9 +178,9 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """Returns the definition of an attention function that writes to `out`; visible: words for the visible keys.
+    """Returns the operator definition of an attention function that writes to its parameter `out`.
 
-    sample: shapes of the default sample call; more: other fields of Op.
+    visible: words for the visible keys; sample: shapes of the default sample call; more: other fields of Op.
     """
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}

@@ -17,12 +17,12 @@ def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """True if a cache can store `rows`, contiguous or in fragments (NZ)."""
+    """True if a cache can store rows [tokens, ...], contiguous or in fragments [pages, fragments, slots, width]."""
     return whole_rows(cache, rows) or (rows.dim() > 1 and stores_fragments(cache, rows))
 
 
 def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
-    """Returns the number of slots of a cache, each of which stores one of `rows`."""
+    """Returns the number of rows [tokens, ...] that a paged cache can store, contiguous or in fragments."""
     return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
 
 
@@ -31,7 +31,7 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
-    """Returns the definition of a function that stores rows in caches; names: the rows' tensors; more: fields of Op."""
+    """Returns an operator definition: rows, the parameters `names`, are stored in caches; more: other fields of Op."""
     caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
     paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
     pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}

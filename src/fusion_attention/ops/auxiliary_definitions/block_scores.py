@@ -116,7 +116,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Returns {"klen": the number of keys of every sequence}, derived from a call's arguments `n`."""
+    """Returns {"klen": the number of keys of every sequence, [B]}, from the arguments `n` of a call."""
     given = n["actual_seq_klen"]
     return {"klen": given[1:] - given[:-1] if n["layout_key"] == "TND" else given}
 

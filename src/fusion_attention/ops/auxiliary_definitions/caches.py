@@ -19,8 +19,8 @@ def stores_fragments(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """True if a cache stores rows in fragments (NZ), [pages, fragments, page size, width]. A shape that fits both forms
-    does so in mode "PA_NZ" with fragments of 32 bytes."""
+    """True if a paged cache stores rows in fragments (NZ), [pages, fragments, page size, width]. A shape that also fits
+    contiguous rows has fragments only if the mode is "PA_NZ" and each has 32 bytes."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
         return mode == "PA_NZ" and chips_width and stores_fragments(cache, rows)
@@ -28,7 +28,7 @@ def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -
 
 
 def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bool:
-    """True if a paged cache can store `rows`, contiguous or (if `fragments`) in fragments."""
+    """True if a paged cache can store rows [tokens, heads, D], contiguous or (if `fragments`) in fragments (NZ)."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
     return cache.shape[2:] == rows.shape[1:] or (fragments and stores_fragments(cache, rows))
@@ -41,12 +41,12 @@ def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """Returns the parameter `name`, a KV cache written in place, with the dtype of parameter `like`."""
+    """Returns the operator parameter `name`, a KV cache written in place, with the dtype of parameter `like`."""
     return Tensor(name, text, dtypes=f"={like}")
 
 
 def in_place(dtype: torch.dtype = torch.float16, /, **shapes: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Returns the rules that tensors written in place require no gradients, and that no two of their elements share
+    """Returns rules that check calls: tensors written in place require no gradients, and no two of their elements share
     memory. shapes: names of the tensors, with sample shapes; dtype: dtype of the samples."""
     leaves = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
     expanded = {n: torch.zeros(s[0], *(1,) * (len(s) - 1), dtype=dtype).expand(s) for n, s in shapes.items()}

@@ -56,8 +56,8 @@ FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """Returns a floating-point tensor parameter of an operator, whose shape rules check; text: its description; like:
-    the parameter whose dtype it must have, "": any; changes: other fields of Tensor."""
+    """Returns a floating-point tensor parameter of an operator, whose shape other rules check; text: its description;
+    like: the parameter whose dtype it must have, "": any; changes: other fields of Tensor."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 

@@ -16,7 +16,8 @@ def lengths_of(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> tuple[list[int], list[int], list[int]]:
     """Returns lists (first row in x, number of tokens, position of the first token) with an element per sequence.
-    cumulative: ends of packed sequences, None if x is padded; used: tokens that count; start: position of the first."""
+    cumulative: 0 and ends of packed sequences, None if x is padded; used: tokens of each that count, None: all; start:
+    position of each first token, None: 0."""
     if cumulative is None:
         ends = [(b + 1) * x.shape[1] for b in range(x.shape[0])]
         first = [end - x.shape[1] for end in ends]
@@ -37,7 +38,7 @@ def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
 
 
 def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None) -> bool | str:
-    """True (else text) if `used` has a number per sequence, at most its rows in x; cumulative: ends of sequences."""
+    """True (else the fault as text) if `used` has a number per sequence, at most its rows; cumulative: ends in x."""
     first, tokens, _ = lengths_of(x, cumulative, None, None)
     if used is not None and any(n > most for n, most in zip(used, tokens, strict=False)):
         return f"{[int(n) for n in used]} of sequences with {tokens} rows"
@@ -45,7 +46,7 @@ def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[i
 
 
 def starts_fit(x: torch.Tensor, cumulative: Sequence[int] | None, start: Sequence[int] | None) -> bool | str:
-    """True (else error text) if `start` has a position per sequence, and all positions fit int64; cumulative: ends."""
+    """True (else the fault as text) if `start` has an int64 position per sequence; cumulative: ends of sequences."""
     first, _, _ = lengths_of(x, cumulative, None, None)
     if start is not None and max(start, default=0) > torch.iinfo(torch.int64).max - x.shape[-2]:
         return f"{[int(n) for n in start]} of {x.shape[-2]} rows, whose positions overflow int64"
@@ -60,7 +61,7 @@ def _one_each(given: Sequence[int] | None, count: int) -> bool | str:
 def lengths_fit(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> bool:
-    """True if cumulative ends, used lengths and start positions are legal: ends_fit(), used_fit(), starts_fit()."""
+    """True if ends_fit(), used_fit() and starts_fit() are: ends cover x, and all lengths and positions are legal."""
     return ends_fit(x, cumulative) is True and (
         used_fit(x, cumulative, used) is True and starts_fit(x, cumulative, start) is True
     )
@@ -70,9 +71,9 @@ def positions_fit(
     table: torch.Tensor | None, cache: torch.Tensor, x: torch.Tensor, cumulative: Sequence[int] | None,
     used: Sequence[int] | None, start: Sequence[int] | None, mode: int, reach: int,
 ) -> bool | str:  # fmt: skip
-    """True (else text) if a state table (of cache_mode `mode`) has a block for every row that a call writes or reads.
-    cumulative, used, start: ends, used lengths and first positions of sequences in x; reach: the largest number of rows
-    before the first token that a window reads."""
+    """True (else the fault as text) if a page table of the compressor's state cache has a page for every row that a
+    call writes or reads. mode: 1: [B, pages], 2: [B], one page each, a ring; cumulative, used, start: ends, used
+    lengths and first positions of sequences in x; reach: most rows before the first token that a window reads."""
     first, tokens, positions = lengths_of(x, cumulative, used, start)
     if table is None:
         return max(positions, default=0) == 0 or f"None with start_pos {positions}"

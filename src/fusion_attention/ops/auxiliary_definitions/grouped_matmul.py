@@ -72,7 +72,7 @@ def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
 
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
-    """Returns the group of each size in group_list; kind: 2 if it has pairs (group, size), else 0, 1, ..."""
+    """Returns the group of each size in group_list: by its pairs (group, size) if kind is 2, else 0, 1, 2, ..."""
     results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
     return results
 

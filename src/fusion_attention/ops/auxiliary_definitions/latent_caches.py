@@ -11,8 +11,8 @@ MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK
 
 
 def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
-    """True if `index`, the places of rows in the cache, has an element for every token of kv [B, 1, S, ..], or in cache
-    modes with BLK for every page."""
+    """True if `index`, the positions of rows in a cache, has an element for every token of kv [B, 1, S, ..], or in
+    cache modes with BLK for every page of tokens."""
     batch, tokens = kv.shape[0], kv.shape[2]
     if mode == "Norm":
         return tuple(index.shape) == (batch, tokens)
@@ -27,7 +27,7 @@ def buffer(cache: torch.Tensor, mode: str) -> int:
 
 
 def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
-    """True if a cache for rows of kv has `width` elements per row, and a shape and strides that the mode can write."""
+    """True if a cache for rows of kv has `width` elements per row, and the shape and strides of its mode, `mode`."""
     if cache.dim() != 4 or cache.shape[3] != width:
         return False
     if mode == "Norm":

@@ -37,7 +37,8 @@ HOW = (
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
-    """Returns the definition of a cross entropy or its gradient; rows: the name of the parameter [tokens, classes]."""
+    """Returns the operator definition of a cross entropy or its gradient. inputs, results: its parameters; rows: the
+    name of the one that is [tokens, classes]."""
     has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
                        f"target: labels below the number of columns of {rows} (or ignore_index)", code=INVALID,
                        reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.arange(6)})  # fmt: skip

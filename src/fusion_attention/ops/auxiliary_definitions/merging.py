@@ -70,7 +70,7 @@ STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
 
 
 def statistic(name: str, text: str) -> Tensor:
-    """Returns the parameter for a softmax statistic of each row and head, stored eight times along its last axis."""
+    """Returns the operator parameter for a softmax statistic of each row and head, stored as eight equal copies."""
     return Tensor(name, text, dtypes="float32", shape=STATISTICS)
 
 

@@ -71,7 +71,7 @@ NO_SCALE = result("dequant_scale_q_nope", "A tensor without elements.", "float32
 
 
 def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
-    """True if a cache has rows of `width` elements, and a shape and strides that the mode can write."""
+    """True if a paged cache has rows of `width` elements, and a shape and strides that suit its mode, such as NZ."""
     if cache.dim() != 4 or tuple(cache.shape[2:]) != (1, width):
         return False
     return mode == "PA_BSND" or (width % FRAGMENT == 0 and cache.is_contiguous())
@@ -123,7 +123,8 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """Returns the definition of a version of the operator that makes queries and latent keys; more: other fields."""
+    """Returns the operator definition of a version of npu_mla_prolog, which makes the queries and latent keys of
+    multi-head latent attention from hidden states; more: other fields of Op."""
     return auxiliary(
         name,
         summary,

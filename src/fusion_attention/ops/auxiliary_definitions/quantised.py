@@ -82,7 +82,7 @@ def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
-    """Returns the number of blocks in a row of x1, 0 if illegal; sizes: its last number is the elements of a block."""
+    """Returns the number of blocks in a row of x1, 0 if illegal; sizes: [0 or 1, 0 or 1, elements of a block]."""
     rest = [] if sizes is None else sizes.tolist()
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0

@@ -19,12 +19,12 @@ SCALES = "float16 float32"
 
 
 def dtype_of(name: str) -> Attr:
-    """Returns the attribute for a dtype that torch does not have; only int8 is supported."""
+    """Returns the operator attribute `name`, a code of a dtype that torch lacks; only None and 1, int8, are legal."""
     return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)")
 
 
 def mode_of(name: str, only: int, text: str) -> Attr:
-    """Returns the attribute for a quantization mode of which only one value is supported."""
+    """Returns the operator attribute `name`, a quantization mode of which only the value `only` is supported."""
     return Attr(name, text, domain=f"{name} == {only}")
 
 

@@ -13,7 +13,7 @@ from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 
 def _active(bounds: Sequence[int] | None, count: int) -> int:
-    """Returns the number of experts in bounds, [start, end) or nothing: all; count: the number of all experts."""
+    """Returns the number of experts in `bounds`, [start, end) or None: all; count: the number of all experts."""
     return count if bounds is None or len(bounds) != 2 else int(bounds[1]) - int(bounds[0])
 
 

@@ -20,8 +20,8 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """Returns the definition of an operator on experts; more: other fields of Op, and `sample` and `sizes` of sample
-    calls."""
+    """Returns the operator definition of a function that permutes rows of tokens by expert; more: other fields of Op,
+    and `sample` and `sizes` of sample calls."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 

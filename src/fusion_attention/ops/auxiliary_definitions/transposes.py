@@ -28,7 +28,7 @@ def permuted(tensor: torch.Tensor, perm: np.ndarray | None) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w: np.ndarray | None) -> bool:
-    """True if permuted x [B, M, K] and w [B, K, N] can be multiplied, or if another rule reports a permutation."""
+    """True if permuted x [B, M, K] and w [B, K, N] can be multiplied, or if a permutation is wrong."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w)):
         return True
     a, b = permuted(x, perm_x).shape, permuted(w, perm_w).shape

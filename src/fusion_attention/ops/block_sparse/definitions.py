@@ -1,7 +1,7 @@
-"""Operator definitions of CANN's BlockSparseAttention and its gradient, in the two-phase interface, torch_npu and
-cann_ops_transformer.
+"""Operator definitions of CANN's BlockSparseAttention and its gradient, in CANN's C interface (two-phase), torch_npu
+and cann_ops_transformer.
 
-Rules are in rules.py, lowering in call.py.
+Rules are in rules.py, lowering in lowered_call.py.
 """
 
 from dataclasses import replace

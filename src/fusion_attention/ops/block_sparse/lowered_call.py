@@ -1,4 +1,4 @@
-"""Lowered calls of BlockSparseAttention: dense attention whose only statistic is softmax_lse."""
+"""Calls of BlockSparseAttention as back ends compute them: dense attention whose only statistic is softmax_lse."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -42,7 +42,8 @@ class BlockForward(DenseForward):
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """Returns the gradient call, from results and their gradients (upstream); `wanted` is ignored."""
+        """Returns the object by which back ends compute gradients, from the forward's results and the results'
+        gradients (`upstream`); `wanted` is ignored."""
         out, lse, dout, dlse = results[OUT], results[LSE], upstream.get(OUT), upstream.get(LSE)
         dlse = None if dlse is None else by_head(dlse, self.call)
         return BlockBackward(self.call, torch.zeros_like(out) if dout is None else dout, out, lse, dlse)
@@ -55,7 +56,8 @@ class BlockBackward(DenseBackward):
         super().__init__(call, (dout, out, lse, lse), None, dlse)
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the kernels' (max, sum): softmax_lse and 1, or -inf and 0 in a row without visible keys."""
+        """Returns (max, sum) that kernels read for probabilities exp(s - max) / sum: softmax_lse (passed as max_) and
+        1, or -inf and 0 in a row without visible keys; [.., heads, rows]."""
         lse = by_head(max_, self.call)
         return lse, lse > -torch.inf
 
@@ -72,7 +74,7 @@ def by_head(lse: Tensor, call: DenseCall) -> Tensor:
 
 
 def lower(bound: Bound) -> BlockForward | BlockBackward:
-    """Converts a checked call `bound`, a forward or a gradient, to the form that back ends compute."""
+    """Converts `bound`, the checked arguments of a forward or gradient call, to an object that back ends compute."""
     n = bound.names
     problem, form, extents = bound.once(_without_tensors)
     extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)

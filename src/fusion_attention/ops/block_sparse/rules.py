@@ -1,4 +1,4 @@
-"""Rules of BlockSparseAttention and its gradient."""
+"""Rules, the checks of calls, of BlockSparseAttention and its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -21,7 +21,7 @@ IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kv
 
 
 def layout_of(names: Mapping[str, Any]) -> str:
-    """Returns the layout of a call's compressed keys, from {name: argument} of the call."""
+    """Returns the layout of a call's compressed keys: that of queries, "BSND" or "TND", or paged if it has a table."""
     return keys_in(names.get("layout", ""), None, names.get("compressed_table"))
 
 

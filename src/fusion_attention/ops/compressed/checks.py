@@ -34,7 +34,7 @@ def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: in
 
 
 def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:
-    """True (else text) if ratio * c_len + residual, all tokens of a sequence, is kv_len; c_len: compressed keys."""
+    """True (else the fault as text) if kv_len, all tokens, is ratio * c_len (compressed keys) + residual; each [B]."""
     tokens = c_len * ratio + residual
     wrong = np.flatnonzero(tokens != kv_len)
     if not len(wrong):
@@ -46,8 +46,8 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
-    """True (else the fault as text) if no list of keys has more entries than its row has visible compressed keys, all
-    of them visible.
+    """True (else the fault as text) if each row's list of selected compressed keys has only visible ones, and no more
+    entries than these.
     Per sequence: q_len rows from q_start on, c_len keys of `ratio` tokens each, and `tokens` in all."""
     count, first = 0, ""
     for b, listed in lists_of(lists, layout, q_len, q_start):

@@ -87,7 +87,7 @@ def layout_of(n: Mapping[str, Any]) -> str:
 
 
 def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {axis name: size} of the results of a call with arguments `n`; Rw is None if no rows are saved."""
+    """Returns {axis name: size} of the results of a call with arguments `n`; Rw, saved rows of a window, or None."""
     x, wkv = n["x"], n["wkv"]
     if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
         return {}

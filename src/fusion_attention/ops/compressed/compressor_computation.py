@@ -74,8 +74,8 @@ def compressed(
     """Returns the compressed keys [B, windows, D] or [all windows, D] of the sequences `of`: per window of rows the
     average of x @ wkv.T by softmax weights from x @ wgate.T + ape.
 
-    Stores rows that later calls need in state_cache, whose blocks `table` lists (cache_mode: the form of this table),
-    and the rows of windows in `saved`, cleared memory for the backward. pool: the function that averages windows.
+    Stores rows that later calls need in state_cache, in blocks that `table` has (cache_mode 1: a list per
+    sequence, 2: one, a ring), and rows of windows in `saved`, cleared memory for the backward. pool: averages windows.
     """
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -116,7 +116,7 @@ def gradients(
     x: Tensor, wkv: Tensor, wgate: Tensor, dcmp_kv: Tensor, saved: Saved, of: Sequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (dx, dwkv, dwgate, dape) from dcmp_kv, the gradient of the compressed keys, and the windows' rows in
-    `saved`. x, wkv, wgate, of: as in compressed(). Rows that came from state_cache have no gradient."""
+    `saved`; ape: the position bias. Parameters are as in compressed(). Rows from state_cache have no gradient."""
     dim, dtype = wkv.shape[0] // of.coff, torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2)
     dkv, dz = (torch.zeros(len(rows), wkv.shape[0], dtype=dtype, device=x.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Operator definitions of CANN's SparseFlashMla and its gradient, in the two-phase interface and cann_ops_transformer.
+"""Operator definitions of CANN's SparseFlashMla and its gradient, in CANN's C interface and cann_ops_transformer.
 
 Rules are in rules.py, lowering in lower.py.
 """
@@ -58,8 +58,8 @@ def _key_layout(names: Mapping[str, Any]) -> str:
 
 
 def used_rows(side: str, of: str, required: str = "") -> Array:
-    """Returns the parameter seqused_SIDE, the number of used rows of each sequence; of: the word for the rows in its
-    description; required: a sentence that says when it is required, or ""."""
+    """Returns the operator parameter `seqused_{side}`, the number of used rows of each sequence; side: "q", "k",
+    "ori_kv" or "cmp_kv"; of: the rows' name in its description; required: a sentence on when it is required, or ""."""
     return Array(f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all.{required}", True)
 
 
@@ -123,7 +123,8 @@ LSE_OUT = output(
 
 
 def side_lengths(n: Mapping[str, Any], sides: tuple[Side, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (used lengths, first rows in packed tensors) of all sequences, for each of `sides`; n: arguments."""
+    """Returns (used lengths [B], first rows in packed tensors [B]) for each of `sides`, such as queries and keys, of a
+    call with arguments `n`."""
     ends = n["cu_seqlens_q"]
     count = max(len(ends) - 1, 0) if n["layout"] == "TND" and ends is not None else n["B"] or 0
     results = []
@@ -164,7 +165,7 @@ def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
-    """Converts a checked call `bound`, forward or gradient, to the form that back ends compute."""
+    """Converts `bound`, the checked arguments of a forward or gradient call, to an object that back ends compute."""
     n = bound.names
     chosen = n["ori_sparse_indices"] is not None
     call = chosen_keys(bound) if chosen else call_of(bound, FlashMla)

@@ -30,7 +30,7 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
-    """Allocates {name: result} of a call from its arguments and derived values `n`; columns: size of its last axis."""
+    """Allocates {name: result [B, S1, 1, columns] or packed [T1, 1, columns]} from a call's arguments `n`."""
     q = n["query"]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
@@ -43,7 +43,7 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> TorchCall:
-    """Converts a checked call `bound` for probabilities of compressed keys to a call that torch computes."""
+    """Converts `bound`, checked arguments of a call for compressed keys' probabilities, to one that torch computes."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     extents = Extents(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))

@@ -1,4 +1,4 @@
-"""Lowering of a checked call with compressed keys to a call of ops/sparse with two sources of keys."""
+"""Conversion of checked calls of attention with compressed keys to sparse attention with two sources of keys."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,12 +16,12 @@ from fusion_attention.ops.sparse.lowered_call import COMPRESSED, Call, Sparse, p
 
 
 def lower(bound: Bound) -> Sparse:
-    """Converts a checked call `bound` of compressed attention to the form that back ends compute."""
+    """Converts `bound`, checked arguments of attention with compressed keys, to an object that back ends compute."""
     return call_of(bound, Sparse)
 
 
 def call_of(bound: Bound, kind: type[Call]) -> Call:
-    """Converts a checked call `bound` with two sources of keys to an object of class `kind` for the back ends."""
+    """Converts `bound`, checked arguments with two sources of keys, to an object of class `kind` for back ends."""
     n = bound.names
     problem, extents, second = bound.once(lambda n: (problem_of(n), *_extents(n)))
     tensors = tensors_of(n, *COMPRESSED) | {"compressed_table": page_table(n["compressed_table"])}
@@ -35,7 +35,7 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
 
 
 def chosen_keys(bound: Bound) -> FlashMla:
-    """Converts a checked call `bound` with lists of selected keys, one source and no causal band, for the back ends."""
+    """Converts `bound`, checked arguments with lists of selected keys (one source, no causal band), for back ends."""
     n = bound.names
     problem, extents = bound.once(
         lambda n: (

@@ -23,7 +23,7 @@ class FlashMla(Sparse):
     """A forward call of SparseFlashMla (attention to keys and compressed keys), as back ends compute it.
     softmax_lse is log(sum(exp(s))) over the keys of both sources and the sink, in CANN's order of statistics. In a row
     without visible keys, out and softmax_lse are 0, also with a sink. Lists select keys of the second source; if there
-    is none, they select keys of the first, and the tensor COUNTS limits the entries of each list."""
+    is none, they select keys of the first, and the tensor "topk_length" limits the entries of each list."""
 
     def lists(self) -> Tensor | None:
         """Returns the lists of selected keys, [.., entries], ended by -1; None if keys are not selected."""
@@ -38,7 +38,7 @@ class FlashMla(Sparse):
         return result if self.stats else {OUT: result[OUT]}
 
     def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
-        """Writes softmax_lse, from statistics [.., N1] in the kernels' order, if it is among the outputs."""
+        """Writes softmax_lse = max_ + log(sum_), from statistics [.., N1], to outputs, if it is among them."""
         if LSE in outputs:
             lse = max_ + sum_.log()
             lse.masked_fill_(lse == -torch.inf, 0)
@@ -47,13 +47,14 @@ class FlashMla(Sparse):
             outputs[LSE].copy_(self.grouped(lse))
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """Returns the gradient call, from the results of a call with softmax_lse and their gradients (upstream)."""
+        """Returns the object by which back ends compute gradients, from the forward's results, softmax_lse included,
+        and the results' gradients (`upstream`)."""
         out, lse, dout = results[OUT], results[LSE], upstream.get(OUT)
         dout = torch.zeros_like(out) if dout is None else dout
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """Returns the gradient operator's call, from out, lse and dout.
+        """Returns the object by which back ends compute gradients, from the forward's out and lse, and dout.
         entries: number of entries in each list of selected keys for which it also returns probabilities; None: none."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
@@ -74,7 +75,7 @@ class FlashMla(Sparse):
         return ListedRows(self, self.problem.scale, q, lengths, keys, keys_of, ends, lse, self.lists())
 
     def _listed_end(self, b: int, row: np.ndarray) -> np.ndarray:
-        """Returns the number of visible keys of each row of sequence b in the source that lists select from."""
+        """Returns the number of keys that rows of sequence b see in the source that lists select from; row: indices."""
         if self.second is None:
             return np.full(len(row), self.extents.kv_len[b])
         return self.extents.compressed_end(b, row, self.problem.compressed_ratio)

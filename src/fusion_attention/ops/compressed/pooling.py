@@ -44,11 +44,11 @@ class Pooling(TensorCall):
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
     def memory_rows(self, tensor: torch.Tensor) -> RowView:
-        """Returns the view of a tensor with the shape of kv."""
+        """Returns a view, by sequence and row, of a tensor with the shape of kv."""
         return row_view(tensor, self.layout, self.problem.heads, self.extents, "kv")
 
     def operands(self, out: torch.Tensor | None) -> PoolingOperands:
-        """Returns the views of memory that back ends read: the call's tensors, and `out`."""
+        """Returns views of memory for back ends: of kv, gate and `out`, and a contiguous float32 position_bias."""
         bias = to_float32(self.tensors["position_bias"], self.given("kv"))
         rows = None if out is None else self.rows(out, self.problem.heads)
         kv, gate = (self.memory_rows(self.given(name)) for name in ("kv", "gate"))
@@ -61,7 +61,7 @@ class Pooling(TensorCall):
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
 
     def backward(self, results: Results, upstream: Results) -> PoolingBackward:
-        """Returns the gradient call, from the gradient of the result (in `upstream`)."""
+        """Returns the object by which back ends compute gradients, from the gradient of the result (in `upstream`)."""
         return PoolingBackward(self, upstream[OUT])
 
     def gradients(
@@ -130,7 +130,7 @@ def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
-    """True (else text) if the lengths `given` are not negative and add up to the rows of a packed tensor (tokens)."""
+    """True (else the fault as text) if the lengths `given` are not negative and add up to `tokens`, all packed rows."""
     each = bool(((given >= 0) & (given <= tokens)).all())  # Their sum cannot overflow then.
     return (each and int(given.sum()) == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
 

@@ -1,4 +1,4 @@
-"""Rules of SparseFlashMla and its gradient."""
+"""Rules, the checks of calls, of SparseFlashMla and its gradient."""
 
 from typing import Any
 
@@ -56,18 +56,18 @@ PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
 def _capacity(rows: str, table: str, page: str) -> str:
-    """Returns an expression for the most tokens of a sequence: those of the pages in the table, or `rows`."""
+    """Returns an expression for the most tokens of a sequence: pages in `table` * tokens of a `page`, else `rows`."""
     return f"{rows} if {table} is None else {table}.shape[1] * ({page} or 0)" if table else rows
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """Returns rules for the lengths (cu_seqlens_SIDE and seqused_SIDE) of queries and of each source of keys.
-    residual: parameter with the tokens behind those of the last compressed key; paged: keys may be paged."""
+    """Returns rules that check cumulative (cu_seqlens) and used (seqused) lengths of queries and sources of keys
+    (`sides`). residual: parameter with the tokens behind the last compressed key; paged: keys may be paged."""
     return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Returns rules for cu_seqlens_SIDE, the cumulative lengths of queries and of each source of keys (`sides`)."""
+    """Returns rules that check cumulative lengths, `cu_seqlens_{side}`, of queries and sources of keys (`sides`)."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
@@ -102,8 +102,8 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Returns rules for seqused_SIDE, the used lengths of queries and of each source of keys (at most a sequence's rows
-    in memory), and for the parameter `residual`."""
+    """Returns rules that check `seqused_{side}`, the used lengths of queries and of each source of keys (at most a
+    sequence's rows in memory), and the parameter `residual`."""
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
@@ -135,7 +135,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Returns rules that require cu_seqlens_SIDE for packed tensors and, if `paged`, seqused_SIDE for keys in pages."""
+    """Returns rules that require cumulative lengths of packed tensors and, if `paged`, used lengths of paged keys."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(

@@ -1,4 +1,4 @@
-"""Rules on the KV cache of fused inference attention: pages, lists of tensors, left padding, shared prefix and rope.
+"""Checks of the KV cache of fused inference attention: pages, lists of tensors, left padding, shared prefix and rope.
 
 rules.py has the rules on inputs and lengths.
 """

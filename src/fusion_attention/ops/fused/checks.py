@@ -58,7 +58,7 @@ def counted(key: Several, layout: str, batch: int | None, heads: int, table: Ten
 
 
 def fragments_fit(key: Several) -> Outcome:
-    """True (else text) if fragments of keys, in the NPU's format NZ [.., fragments, tokens, width], have 32 bytes."""
+    """True (else the fault as text) if fragments in the format NZ [.., fragments, tokens, width] have 32 bytes."""
     for t in members(key):
         if t.dim() == 5 and t.shape[4] * t.element_size() != 32:
             return f"{show(t)}, fragments of {t.shape[4] * t.element_size()} bytes"
@@ -66,8 +66,8 @@ def fragments_fit(key: Several) -> Outcome:
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """True (else text) if tensors match those of keys in batch or pages, heads and tokens, and have `dim` elements
-    (None: as many as the first tensor)."""
+    """True (else the fault as text) if tensors match those of keys in batch or pages, heads and tokens, and have `dim`
+    elements (None: as many as the first tensor)."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
@@ -81,7 +81,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
-    """True (else text) if a shared prefix is one sequence with the keys' heads, elements (dim or any) and dtype."""
+    """True (else the fault as text) if a shared prefix is one sequence with the keys' heads, dtype and elements."""
     form = form_of(prefix, geometry.of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
@@ -104,7 +104,7 @@ def contiguous_rows(rows: Several) -> bool:
 
 
 def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
-    """True (else text) if cumulative ends begin at 0 or above, never fall, and do not exceed the tensor's tokens."""
+    """True (else the fault as text) if cumulative ends begin at 0 or above, never fall, and are at most `tokens`."""
     falls = np.flatnonzero(ends < np.append(0, ends)[: len(ends)])
     if len(falls):
         b = int(falls[0])
@@ -141,7 +141,7 @@ def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
 def mask_fits(
     mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
 ) -> Outcome:
-    """True (else text) if a mask has a shape that its mode accepts; kind: "full", "triangle" (compressed), "tree", ...
+    """True (else the fault as text) if a mask's shape fits its kind: "full", "triangle" (compressed), or "tree".
     rows, columns: the least sizes of its last axes; packed: sequences are packed; q_len: their query rows.
     one_token: True for a query of one token whose mode and window CANN ignores."""
     shape = list(mask.shape)
@@ -180,8 +180,8 @@ def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> 
 
 
 def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> Outcome:
-    """True (else text) if the window of pre and next_ tokens intersects the score matrix of every sequence with rows.
-    mode: sparse_mode, which aligns the window; rows, keys: lengths per sequence."""
+    """True (else the fault as text) if the window of pre and next_ tokens meets the score matrix of each sequence with
+    rows. mode: sparse_mode, which aligns the window; rows, keys: lengths per sequence."""
     for b in np.flatnonzero(rows):
         beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
         before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
@@ -249,8 +249,8 @@ def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch
 def scale_fits(
     scale: Tensor, mode: int, heads: int, dim: int, batch: int, columns: int, blocks: int, slots: int
 ) -> Outcome:
-    """True (else the fault as text) if the dequantisation scales of keys or of values have a shape that their mode
-    accepts (0 per channel, 1 per token, ...).
+    """True (else the fault as text) if dequantisation scales of keys or values have a shape that their mode accepts: 0
+    per channel or one, 1 per token, 2 per head, 3 per head and token; in pages 4 per token, 5 per head and token.
     heads, dim: key heads and elements; columns: keys per sequence; blocks, slots: pages, and tokens of a page."""
     shape, size = list(scale.shape), scale.numel()
     wanted = {
@@ -266,7 +266,7 @@ def scale_fits(
 
 
 def scale_dtypes(mode: int, query: Tensor) -> tuple[str, ...]:
-    """Returns the names of the dtypes that the chip accepts for scales in a dequantization mode."""
+    """Returns the names of legal dtypes of dequantization scales: float32 in modes 1, 3, 4, 5, else query's dtype."""
     return ("float32",) if mode in (1, 3, 4, 5) else (dtype_text(query),)
 
 
@@ -279,7 +279,7 @@ def one_each(scales: Sequence[Tensor | None]) -> Outcome:
 
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
-    """True (else text) if scales, one per query row and head, have the query's shape without its elements' axis."""
+    """True (else the fault as text) if scales, one per query row and head, have query's shape without its last axis."""
     shape = tuple(query.shape[:-1]) + ((heads,) if geometry.of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 

@@ -158,7 +158,8 @@ def is_triangle(mask: torch.Tensor) -> bool:
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """Returns the kind of a mask in a sparse mode: "none", "full", "triangle" (compressed) or "tree"."""
+    """Returns the kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed) or
+    "tree". one_token: a query of one token, for which CANN reads no compressed mask."""
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:

@@ -148,7 +148,7 @@ def _is_full(n: Mapping[str, Any]) -> bool:
 
 
 def _kind(n: Mapping[str, Any], side: int) -> str:
-    """Returns the kind of scales of keys (side 0) or values (side 1): "none", per "channel" or per "token"."""
+    """Returns the kind of dequantisation scales of keys (side 0) or values (1): "none", "channel" or "token"."""
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
@@ -160,7 +160,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """Returns the scales of keys (side 0) or values (side 1), which a call `n` passes in one of three ways."""
+    """Returns dequantisation scales of keys (side 0) or values (side 1), which a call `n` has in one of three ways."""
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED

@@ -25,7 +25,7 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 @dataclass(frozen=True, eq=False)
 class IndexCall(TensorCall):
-    """Base of calls of an indexer and its losses for back ends; `trained` names its query, key and weights."""
+    """Base of calls of an indexer, which scores keys, and of its losses; `trained` names its query, key and weights."""
 
     problem: Any
     trained = DIFFERENTIABLE

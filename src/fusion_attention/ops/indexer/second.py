@@ -179,8 +179,8 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: lengths, and rows and keys of sequences in memory
-    (SIDE_capacity), from the first (SIDE_start) on."""
+    """Returns {name: value} derived from a call's arguments `n`: q_len and kv_len, and for queries (SIDE q) and keys
+    (k) the number of each sequence's rows in memory, used or not (SIDE_capacity), and its first (SIDE_start)."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
               for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip

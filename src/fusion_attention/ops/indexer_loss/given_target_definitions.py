@@ -61,7 +61,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), and axes."""
+    """Returns {name: value} derived from a call's arguments `n`: lengths, number of rows in memory and first row of
+    each sequence, and sizes of axes."""
     result = second.sequences_of(n)
     if n["layout"] == "TND":
         result |= {axis: int(result[f"{side}_capacity"].max(initial=0)) for side, axis in (("q", "S1"), ("k", "S2"))}

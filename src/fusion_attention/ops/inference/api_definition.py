@@ -275,7 +275,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
 
 
 def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
-    """Returns the scales of keys (side "k") or values ("v"): per channel expanded to [N2, dim], per token unchanged."""
+    """Returns dequantisation scales of keys (side "k") or values ("v"): per channel [N2, dim], per token unchanged."""
     scale, offset = n[f"{side}_scale"], n[f"{side}_offset"]
     if scale_kind(scale, n["k"], n["N2"], dim) == "token":
         return Scales(scale, offset)

@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """Returns (batch or pages, tokens, elements of a row) of a tensor of a KV cache; None if it does not have a layout
-    and this number of key heads."""
+    """Returns (batch or pages, tokens, elements of a row) of a tensor of a KV cache; None if its shape does not fit the
+    layout ("BSH": [B, S, heads * D], "BNSD", "BSND") and the number of key heads."""
     form = form_of(tensor, layout, heads)
     return None if form is None or form[1] != heads else (form[0], *form[2:])
 

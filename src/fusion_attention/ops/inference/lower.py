@@ -92,7 +92,7 @@ def _blocked(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(n: dict[str, Any], side: int) -> Scales:
-    """Returns dequantisation scales [N2, D] of keys (side 0) or values (side 1), expanded."""
+    """Returns dequantisation scales of keys (side 0) or values (1), expanded to [N2, D], of a call's arguments n."""
     scale, offset = (None if t is None else t[side] for t in (n["antiquant_scale"], n["antiquant_offset"]))
     return per_channel(scale, offset, n["N2"], n["D"])
 

@@ -68,9 +68,8 @@ def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tu
 
 
 def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
-    """Returns (batch or pages, heads, tokens, elements of a row) of a tensor in a layout, or "NZ" (pages of fragments);
-    None if its shape does not fit. heads: for layouts without a head axis. An int32 stores eight elements of four bits.
-    """
+    """Returns (batch or pages, heads, tokens, elements of a row) of a tensor in a layout ("NZ": [pages, heads, elements
+    / e, tokens, e]); None if its shape does not fit. heads: if it has no head axis. An int32 stores eight elements."""
     shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
     if layout == "NZ":
         return (shape[0], shape[1], shape[3], shape[2] * shape[4] * each) if len(shape) == 5 else None

@@ -1,1 +1,1 @@
-"""Code used by all kernels and launches: layout tables, rows in blocks of columns, pages, biases, tile shapes."""
+"""Code that all Triton kernels share: tables of strides, loads of rows, pages of KV caches, biases, tile shapes."""

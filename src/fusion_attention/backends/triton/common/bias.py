@@ -64,7 +64,7 @@ def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key
 
 @triton.jit
 def table_place(row, key, q_len, kv_len):
-    """Returns (row, column) of the pair (row, key) in a table with only the last TABLE_ROWS rows of a bias that depends
+    """Returns (row, column) of the pair (row, key) in a table of only the last TABLE_ROWS rows of a bias that depends
     on key - row alone; q_len, kv_len: lengths of the sequence."""
     first = q_len - TABLE_ROWS
     stored = tl.where(row >= first, row - first, row % TABLE_ROWS)

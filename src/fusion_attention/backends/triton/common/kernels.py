@@ -31,7 +31,8 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of the first element, stride of a head, stride of a token), multiples of ALIGN, of a sequence."""
+    """Returns (offset of the first element, stride of a head, stride of a token), in elements, multiples of ALIGN, of
+    sequence b of tensor number VIEW, from the table `strides` of `count` sequences."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
@@ -43,14 +44,16 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of the head's first element, stride of a token) of a sequence."""
+    """Returns (offset of head h's first element, stride of a token), in elements, multiples of ALIGN, of sequence b of
+    tensor number VIEW, from the table `strides` of `count` sequences."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """Returns (offset of the head's first element, stride of a row, stride of a key) of a sequence in a matrix."""
+    """Returns (offset of head h's first element, stride of a row, stride of a key), in elements, of sequence b of the
+    matrix number VIEW (bias, mask, ...), from the table `strides` of `count` sequences."""
     tl.static_assert(ORDER != "")
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
@@ -68,7 +71,7 @@ def lengths_at(lengths, count, b):
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
     """Returns int32 (first, end) of each row's visible keys: row + lo and max((row + hi) // RATIO, prefix), clamped to
-    0 and kv_len; end 0 for an invalid row. RATIO: tokens of a compressed key."""
+    0 and kv_len (lo, hi: the band relative to the row); end 0 for an invalid row. RATIO: tokens of a key."""
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
@@ -77,8 +80,8 @@ def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def band_at(extents):
-    """Returns (q_len, kv_len, lo, hi, prefix) in int32 from the result of lengths_at(); lo and hi are clamped to -q_len
-    and kv_len, so that their sums with a row or key do not overflow."""
+    """Returns (q_len, kv_len, lo, hi, prefix) of a sequence in int32: row i sees keys i + lo to before max(i + hi,
+    prefix). lo and hi are clamped, so that sums with a row or key do not overflow. extents: these and shift."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
     return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
@@ -101,7 +104,7 @@ def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 @triton.jit
 def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Stores `value` to the columns [FIRST, FIRST + WIDTH) below DIM of the rows at base + offset that are `there`."""
+    """Stores `value` to columns FIRST to FIRST + WIDTH (below DIM) of the rows at base + offset, where `there`."""
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
@@ -109,7 +112,8 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) whose element of the mask `blocked` is 0; false where `there` is false."""
+    """Returns bool, true for pairs (row, key) of head h of sequence b whose element of the mask matrix `blocked` is 0;
+    false where `there` is false. strides: table of strides of `count` sequences."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -117,7 +121,8 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Returns true for pairs (row, key) whose bit in the caller's dropout mask is 1; false where `there` is false."""
+    """Returns bool, true for pairs (row, key) of head h of sequence b whose bit in the dropout mask `bits` is 1; false
+    where `there` is false. strides: table of strides of `count` sequences."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -153,7 +158,7 @@ def _high(word):
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
     """Returns bool [rows, KEYS], true for pairs of a row and a key from j0 on that dropout keeps: by the caller's
     packed mask `bits` (DROPOUT BITS; there: valid pairs) or drawn from drop = (seed, offset, threshold) (DROPOUT
-    PHILOX). where: (strides, count, b, h, _), the first four arguments of matrix_at()."""
+    PHILOX). where: (table of strides, sequences, sequence, head, _)."""
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
@@ -184,8 +189,8 @@ def load_three(base, offset, there, MASKED: tl.constexpr,
 @triton.jit
 def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source from which load_rows() loads rows: (base, stride), or with TMA a tensor descriptor for each
-    column block; these read zeros for rows from `count` on."""
+    """Returns the source from which load_rows() loads rows of DIM elements: (base, stride), or with TMA three tensor
+    descriptors, for column blocks of widths W0, W1, W2, which read zeros for rows from `count` on."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
@@ -202,7 +207,8 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 @triton.jit
 def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows from j0 on of a source that rows_of() made; without TMA, if MASKED, zeros where not `inside`."""
+    """Loads rows j0 to j0 + ROWS - 1 from `rows`, (base, stride) or with TMA tensor descriptors, as three column blocks
+    of widths W0, W1 and W2; without TMA, if MASKED, zeros where not `inside`."""
     if TMA:
         x0 = rows[0].load([j0, 0])
         x1, x2 = x0, x0
@@ -220,7 +226,8 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source of rows of any head for load_group(): (base, head, stride), or with TMA three descriptors."""
+    """Returns the source from which load_group() loads rows of any head: (base, stride of a head, stride of a row), or
+    with TMA a tensor descriptor for each of three column blocks."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -237,7 +244,8 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows of head h from row `first` on of a source that rows_of_group() made; zeros where not `inside`."""
+    """Loads rows first to first + ROWS - 1 of head h as three column blocks of widths W0, W1 and W2; rows: (base,
+    stride of a head, stride of a row), or with TMA tensor descriptors; zeros where not `inside`."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -254,7 +262,7 @@ def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1:
 @triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Stores rows times `factor` [rows, 1] at base + offset, except rows where `there` is false."""
+    """Stores rows (`parts`: columns in blocks W0, W1, W2) times `factor` [rows, 1] at base + offset, if `there`."""
     store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
     if W1:
         store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
@@ -276,7 +284,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns a b^T [rows of a, rows of b]."""
+    """Returns the product a b^T, [rows of a, rows of b]; a and b are rows in three column blocks (width 0: unused)."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -287,7 +295,7 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns float32 [rows], the dot product of row i of a and row i of b."""
+    """Returns float32 [rows], dot products of row i of a and row i of b, which are in three column blocks."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -298,7 +306,7 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + p x; p, weights [rows of acc, rows of x], is rounded to the dtype of the rows x."""
+    """Returns acc + p x; acc, x: rows in column blocks; p: weights [rows of acc, rows of x], rounded to x's dtype."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""Kernel launches, whose arguments are fixed or given at each run, and the schedules of operations."""
+"""Prepared launches of Triton kernels, with fixed arguments and arguments of each run, cached by memory layout."""
 
 import contextlib
 import contextvars
@@ -65,7 +65,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: Any, renamed: dict[str, str] | None = None, **options: int,
     ) -> Launch:  # fmt: skip
-        """Returns a Launch of `kernel` with the arguments that it has; each must exist in some kernel of the group.
+        """Returns a prepared launch of `kernel` with the arguments that it takes; some kernel must take each of them.
 
         fixed: run-time arguments that are equal in all runs, by name; given: names of those that each run passes;
         constexprs: compile-time arguments; tile: warps, stages and use of tensor descriptors; renamed: the kernel's
@@ -91,7 +91,7 @@ class Scratch(NamedTuple):
 
 
 def bytes_of(scratch: dict[str, Scratch]) -> int:
-    """Returns the total bytes of scratch tensors."""
+    """Returns the total bytes of temporary tensors; scratch: their shapes and dtypes by name."""
     return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in scratch.values())
 
 
@@ -132,7 +132,7 @@ class Ready:
 
 @dataclass(eq=False)
 class Schedule:
-    """An operation on sequences of given lengths: tables of lengths and tiles on devices, and kernel launches."""
+    """An operation on sequences of given lengths: tables of lengths and tiles on devices, cached kernel launches."""
 
     op_kind: str
     device_tables: layout_table.DeviceTables
@@ -162,6 +162,6 @@ class Schedule:
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """Returns the schedule of an operation for given lengths, still without tables, which the first run on a device
-    makes. decodes: True if the decode kernels compute the operation."""
+    """Returns the Schedule (kernel launches, tables of lengths and tiles) of an operation for given lengths; the first
+    run on a device makes the tables. decodes: True if the decode kernels compute the operation."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

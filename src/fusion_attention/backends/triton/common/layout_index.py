@@ -1,4 +1,4 @@
-"""Indices of views in the layout table (layout_table.py), as compile-time constants for kernels."""
+"""Indices of tensors (Q, K, V, ...) in the table of their strides, as compile-time constants for Triton kernels."""
 
 import triton.language as tl
 

@@ -257,9 +257,9 @@ class CallMemory:
     """The tensors of one call as strided views, and their tables of strides and lengths on the device.
 
     views, given: strided views by name ("q", "k", ...), tensors and numbers by kernel argument name. more: further
-    views, of which kernels read only the strides. positions: the argument `drawn` of strides(). align: the alignment of
-    all rows, in elements of q. table: strides() on the host. fixed: the tables of strides and lengths on the device,
-    and the number of sequences, by kernel argument name.
+    views, of which kernels read only the strides. positions: for drawn dropout, random stream, first row and first key
+    of each sequence. align: the alignment of all rows, in elements of q. table: strides() on the host. fixed: the
+    tables of strides and lengths on the device, and the number of sequences, by kernel argument name.
 
     Raises:
         BackendError: tensors are on several devices.
@@ -294,13 +294,14 @@ def tiles_of(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:
-    """Returns a table padded with zeros to `rows` rows."""
+    """Returns a table padded with zero rows to `rows` rows."""
     return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]), table.dtype)))
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """Returns the table of lengths that kernels read, int64 [6, sequences]: q_len, kv_len, the band's lo, hi, prefix
-    and shift. With compressed keys it is [8, sequences], with their kv_len and hi last."""
+    """Returns the table of lengths and bands that kernels read, int64 [6, sequences]: q_len, kv_len, lo, hi, prefix
+    (row i sees keys i + lo to before max(i + hi, prefix)), and ALiBi's shift. With compressed keys it is [8,
+    sequences], with their kv_len and hi last."""
     rows = [getattr(extents, name) for name in EXTENT_ROWS]
     if extents.compressed is not None:
         rows += [extents.compressed.kv_len, extents.compressed.hi]

@@ -2,9 +2,9 @@
 
 Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
 
-Common parameters: those of kernels.py; `cache` is a result of cache_at(), PAGE the tokens of a page (0: contiguous
-rows), `page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN; `table` is the page table, `step` the stride of
-its rows, `last` the pool's last page. A tile has the BN keys from j0 on; WITHIN is true if all are in one page.
+Common parameters: `cache` is (first element, stride of a token, stride of a page), PAGE the tokens of a page (0:
+contiguous rows), `page` page numbers, KIND NO_SCALE, PER_CHANNEL or PER_TOKEN; `table` is the page table, `step` the
+stride of its rows, `last` the pool's last page. A tile has BN keys from j0 on; WITHIN: true if all are in one page.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,8 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of head hk's first element, stride of a token, stride of a page) of a sequence in a KV cache."""
+    """Returns (offset of head hk's first element, stride of a token, stride of a page), in elements, of sequence b of
+    the KV cache number VIEW, from the table `strides` of `count` sequences."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -30,7 +31,8 @@ def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Returns the offsets, in elements, of keys j in a KV cache."""
+    """Returns offsets, in elements, of keys j in a KV cache. cache: (first element, stride of a token, stride of a
+    page); page: the number of each key's page; PAGE: tokens of a page, 0: no pages."""
     first, token, stride_page = cache
     if PAGE:
         return first + page * stride_page + (j % PAGE).to(tl.int64) * token
@@ -50,7 +52,7 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
     """Returns (scale, offset) for columns FIRST to FIRST + WIDTH of stored integers: [1, WIDTH] per channel, [rows, 1]
     per token, or (1, 0), by KIND.
 
-    scale, offset: addresses of the numbers, offset may be None; at_scale, at_offset: results of scale_offset(); inside:
+    scale, offset: addresses of the numbers, offset may be None; at_scale, at_offset: their offsets there; inside:
     mask of the tokens. in_loop: a condition that is always true, which the compiler cannot know before the loop, so
     that it does not move the loads of channels' numbers out of the loop, where they would spill registers.
     """
@@ -70,7 +72,8 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns (values + offset) * scale in float32 for rows of integers; parameters: those of dequant_factors()."""
+    """Returns (values + offset) * scale in float32 for rows of integers in column blocks (parts). scale, offset:
+    addresses of numbers per channel or token (KIND), at at_scale and at_offset; inside: mask of the tokens."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -85,7 +88,8 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the offsets of the scales of keys j of head hk; one offset for all if scales are per channel."""
+    """Returns the offsets, in elements, of the scales of keys j of head hk in tensor number VIEW of the table
+    `strides`; one offset for all if scales are per channel (KIND). page: page numbers."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -101,7 +105,8 @@ def clamped(page, last):
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """Returns int64 page numbers of keys j of sequence b; 0 for keys from `end` on; j without pages (PAGE 0)."""
+    """Returns int64 page numbers of keys j of sequence b, clamped to `last`, from the page table `table`, whose rows
+    are `step` numbers apart; 0 for keys from `end` on; j without pages (PAGE 0)."""
     if PAGE:
         return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
@@ -114,7 +119,7 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
     """Returns the page number of the BN keys from j0 on, if they are WITHIN one page, else one number per key; 0 for
-    keys from `end` on. row: offset of the sequence's row in the table."""
+    keys from `end` on. table: the page table; row: offset of the sequence's row in it; last: largest page number."""
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -123,8 +128,8 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns (offset of the first element, offsets [BN] of rows from it) of the BN keys from j0 on; offsets are int32
-    if all keys are WITHIN one page."""
+    """Returns (offset of the first element, offsets [BN] of rows from it) of the BN keys from j0 on in a KV cache; the
+    latter int32 if WITHIN one page. cache: (first element, stride of a token, of a page); page: page numbers."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -138,14 +143,16 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the BN keys from j0 on of a KV cache; zeros where `inside` is false."""
+    """Loads the BN keys from j0 on of a KV cache as three column blocks; zeros where `inside` is false. base: its
+    address; cache: (first element, stride of a token, of a page); page: page numbers."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Loads a number for each of the BN keys from j0 on, [BN], such as its scale; 0 where `inside` is false."""
+    """Loads a number, such as a scale, for each of the BN keys from j0 on of a KV cache, [BN]; 0 where `inside` is
+    false. cache: (first element, stride of a token, of a page); page: page numbers."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
@@ -165,7 +172,7 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """Converts rows of int8 to the dtype of the tensor `like`, exactly; other dtypes are unchanged."""
+    """Converts rows of int8 in column blocks to the dtype of the tensor `like`, exactly; other dtypes are unchanged."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -177,7 +184,7 @@ def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns float32 [rows], the sum of each row's elements."""
+    """Returns float32 [rows], the sum of each row's elements; parts: the rows in three column blocks."""
     x = tl.sum(parts[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(parts[1].to(tl.float32), 1)
@@ -201,8 +208,8 @@ def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """Returns (x = values / unit in the dtype of `like`, sum over channels of x times the channels' offsets), for
-    columns from FIRST on. unit: [rows]. offset: address of the offsets, or None."""
+    """Returns (x = values / unit in the dtype of `like`, sum over channels of x times the channels' offsets [rows]).
+    values: [rows, WIDTH], columns from FIRST on. unit: [rows]. offset: address, the first at cache[0], or None."""
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
@@ -216,7 +223,7 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
     """Returns (x, a, u) with x . stored * u + a = query . ((stored + offset) * scale), for integers of scaled channels.
 
     u is the row's largest |element * scale|, so that small scales do not underflow. scale, offset: the channels'
-    numbers; scales, offsets: results of cache_at().
+    numbers; scales, offsets: (first element, _, _) of each.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -260,8 +267,9 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Returns columns FIRST to FIRST + WIDTH of lifted_three()'s result, the weighted sums of dequantised values; acc:
-    these columns of the sums of integers; other parameters: as there."""
+    """Returns columns FIRST to FIRST + WIDTH of sums of weight * (integer + offset) * scale; acc: these columns of sums
+    of weight * integer. lifted: [rows], the sum of weights (KIND PER_CHANNEL) or of weight * offset (PER_TOKEN); unit:
+    divisor of the weights; scale, offset: the channels' numbers."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -278,7 +286,7 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
     """Returns sums of weight * (integer + offset) * scale from `acc`, sums of weight * integer; both in column blocks.
 
     lifted: [rows], the sum of weights (KIND PER_CHANNEL) or of weights times the tokens' offsets (PER_TOKEN). unit:
-    result of scaled_weights(). scale, offset: the channels' numbers; scales, offsets: results of cache_at().
+    result of scaled_weights(). scale, offset: the channels' numbers; scales, offsets: (first element, _, _) of each.
     """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)

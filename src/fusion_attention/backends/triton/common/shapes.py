@@ -240,7 +240,7 @@ def index_of(device: torch.device) -> int:
 
 
 def on(device: torch.device, table: Callable[..., T | None], problem: AnyProblem, *more: int) -> T:
-    """Returns table(problem, chip of the device, *more), a kernel's tile shape (or several)."""
+    """Returns table(problem, compute capability of the device, *more), a kernel's tile shape (or several)."""
     chip = chip_of(device)
     result = None if chip is None else table(problem, chip, *more)
     assert result is not None  # reasons_against() ensures it
@@ -248,7 +248,7 @@ def on(device: torch.device, table: Callable[..., T | None], problem: AnyProblem
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """Returns the tile shape of the kernel named `kernel`, which computes rows with infinite or NaN results again."""
+    """Returns the tile shape of the kernel named `kernel`, which recomputes rows with infinite or NaN results."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
@@ -259,7 +259,7 @@ def heavy(problem: Problem) -> bool:
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """Returns (tile shape, tile shape for problems with a bias matrix, mask matrix or dropout, KB of shared memory) of
-    the kernel named `kernel`; None if no tile fits the problem's dims."""
+    the kernel named `kernel`; None if no tile fits the problem's dims. chip: compute capability, 90, 80 or 86."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -277,6 +277,7 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     """Returns the tile shape of the kernel named `kernel`; None if no tile fits the problem's dims.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a bias or dropout.
+    chip: compute capability, 90, 80 or 86. align: alignment of rows, in elements.
     """
     row = row_of(kernel, problem, chip)
     if row is None:

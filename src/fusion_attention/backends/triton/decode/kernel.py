@@ -36,8 +36,8 @@ def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
 def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of the `valid` query rows from acc (sums of weight * value), m and l (running max and sum
-    of the softmax); unit: factor on m."""
+    """Writes out, max and sum of the `valid` query rows of head h in sequence b, from acc (sums of weight * value in
+    three column blocks of widths V0, V1, V2), m and l (running max and sum of the softmax); unit: factor on m."""
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)

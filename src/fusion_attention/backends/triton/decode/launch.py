@@ -32,8 +32,8 @@ FACTORS = CACHES[3:]  # scales and offsets of int8 caches
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
-    """Returns True if the decode kernels compute a forward on these lengths: a KV cache in pages or int8 requires them,
-    and they are faster for few query rows with many keys."""
+    """Returns True if the decode kernels compute an attention forward on these lengths: a KV cache in pages or int8
+    requires them, and they are faster for few query rows with many keys."""
     p = problem
     if p.page_size or p.kv_dtype:
         return True
@@ -44,7 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """Returns the names of the tables with the decode kernel's tile shapes; rows: query rows that share a key head."""
+    """Returns the names of tables of the decode kernel's tile shapes, best first; rows: query rows per key head."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -195,7 +195,7 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 
 def ready(p: Problem, e: Extents, m: CallMemory) -> launching.Ready:
-    """Returns the prepared kernel launches of run(), for one memory layout (strides, alignments, device)."""
+    """Returns the prepared kernel launches of a decode forward, for one memory layout (strides, alignments, device)."""
     table, last = pages(p, m.views)
     device, align = m.device, m.align
     chip, most = shapes.chip_of(device), int(e.q_len.max(initial=1)) * p.group

@@ -1,7 +1,7 @@
-"""The backward kernels: preparation of each row, then dq by tiles of rows, then dk and dv by tiles of keys.
+"""The dense attention backward: preparation of each row, then dq by tiles of rows, then dk and dv by tiles of keys.
 
-    P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  D = dout . out - dlse,  M = keep / keep_prob
-    dP = (dout . v) * M,  dS = P * (dP - D)                     beneath a cap, dS * (1 - tanh^2) for dS
+    S = scale * q . k + bias,  P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  M = keep / keep_prob
+    dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D)     with a softcap times 1 - tanh^2
     dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout
 
 S is computed twice, once per kernel, but every gradient of a row or a key is summed by one program in one order, so
@@ -33,7 +33,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the largest absolute value, in float32, of the elements of rows."""
+    """Returns the largest absolute value, in float32, of the elements of rows; parts: the rows in column blocks."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -96,16 +96,16 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
-    """Loads (log2 of the softmax's sum, D = dout . out - dlse) of the rows `row` of a head from memory that prepare()
-    wrote: flat + at + row * stride, D `plane` elements later. Invalid rows get (inf, 0)."""
+    """Loads (lse = log2(sum(exp(scores))), D = dout . out - dlse) of the rows `row` of a head from memory that
+    prepare() wrote: flat + at + row * stride, D `plane` elements later. Invalid rows get (inf, 0)."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """Returns the factor on dS of key head hk in sequence b before dS is rounded to 16 bits: 1/256 if prepare() flagged
-    a large dout in `large` [sequences, heads], else 1; large None: 1."""
+    """Returns the factor on dS of key head hk in sequence b before it is rounded to 16 bits: 1/256 if `large`
+    [sequences, heads] flags |dout| > 256, else 1; large None: 1."""
     if large is None:
         return 1.0
     else:
@@ -128,7 +128,8 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Adds to dv, for BN keys from j0 on, sum of dout / n over rows without visible keys (the mean of n values)."""
+    """Returns dv of the BN keys from j0 on plus the sum of dout / n, where dropout keeps the key, over the query rows
+    without visible keys whose result is the mean of n values."""
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
@@ -159,7 +160,8 @@ def sees(row, key, band):
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Returns (P, S), probabilities and scores of a tile of products x = q . k, [rows, keys] or [keys, rows]; S is -inf
-    for keys that are not visible. P = exp2(S * exponent - lse). masked: False if all keys of the tile are visible."""
+    for keys that are not visible. P = exp2(S * exponent - lse). masked: False if all keys of the tile are visible.
+    extras: (bias, slopes, mask matrix); where: (table of strides, sequences, sequence, head, heads)."""
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
     strides, count, b, h, heads = where
@@ -188,7 +190,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
                    CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Writes dq = scale * sum_j dS_j k_j of one tile of rows of one head, and adds dS = P * (dP - D) to dbias.
 
-    Grid (tiles, heads_q). flat, large: results of prepare(). tiles: int32 [tiles, 8], sequence, rows and keys of each.
+    Grid (tiles, heads_q). flat: lse and D; large: flags of |dout| > 256. tiles: int32 [tiles, 8], sequence, rows, keys.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -277,7 +279,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     """Writes dk = scale * sum_i dS_i q_i and dv = sum_i P_i dout_i of one tile of keys of one key head.
 
     Grid (tiles, heads_kv). Scores are transposed, [keys, rows], so that weights enter the products from registers.
-    Parameters: as in backward_query(), with a tile's keys and the rows that see them in `tiles`.
+    flat: lse and D; large: flags of |dout| > 256. tiles: int32 [tiles, 8], sequence, keys, rows that see them.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)

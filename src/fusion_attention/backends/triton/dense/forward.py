@@ -1,4 +1,4 @@
-"""The forward kernel: attention of a tile of query rows of one head to the keys of its band, in two loops.
+"""The dense forward kernel: attention of a tile of query rows of one head to the keys of its band, in two loops.
 
 The first loop processes the tiles of keys at both edges of the band, with a mask. The second loop processes the tiles
 that are visible to all rows, without a mask. If nothing is added to scores (RAW), they are not scaled: the scale is
@@ -19,8 +19,8 @@ from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """Computes a step of the online softmax over scores s [rows, keys], from maxima m and sums l [rows] so far; returns
-    (weights [rows, keys], factor on earlier sums, new maxima, new sums)."""
+    """Computes a step of the online softmax over scores s [rows, keys], of weights 2^(s * exponent - max), from maxima
+    m and sums l [rows] so far; returns (weights [rows, keys], factor on earlier sums, new maxima, new sums)."""
     now = tl.maximum(m, tl.max(s, 1))
     # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)
@@ -92,8 +92,8 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
 def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """Adds to acc, for rows where `mean` is true (no visible keys; the result is the mean of V), the sum of all kv_len
-    values that dropout keeps; returns acc."""
+    """Adds to acc (three column blocks of widths V0, V1, V2), for rows where `mean` is true (no visible keys; the
+    result is the mean of V), the sum of all kv_len values, read from v, that dropout keeps; returns acc."""
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
     for j0 in tl.range(0, end, BN):

@@ -72,8 +72,8 @@ def fill(rows, ring, i, j0, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Copies all tiles of keys and values (tensor descriptors) into their rings of shared-memory buffers; runs in the
-    loading warp; walk: as in key_of()."""
+    """Copies all tiles of keys and values (tensor descriptors) into their rings of shared-memory buffers, in the
+    loading warp; walk: first keys and numbers of the masked and the full tiles, as key_of() reads them."""
     for i in range(walk[5]):
         j0 = key_of(i, walk, BN)
         fill(keys, key_ring, i, j0, STAGES)
@@ -97,8 +97,8 @@ def give_back(ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
-    """Returns the scores s [rows, BN] of iteration i over tiles of keys, with -inf for keys outside [first, end) of
-    their row; tiles without such keys are not tested. SCORES: the register layout of s."""
+    """Returns the scores s [rows, BN] of iteration i over the tiles of keys in `walk`, with -inf for keys outside
+    [first, end) of their row; tiles without such keys are not tested. SCORES: the register layout of s."""
     if i < walk[4]:
         j = key_of(i, walk, BN) + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
         s = gl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), s, -float("inf"))
@@ -127,7 +127,8 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Writes out, max and sum of ROWS query rows from rows[0] on, below rows[1], in one warpgroup."""
+    """Writes out, max and sum of ROWS query rows from rows[0] on, below rows[1], in one warpgroup. query: their tile in
+    shared memory; key_ring, value_ring: rings of buffers that the loading warp fills; walk: the tiles of keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

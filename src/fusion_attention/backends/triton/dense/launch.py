@@ -1,8 +1,7 @@
 """Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
-Common parameters: `tile` is the tile shape of the
-named kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in
-the layout table) and the tensors and numbers (by kernel argument name) of a call.
+Common parameters: `tile` is the tile shape of the named kernel, `align` the alignment of rows, in elements of q;
+`views` are strided views by name ("q", ...), and `given` tensors and numbers by kernel argument name, of a call.
 """
 
 from collections.abc import Iterable
@@ -43,12 +42,11 @@ LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is 
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the dense and decode kernels by name, of which each takes its own.
-
-    MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel. ALIGN_KV
-    is the alignment of a KV cache's rows in its own elements. D0 to D2, V0 to V2 and R are the widths of column blocks
-    of q and k, of values and of the rotary part.
-    """
+    """Returns the compile-time arguments of the dense and decode kernels by name, of which each takes its own; tile: a
+    kernel's tile shape; align: alignment of rows, in elements of q. MEAN (rows without visible keys return the mean of
+    V) depends on the problem, not on the batch, so that a later batch of a training needs no other kernel. ALIGN_KV is
+    the alignment of a KV cache's rows in its own elements. D0 to D2, V0 to V2 and R are the widths of column blocks of
+    q and k, of values and of the rotary part."""
     p = problem
     d, v = shapes.parts(p.dim_qk), shapes.parts(p.dim_v)
     widths = {f"{name}{n}": width for name, all_widths in (("D", d), ("V", v)) for n, width in enumerate(all_widths)}
@@ -77,7 +75,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """Returns True if the softmax may read unscaled products q . k: no bias or cap, and a positive scale."""
+    """Returns True if the softmax may read unscaled products q . k: no bias, no softcap, and a positive scale."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
@@ -142,7 +140,7 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes that a backward allocates besides operands, results and tables; 0 for a forward."""
+    """Returns the bytes of scratch that a dense backward allocates (lse, D, ...); 0 for a forward."""
     if schedule.op_kind == "attention_forward":
         return 0
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
@@ -185,7 +183,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns {kernel argument name: tensor} for a run; views: strided views by name, None for absent ones."""
+    """Returns {kernel argument name: tensor} for the operands `o`; views: strided views by name, None if absent."""
     p = problem
     given = layout_table.tensors(views)
     if p.has_blocked:
@@ -230,7 +228,8 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str], align: int
 ) -> list[Launch]:  # fmt: skip
     """Returns a list with the prepared launch of a kernel that recomputes query rows (or keys) with NaN or infinite
-    results; [] if there are no rows. lengths, heads: of the rows (or keys)."""
+    results; [] if there are no rows. lengths, heads: of the rows (or keys). fixed, given: arguments of all runs by
+    name, and names of those of each run. align: alignment of rows, in elements of q."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
@@ -267,7 +266,7 @@ def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowVie
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Writes out and the softmax's max and sum of all rows; rows with NaN or infinities are recomputed."""
+    """Writes out, max and sum of dense attention to the views in `o`; rows with NaN or infinities are recomputed."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
 
@@ -280,7 +279,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
 
 
 def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
-    """Returns the prepared kernel launches of run_forward(), for one memory layout (strides, alignments, device)."""
+    """Returns the prepared kernel launches of a dense forward, for one memory layout (strides, alignments, device)."""
     device, align, names = m.device, m.align, [*m.given, *DRAWS]
     tile = shapes.on(device, partial(shapes.tile_of, "forward"), p, align if layout_table.apart(m.views) else 1)
     kernel, constexprs, options = forward, constants(p, tile, align), dict[str, Any]()
@@ -296,7 +295,7 @@ def ready_forward(p: Problem, e: Extents, m: CallMemory) -> Ready:
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `grads` of dense attention; rows with NaN or infinities are recomputed.
+    """Writes the gradients `g` of dense attention; rows with NaN or infinities are recomputed.
 
     For keep_prob below 2^-60, kernels divide gradients by keep_rest(), because dP / keep_prob - D would overflow.
     """
@@ -328,7 +327,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the kernels that write the gradients `grads`, divided by keep_rest() if keep_prob is below 2^-60."""
+    """Launches the kernels that write the gradients `g`, divided by keep_rest() if keep_prob is below 2^-60."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -347,7 +346,7 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
 def ready_backward(
     p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
-    """Returns the prepared kernel launches of launch_backward(), for the memory layout of `views` and `given`."""
+    """Returns the prepared kernel launches of a dense backward, for the memory layout of `views` and `given`."""
     rows, count = noted(e), len(e)
     buffer = int(rows.sum())
     # Only the strides of this view are used.

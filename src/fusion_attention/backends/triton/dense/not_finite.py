@@ -56,7 +56,7 @@ def left(acc, old, INF: tl.constexpr):
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns 1 if an element of the row at base + offset is NaN (INF: or infinite) but its sum `acc` is not."""
+    """Returns 1 if the row at base + offset has a NaN (INF: or infinity) whose recomputed sum in `acc` is not NaN."""
     old = common.load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -77,7 +77,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the NaN (with INF also infinite) elements of the row at base + offset by acc * factor."""
+    """Overwrites NaN (INF: and infinite) elements of the row at base + offset by acc * factor, in column blocks."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -108,7 +108,7 @@ def gathered(weight, wild, counted, x):
 
 @triton.jit
 def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + the sum of weight * x over the `counted` rows x; wild: the weight of infinite and NaN elements."""
+    """Returns acc + sum of weight * x over `counted` rows x, as column blocks; wild: weight of infinities and NaN."""
     acc0, acc1, acc2 = acc
     acc0 += gathered(weight, wild, counted, x[0])
     if W1:

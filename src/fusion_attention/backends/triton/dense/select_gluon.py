@@ -1,4 +1,4 @@
-"""Selection of the Gluon kernel for a forward, and its compile-time constants."""
+"""Selection of the Gluon kernel (Hopper GPUs) for a dense attention forward, and its compile-time constants."""
 
 from typing import Any
 

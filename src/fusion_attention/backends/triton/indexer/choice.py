@@ -37,13 +37,13 @@ def rank_of(score):
 
 @triton.jit
 def score_of(rank):
-    """Returns the float32 scores of int32 ranks; the inverse of rank_of()."""
+    """Returns the float32 scores of int32 ranks, which have the order of the scores; the inverse of rank_of()."""
     return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def seen_ranks(scores, j, first, end):
-    """Returns rank_of() the scores of keys j in the row at address `scores`; of -inf for keys outside [first, end)."""
+    """Returns int32 ranks, ordered as scores, of keys j in the row `scores` (address); of -inf outside [first, end)."""
     return rank_of(tl.load(scores + j, mask=(j >= first) & (j < end), other=-float("inf")))
 
 
@@ -131,7 +131,7 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
 
 @triton.jit
 def entry_of(rank, key):
-    """Returns an int64 candidate: rank_of() a score in the high 32 bits, then the key, inverted so that of equal scores
+    """Returns an int64 candidate: the score's rank in the high 32 bits, then the key, inverted so that of equal scores
     the smaller key sorts first in descending order."""
     return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 

@@ -19,7 +19,8 @@ from fusion_attention.backends.triton.indexer import loss_parts
 
 @triton.jit
 def sees(row, key, extents, RATIO: tl.constexpr):
-    """Returns bool [rows, keys], true if the row sees the key; extents: from lengths_at(); RATIO: tokens of a key."""
+    """Returns bool [rows, keys], true if row + lo <= key < max((row + hi) // RATIO, prefix), key < kv_len. extents:
+    (q_len, kv_len, lo, hi, prefix, _) of the sequence; RATIO: tokens of a key."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     first, end = common.interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
     return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -51,8 +52,8 @@ def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, insid
 def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
              E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr):  # fmt: skip
-    """Writes max and sum of the softmax of the indexer's scores for one tile of query rows over one range of its keys
-    to `partial`; grid (entries of `tiles`: tile of rows, range of keys)."""
+    """Writes max and sum of the softmax of the indexer's scores, of one tile of query rows over one range of keys, to
+    `partial`; grid (entries of `tiles`, int32 [entries, 8]: sequence, rows, range of keys)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)

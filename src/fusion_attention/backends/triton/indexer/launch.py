@@ -3,8 +3,8 @@
 Scores and candidates of a chunk are in a workspace of bounded size. A row's selection depends on its scores only, and
 sums per key continue from chunk to chunk in the same order, so results do not depend on the number of chunks.
 
-Common parameters: `align` is layout_table.alignment(), in elements of q; `given` has the tensors of a call by kernel
-argument name; `fixed` and `names` are those of launching.Family.launch().
+Common parameters: `align` is the alignment of rows, in elements of q; `given` has the tensors of a call, `fixed` the
+arguments that are equal in all runs, by kernel argument name; `names`: names of the arguments of each run.
 """
 
 from dataclasses import dataclass
@@ -64,13 +64,14 @@ def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the number of tiles of query rows, at least 1, whose scores (`pitch` per row) and candidates fit."""
+    """Returns the most tiles of query rows (>= 1) whose scores (`pitch` per row) and candidates fit CHUNK bytes."""
     each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments, by name, of the kernels index_scores, index_choice and index_write."""
+    """Returns three dictionaries, the compile-time arguments of the kernels index_scores, index_choice and index_write
+    (scores of keys, their largest, and the keys' numbers); tile: of index_scores; align: alignment in elements."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -90,7 +91,7 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Sorting:
-    """A launch that sorts candidates by torch.sort(), then launches index_write; for lists too long for a program."""
+    """A launch that sorts candidates (scores with keys) by torch.sort(), then launches index_write; for long lists."""
 
     written: launching.Launch
     top_k: int
@@ -105,7 +106,7 @@ class Sorting:
 
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Selects each query row's top_k keys by the indexer's scores; writes their indices (and scores)."""
+    """Selects each query row's top_k keys by the indexer's scores; writes their indices, and scores, to `o`."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
@@ -116,7 +117,7 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
 
 
 def ready_topk(p: IndexerProblem, m: CallMemory) -> launching.Ready:
-    """Returns the prepared kernel launches of run_topk(), for one memory layout (strides, alignments, device)."""
+    """Returns the prepared kernel launches that select keys, for one memory layout (strides, alignments, device)."""
     k, table, last = m.views["k"], None, 0
     if isinstance(k, PagedView):
         if k.fragment:
@@ -206,7 +207,7 @@ def list_constants(slots: int, ratio: int) -> Constants:
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernels index_gradient and recompute_gradient."""
+    """Returns compile-time arguments of the indexer's gradient kernels, by name; align: alignment in elements."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -219,8 +220,9 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """Returns the prepared launches that compute dq, dweights and, for every selected key of a chunk of tokens, a
-    row to add to dk, from dI (the gradient of the scores) and the results of read_lists; BM heads per launch."""
+    """Returns the prepared launches that compute dq, dweights and, for every selected key of a chunk of tokens, a row
+    to add to dk, from dI (the gradient of the scores) and the keys' numbers; tile.BM heads per launch. fixed, names:
+    arguments of all runs by name, and names of those of each run. align: alignment of rows, in elements of q."""
     recompute, grid = shapes_sparse.RECOMPUTE_GRADIENT, (tokens,)
     of_gradient, of_recompute = (gradient_constants(sizes, one, align) for one in (tile, recompute))
     launches = [
@@ -233,7 +235,7 @@ def gradient_launches(
 def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights from dvalues, the gradient of the scores of selected keys, in chunks of tokens."""
+    """Writes the indexer's dq, dk and dweights to `g` from g.dvalues, gradients of selected keys' scores."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
@@ -248,8 +250,8 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launch_key_sum.Gradient:  # fmt: skip
-    """Returns the prepared kernel launches of run_backward(), for the memory layout of `views` (strided views by name)
-    and the tensors `given`."""
+    """Returns the prepared kernel launches of the indexer's backward, for the memory layout of `views` (strided views
+    by name) and the tensors `given`."""
     capacity = schedule.device_tables.capacity
     m = CallMemory(
         views, given, schedule.device_tables, {"ids": launch_key_sum.numbered(given["q"], capacity.kv_len, 1)}

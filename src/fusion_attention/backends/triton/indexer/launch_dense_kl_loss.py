@@ -30,7 +30,7 @@ FAMILY = launching.Family(
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """Returns (tiles of query rows, first key that each tile reads, number of tiles of keys that it reads)."""
+    """Returns (tiles of query rows, first key and number of tiles of keys that each reads); ratio: tokens per key."""
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
@@ -51,7 +51,7 @@ def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarr
 
 
 def run_lse(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Writes max and sum of the softmax of the indexer's scores of each row over all keys that it sees."""
+    """Writes max and sum of the softmax of the indexer's scores, of each row over all keys that it sees, to o.stats."""
     assert o.stats is not None
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
@@ -87,7 +87,7 @@ def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
 
 
 def ready_lse(p: IndexerProblem, m: CallMemory) -> launching.Ready:
-    """Returns the prepared kernel launches of run_lse(), for one memory layout (strides, alignments, device)."""
+    """Returns the prepared kernel launches of the indexer's softmax statistics, for one memory layout."""
     e, device, align = m.capacity, m.device, m.align
     tile = shapes.on(device, shapes_loss.warm_tiles, p, align).lse
     buffer = int(most_ranges(e, tile, p.ratio).sum())
@@ -147,8 +147,8 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """The division of a loss over all visible keys: chunks of tiles of query rows, for the largest lengths, and tables
-    of tiles for current lengths."""
+    """The division of the indexer's loss over all visible keys: chunks of tiles of query rows, for the largest lengths,
+    and tables of tiles for current lengths."""
 
     tile: shapes.Tile
     ratio: int
@@ -160,7 +160,7 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """Returns the division for the largest lengths, `capacity`; tile: BM rows, BN keys; ratio: tokens of a key."""
+        """Returns the Work (chunks, tiles) for the largest lengths, `capacity`; ratio: tokens that a key represents."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -198,8 +198,8 @@ class Work:
 def warm_constants(
     p: IndexerLossProblem, t: shapes_loss.Warm, align: int
 ) -> tuple[launching.Constants, dict[str, launching.Constants]]:
-    """Returns compile-time arguments of the kernels of the indexer's loss over all visible keys: (those of all kernels,
-    of which each takes its own; kernel name -> those that only this kernel has)."""
+    """Returns compile-time arguments of the indexer's loss over all visible keys: (those of all kernels, of which each
+    takes its own; kernel name -> those that only this kernel has). align: alignment of rows, in elements."""
     shared = {
         "E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "GROUP": p.heads_q // max(p.heads_kv, 1),
         "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "RATIO": p.ratio, "GIVEN": p.has_target, "SPLITS": SPLITS,

@@ -1,6 +1,6 @@
 """Launches of the indexer's loss: over selected keys here, over all keys of a band in launch_dense_kl_loss.py.
 
-For selected keys, four kernels compute dI of a chunk of rows; the gradient then follows as in launch.py.
+For selected keys, four kernels compute dI, the scores' gradient, of a chunk of rows; gradient.py has the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILY = launching.Family(
 def run_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: launching.Schedule, o: IndexerLossOperands, g: IndexerGrads
 ) -> None:
-    """Writes the indexer's loss, summed over all rows, to o.loss [1], and its gradients dq, dk and dweights to g."""
+    """Writes the indexer's KL loss, summed over all rows, to o.loss [1], and its gradients dq, dk, dweights to `g`."""
     p, index = problem, o.index
     stats = o.stats or index.stats  # a given target needs no attention statistics, and note() then reads none
     views: dict[str, layout_table.View | None] = {
@@ -72,7 +72,7 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch of run_lse() (IndexerProblem) or run_loss() (IndexerLossProblem)."""
+    """Returns the most bytes of scratch of the indexer's statistics (IndexerProblem) or loss (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         tile = shapes.on(torch.device("cuda"), shapes_loss.warm_tiles, problem).lse
@@ -105,7 +105,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, launching.Constants]:
-    """Returns {kernel name: compile-time arguments} of the kernels of the indexer's loss over selected keys."""
+    """Returns {kernel: compile-time arguments} of the indexer's loss over selected keys; align: rows' alignment."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // max(p.heads_kv, 1), min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)

@@ -1,6 +1,6 @@
 """Tile shapes of the indexer's loss over selected keys (SELECTED) and over all keys (WARM).
 
-Like the tables in shapes.py, the entries were found by compilation, not by timing; `chip` and `align` are as there.
+The entries were found by compilation, not by timing. chip: compute capability; align: alignment of rows in elements.
 """
 
 from typing import NamedTuple
@@ -45,8 +45,8 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """Returns the tile shapes of the kernels of the indexer's loss over all visible keys; None if there are none for
-    the problem's dims. Rows that are not aligned to 16 bytes use the smallest tiles."""
+    """Returns the tile shapes of the kernels of the indexer's loss over all visible keys; None if the problem's dims
+    have none. Rows not aligned (align: elements) to 16 bytes use the smallest tiles. chip: compute capability."""
     dim = problem.dim if isinstance(problem, IndexerProblem) else problem.dim_index
     rows = WARM[chip, 4 if problem.dtype == "float32" else 2]
     fits = [tiles for most, tiles in rows if power(dim) <= most]
@@ -56,7 +56,7 @@ def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: i
 
 
 class Selected(NamedTuple):
-    """Tile shapes of the kernels of the indexer's loss over selected keys: BM entries of a list and BN heads."""
+    """Tile shapes of kernels of the indexer's loss over selected keys: BM list entries, BN heads; a block's columns."""
 
     target: Tile
     score: Tile
@@ -82,7 +82,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """Returns the tile shapes of the indexer's loss over selected keys; None if there are none for its dims."""
+    """Returns the tiles of the indexer's loss over selected keys on compute capability `chip`; None if no tile fits."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)

@@ -12,7 +12,7 @@ With a second source of keys (RATIO > 0), slots before BAND, a multiple of the t
 dS of float16 is divided by 256 if some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
 Slots with a weight of 0 are multiplied too, and 0 * inf is NaN. The kernels therefore flag tokens where that may
-happen, and recompute_gradients.py computes flagged tokens again.
+happen, and not_finite_gradients.py computes flagged tokens again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -79,8 +79,8 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (address, stride of a token) of the keys (slot < BAND) or of the compressed keys; sources: the result of
-    sources_of(). RATIO 0: there are no compressed keys."""
+    """Returns (address, stride of a token) of the keys (slot < BAND) or of the compressed keys; sources: both, as a
+    pair. RATIO 0: there are no compressed keys."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])

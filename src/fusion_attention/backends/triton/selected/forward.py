@@ -54,7 +54,8 @@ def page_of(table, key, there, last, PAGE: tl.constexpr):
 
 @triton.jit
 def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
-    """Returns the offsets of keys' rows from the first element of their cache; NEAR: they fit into int32."""
+    """Returns offsets, in elements, of keys' rows from the first element of `cache`, (first element, stride of a token,
+    of a page). page: page numbers; PAGE: tokens of a page, 0: no pages; NEAR: offsets fit into int32."""
     _, token, stride_page = cache
     if NEAR:
         token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)

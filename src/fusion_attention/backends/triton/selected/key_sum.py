@@ -31,14 +31,14 @@ def _listed(marked, e, end):
 
 @triton.jit
 def _row_of(mark):
-    """Returns the row r of an entry that the kernel mark() stored as r or -1 - r."""
+    """Returns the row r that mark() stored as r, or as -1 - r at the start of a block."""
     return tl.where(mark < 0, -1 - mark, mark)
 
 
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
     """Returns acc plus rows[r] over the entries r of `marked` [begin, end), in order; rows of one block are summed
-    first, then added to acc. marked: result of mark(). c, there: columns, and their mask."""
+    first, then added to acc. marked: r, or -1 - r at the start of a block. c, there: columns, and their mask."""
     segment = tl.zeros_like(acc)
     # Entries are loaded one iteration ahead, so that the addresses of rows are known.
     ahead = _listed(marked, begin, end)
@@ -65,8 +65,8 @@ def _first_of(marked, row, begin, end):
 
 @triton.jit(do_not_specialize=["entries", "per"])
 def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
-    """Writes the row r = order[e] of each entry e to `marked`, or -1 - r if r // per, its block of `per` rows, differs
-    from that of the entry before; grid (blocks of BN entries)."""
+    """Writes the row r = order[e] of each entry e to `marked`, as -1 - r if its block (r // per, `per` rows) differs
+    from that of the entry before, else as r; grid (blocks of BN entries)."""
     e = tl.program_id(0) * BN + tl.arange(0, BN)
     there = e < entries
     row = tl.load(order + e, mask=there, other=0).to(tl.int32)

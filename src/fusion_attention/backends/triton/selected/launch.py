@@ -3,7 +3,7 @@
 Several programs share a token if there would otherwise be too few programs for the GPU. A slot is a place for a key
 that a token reads: an entry's token in its list, or a key of its band.
 
-Common parameters: `align` is layout_table.alignment(), in elements of q; `views` and `given` are the views (by their
+Common parameters: `align` is the alignment of rows, in elements of q; `views` and `given` are the views (by their
 names in the layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
 
@@ -83,8 +83,9 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 def constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool, split: bool, page_compressed: int
 ) -> launching.Constants:
-    """Returns the compile-time arguments, by name, of the forward's kernels, of which each takes its own;
-    page_compressed: tokens of a page of compressed keys, 0 without pages."""
+    """Returns the compile-time arguments, by name, of the kernels of the forward over selected keys, of which each
+    takes its own. is_near: int32 holds the offsets of keys. split: several programs compute a token. page_compressed:
+    tokens of a page of compressed keys, 0 without pages."""
     p = problem
     return launch_dense.constants(p, tile, align) | {
         "SELECT": p.select_count,
@@ -104,8 +105,8 @@ def programs(problem: Problem, tile: shapes.Tile) -> int:
 
 
 def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """Returns the number of keys (slots) that one program reads, for `rows` tokens that read at most `most` keys each.
-    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once."""
+    """Returns the number of keys (slots) that one program reads, for `rows` tokens that read at most `most` keys each:
+    with few tokens less than `most`, so that the programs, which take equal times, fill the GPU's `processors` once."""
     p = problem
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
@@ -138,7 +139,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Writes out and the softmax's max and sum of attention to selected keys, for all query rows."""
+    """Writes out, and max and sum of the softmax, of attention to selected keys, for all query rows, to `o`."""
     views = views_of(problem, o)
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
@@ -164,7 +165,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def ready(p: Problem, m: CallMemory) -> launching.Ready:
-    """Returns the prepared kernel launches of run(), for one memory layout (strides, alignments, device)."""
+    """Returns the prepared kernel launches of attention to selected keys, for one memory layout (strides, device)."""
     of_pages, page_compressed = pages(p, m.views)
     device, align, listed = m.device, m.align, m.on("tokens", tokens)
     tile = shapes.on(device, shapes_sparse.forward_tile, p, align)

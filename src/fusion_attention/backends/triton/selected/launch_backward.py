@@ -62,8 +62,7 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
     """Returns (places for keys of the band, for all keys) per token, multiples of the largest BN of `tiles`.
 
-    Compile-time values; those that follow from lengths are rounded up to powers of two, so that few kernels are
-    compiled.
+    Both are compile-time values; those from lengths are rounded up to powers of two, so that few kernels are compiled.
     """
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))
@@ -109,7 +108,7 @@ def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> in
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Returns the bytes of scratch of the backward, without operands, results and tables."""
+    """Returns the bytes of scratch of the backward of attention to selected keys, without results and tables."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -153,7 +152,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients `g` of attention to selected keys, from the saved out, max and sum in `o`."""
+    """Writes the gradients `g` of attention to selected keys, from g.dout and the saved out, max and sum in `o`."""
     views = views_of(problem, o, g)
     given = layout_table.tensors(views)
     if problem.has_sink:
@@ -167,7 +166,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
 def ready(
     p: Problem, e: Extents, schedule: Schedule, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Gradient:
-    """Returns the prepared kernel launches of run(), for the memory layout of `views` and the tensors `given`."""
+    """Returns the prepared kernel launches of a backward, for the memory layout of `views` and the tensors `given`."""
     like, rows, capacity, count = given["q"], schedule.rows, schedule.device_tables.capacity, len(e)
     more = {"ids": launch_key_sum.numbered(like, capacity.kv_len, p.heads_kv)}
     if capacity.compressed is not None:
@@ -270,8 +269,8 @@ def launches(
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, token_heads: int) -> list[Step]:
-    """Returns the launches that write a token's contributions to dk, dk_rope and dv of each of its keys (slots); if
-    values are the first columns of keys, dk is the sum of dk and dv."""
+    """Returns the launches that write each token's contributions to dk, dk_rope and dv of each of its keys (`slots` per
+    token); if values are the first columns of keys, dk is the sum of dk and dv."""
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:

@@ -33,7 +33,7 @@ HOT = 1024  # number of rows of a key in a chunk above which several programs su
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Arguments of KeySum.write() about one source of keys (the keys, or the compressed keys)."""
+    """Arguments of KeySum.write() about one source of keys (ordinary or compressed): tables and number of sequences."""
 
     strides: torch.Tensor  # the table of all tensors' strides, with those of the ids and of the written gradients
     tiles: torch.Tensor  # the result of key_tiles(), on the device
@@ -61,25 +61,25 @@ def key_tiles(extents: Extents, compressed: bool = False) -> np.ndarray:
 
 
 def block_of(of_token: int) -> int:
-    """Returns the number of tokens whose rows (contributions to keys) are one block of sums; of_token: of one token."""
+    """Returns the number of tokens whose rows (contributions to keys) form a block of sums; of_token: rows of each."""
     return max(1, BLOCK // of_token)
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Returns the largest multiple of block_of(of_token) tokens that is at most `tokens`; at least one block. of_token:
-    rows to sum per token."""
+    """Returns the number of tokens, at most `tokens`, that fill complete blocks of sums (block_of(of_token) tokens
+    each), but at least one block's; of_token: rows to sum per token."""
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """Returns (most keys whose rows several programs sum, blocks of rows), for `entries` rows, `of_token` per token."""
+    """Returns (most keys with more than HOT of `entries` rows, number of blocks of rows); of_token: rows per token."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """Returns the bytes that a KeySum allocates, without the rows to sum and their ids, which its caller passes;
-    entries, of_token: rows of a chunk, and of a token."""
+    """Returns the bytes that a KeySum (sums per key, float32 [keys, columns]) allocates, without the rows to sum and
+    their ids, which its caller passes; entries, of_token: rows of a chunk, and of a token."""
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
@@ -100,7 +100,7 @@ class KeySum:
     def add(self, rows: torch.Tensor, ids: torch.Tensor, of_token: int) -> None:
         """Adds rows [entries, columns] to the keys of int32 ids [entries], in this order; rows with id -1 are not read.
 
-        Does not wait for the device. of_token: entries per token; all calls but the last must have complete blocks.
+        Does not wait for the device. of_token: entries per token; calls but the last need complete blocks of sums.
         """
         keys, columns = self.total.shape
         if not keys or not len(ids):
@@ -123,7 +123,7 @@ class KeySum:
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes `dim` columns of the sums, from column `first` on, to the gradient of keys `out`, converted to its
-        dtype. name: the gradient's name in the table of strides."""
+        dtype. name: the gradient's name in the table of strides; where: that table, tiles of keys, and ids of keys."""
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))

@@ -35,7 +35,8 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
     """Returns acc (column blocks) plus weight * value over a query row's visible keys in its list (LISTED) or band.
 
     Stops as soon as all elements that are NaN at `at_out` (address, offset) are NaN in the sum too. peak: maximum of
-    the row's scores. Other parameters: as in attend() of forward.py.
+    the row's scores. memory, caches: addresses of k, v, k_rope; their (first element, strides of token and page).
+    entries: the list; slots: number of its keys; first, end: visible keys.
     """
     acc0, acc1, acc2 = acc
     k, v, k_rope = memory

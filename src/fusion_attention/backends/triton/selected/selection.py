@@ -1,11 +1,11 @@
-"""Device functions for the keys of a row: those of its list, or of a band and of a second source of keys.
+"""Device functions that find the keys of a query row: a list of selected keys, or a band plus compressed keys.
 
-Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block in entry n // BLOCK. A
-slot's key is loaded one iteration ahead (key_ahead), so that its row can be loaded ahead too. Keys of a list that are
-outside the row's band are not read.
+An entry of a list is the number of a block of BLOCK keys: slot n of the list is key n % BLOCK of the block in entry n
+// BLOCK. Loops run over slots and load a slot's key number one iteration ahead, so that the key's elements can be
+loaded ahead too. Listed keys outside the row's band, the interval of keys that it sees, are not read.
 
-With a second source (RATIO > 0) a row has slots for keys of the band and slots for compressed keys: those of its list,
-or (SELECT = 0) all visible ones.
+With compressed keys (each represents several tokens) a row has slots for keys of the band and slots for compressed
+keys: those of its list, or (SELECT = 0) all visible ones.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,8 +29,8 @@ def token_at(tokens, n):
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of one row's visible keys: row + lo and max((row + hi) // RATIO, prefix), clamped to 0
-    and kv_len. RATIO: tokens of a key. kv_len, lo, hi, prefix: the sequence's, from lengths_at()."""
+    """Returns int32 (first, end) of the keys that a query row sees: row + lo to before max((row + hi) // RATIO,
+    prefix), clamped to 0 and kv_len, the sequence's keys. RATIO: tokens of a key; prefix: first keys, which all see."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
@@ -38,24 +38,24 @@ def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
-    """Returns int32 (row + hi) // RATIO, clamped to 0 and kv_len, the number of compressed keys that a row of sequence
-    b sees; hi, kv_len: rows 6 and 7 of `lengths`, a table of `count` sequences. RATIO: tokens of a compressed key."""
+    """Returns int32 (row + hi) // RATIO, clamped to 0 and kv_len: the compressed keys, each of RATIO tokens, that a row
+    of sequence b sees; kv_len, hi: rows 6 and 7 of `lengths`, a table [rows, count] of `count` sequences."""
     kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
     return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
 def list_at(indices, strides, count, b, hk, row):
-    """Returns the address of the list of selected keys of a row and key head hk in sequence b; indices: address of all
-    lists; strides: table of tensors' strides."""
+    """Returns the address of the list of selected keys of a query row and key head hk in sequence b. indices: address
+    of all lists; strides: table of the tensors' strides in `count` sequences."""
     first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the int32 number of keys (slots) that a row reads: BLOCK times its entries before the first negative one,
-    at most ceil(end / BLOCK) entries."""
+    """Returns the int32 number of keys that a row reads from its list at address `entries`: BLOCK times the entries
+    before the first negative one, at most SELECT and ceil(end / BLOCK) entries; end: end of the visible keys."""
     most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
     for n0 in tl.range(0, most, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -66,14 +66,14 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns int32 list entries n // BLOCK, numbers of blocks of BLOCK keys, for key numbers n; -1 for n >= slots."""
+    """Loads entries n // BLOCK of a list, int32 numbers of blocks of BLOCK keys; -1 for n >= slots, the keys read."""
     return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
 
 
 @triton.jit
 def named(entry, n, end, BLOCK: tl.constexpr):
-    """Returns the int32 key of each key number n of a list: token n % BLOCK of the block of keys that `entry` selects;
-    it may be invisible, which in_band() tests."""
+    """Returns int32 keys entry * BLOCK + n % BLOCK, the n-th of a list whose block number for n is `entry`; a block
+    after the visible keys (end: their end) is replaced by the first such block, whose keys are invisible too."""
     # An entry beyond the last block may have any value; it is limited so that the product stays behind the band.
     return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
 
@@ -86,8 +86,8 @@ def in_band(key, first, end):
 
 @triton.jit
 def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
-    """Returns the int32 keys that a list at address `entries` selects, for key numbers n; -1 for n >= slots and for
-    keys outside [first, end), the visible ones."""
+    """Returns the int32 n-th keys of the list at address `entries`, numbers of blocks of BLOCK keys; -1 for n >= slots,
+    the number of keys read, and for keys outside [first, end), the visible ones."""
     key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
     return tl.where(in_band(key, first, end), key, -1)
 
@@ -95,11 +95,11 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 @triton.jit
 def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.constexpr, LAST: tl.constexpr,
                LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes a token's key and its id (id0 + key * step) to places FIRST to LAST of `keys` and `ids`, -1 for places
-    without a key; returns the end of the places with one.
+    """Writes the keys that a token reads to elements FIRST to LAST - 1 of `keys`, and id0 + key * step, their numbers
+    in the sums of gradients, to those of `ids`; -1 where there is no key. Returns the end of the elements with a key.
 
-    Place FIRST + n has the list's n-th key, where each entry selects a block of BLOCK keys (LISTED), else key first +
-    n, if n < slots. Keys outside [first, end) are left out.
+    For n < slots, element FIRST + n gets the n-th key of the list at address `entries` (LISTED; an entry is a block of
+    BLOCK keys) unless it is outside [first, end), else key first + n. N: elements per iteration.
     """
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, LAST - FIRST, N):
@@ -119,12 +119,12 @@ def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.const
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
                SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, COMPRESSED: tl.constexpr,
                BAND: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes for each token of a chunk, to SLOTS places, the keys that it reads, and their ids in the sums of
-    gradients, or -1; to `used` the end of the places with a key; to `noted` 0. Grid (tokens of the chunk, heads_kv).
+    """Writes, for each token of a chunk and key head, the keys that it reads to `keys` [tokens, heads_kv, SLOTS], their
+    numbers in the sums of gradients to `ids`, -1 for none; to `used` the end of the elements with a key; to `noted` 0.
 
-    indices: the lists, or None (SELECT 0); each entry selects a block of BLOCK keys. With compressed keys (COMPRESSED:
-    tokens of one, else 0) the first BAND places are for keys of the band. first: the chunk's first token. RATIO: tokens
-    of a key. N: places per iteration.
+    Grid (tokens, heads_kv). indices: lists of SELECT numbers of blocks of BLOCK keys, or None (SELECT 0). With
+    compressed keys (COMPRESSED: tokens of one, else 0) the first BAND elements are for keys of the band. tokens:
+    (sequence, row) of each token; first: the chunk's first token. RATIO: tokens of a key. N: elements per iteration.
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)

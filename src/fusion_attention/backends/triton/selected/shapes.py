@@ -1,7 +1,7 @@
-"""Tile shapes of the kernels for selected keys and for the indexer, and tests for sizes without a tile.
+"""Tile shapes of the Triton kernels for attention to selected keys and for the indexer, and the sizes that have none.
 
-Like the tables in common/shapes.py, the entries were found by compilation, not by timing. `chip` and `align` are as
-there; align 0 is 16 bytes.
+The entries of the tables were found by compilation, not by timing. `chip` is a compute capability, 90, 80 or 86;
+`align` is the alignment of rows, in elements; 0: 16 bytes.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def shared(problem: Problem) -> bool:
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     """Returns the tile shape of the forward over selected keys, BM heads of a token and BN keys; None if the table has
-    no entry for the problem's dims."""
+    no entry for the problem's dims. chip: compute capability, such as 90; align: alignment of rows in elements."""
     p = problem
     if max(p.dim_qk, p.dim_v) > MOST_PARTS * WIDEST_PART or p.dim_rope > WIDEST_ROPE:
         return None
@@ -136,7 +136,7 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """Returns the number of a token's heads in one launch of the score kernel, at most `columns`; more need several."""
+    """Returns the number of a token's heads in one launch of a kernel: a power of two, at most `columns`."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
@@ -152,7 +152,7 @@ def write_tile(problem: IndexerProblem) -> Tile:
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
     """Returns the tile shape of the indexer's scores, BM (token, head) columns and BN keys, at most 64 if rows are not
-    aligned to 16 bytes; None if the table has no entry for the dim."""
+    aligned to 16 bytes; None if no tile fits. chip: compute capability; align: alignment in elements."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
@@ -179,8 +179,8 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
-    """Returns the tile shape of the indexer's gradient, BM heads and BN selected keys; None if no tile fits the dim.
-    More heads than BM need several launches."""
+    """Returns the tile shape of the indexer's gradient, BM heads (more need several launches) and BN selected keys;
+    None if no tile fits the dim. chip: compute capability, such as 90; align: alignment of rows in elements."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -222,8 +222,8 @@ def sizes_of(problem: AnyProblem) -> str:
 
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
-    """Returns [a sentence with heads and dims] if the kernels of an operation ("": of any) have no tile shape for them,
-    else []."""
+    """Returns [a sentence with heads and dims] if no tile shape fits them in the kernels of `op_kind`, such as
+    "indexer_topk" ("": of any operation), on a GPU of compute capability `chip`; else []."""
     op_kinds = (op_kind,) if op_kind else OPERATIONS[type(problem)]
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []

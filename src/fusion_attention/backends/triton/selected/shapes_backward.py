@@ -1,7 +1,7 @@
 """Tile shapes of the backward over selected keys, by the number of query heads that share a key head.
 
-Columns are processed in steps or in panels, so a tile supports rows of any length. Like the tables in common/shapes.py,
-the entries were found by compilation, not by timing; `chip` and `align` are as there.
+Columns are processed in steps or in panels, so a tile supports rows of any length. The entries were found by
+compilation, not by timing. `chip` is a compute capability, 90, 80 or 86; `align` the alignment of rows, in elements.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """Returns a kernel's tile shape."""
+    """Returns the tile shape of a kernel in KERNELS; chip: compute capability; align: alignment of rows in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]

@@ -1,12 +1,12 @@
-"""Kernels that pool windows of rows, forward and backward: a program computes some channels of one window.
+"""Kernels of pooling, out[w, d] = sum over rows p of window w of softmax_p(gate + bias)[p, d] * x[p, d]; gradients.
 
-A window with overlap pools the first channels of the previous window's rows, and the last channels of its rows. Each
-half of a row is pooled by one window, so no two programs write to the same element. The gradient of a bias is a sum
-over windows: each program adds a fixed range of them, in order.
+A program computes some channels d of one window. A window with overlap pools the first channels of the previous
+window's rows, and the last channels of its rows. Each half of a row is pooled by one window, so no two programs write
+to the same element. The gradient of a bias is a sum over windows: each program adds a fixed range of them, in order.
 
-Common parameters: q and k are the memory of rows and gates; at_x, step_x, at_z and step_z are their first elements and
-strides of a row; w is a window of RATIO rows, d its channels (of DIM), `half` 0 for the previous window's rows (if
-HALVES is 2), r0 the first of BR rows; top and total are the results of _softmax().
+Common parameters: q and k are the memory of rows x and gates; at_x, step_x, at_z and step_z are their first elements
+and strides of a row; w is a window of RATIO rows, d its channels (of DIM), `half` 0 for the previous window's rows (if
+HALVES is 2), r0 the first of BR rows; top and total are the softmax's maximum and sum.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,8 +35,8 @@ def _window(tokens, lengths, count, n):
 
 @triton.jit
 def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
-    """Returns (positions in the window, row numbers, columns, mask [rows, columns]) of BR rows that window w pools,
-    from position r0 on; half 0: rows of the previous window if windows overlap (HALVES 2); else its own rows."""
+    """Returns (positions in the window, row numbers, columns, mask [rows, columns]) of BR rows that window w pools for
+    channels d, from position r0 on; half 0: the previous window's rows if windows overlap (HALVES 2), else its own."""
     position = r0 + tl.arange(0, BR)
     row = (w - (HALVES - 1 - half)) * RATIO + position
     return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
@@ -45,7 +45,7 @@ def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.con
 @triton.jit
 def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr, HALVES: tl.constexpr,
            DIM: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """Returns float32 [rows, channels], the gates (logits of the pooling softmax) of rows plus the bias of their
+    """Returns float32 [rows, channels], the gates k (logits of the pooling softmax) of rows plus the bias of their
     positions in the window; -inf where `there` is false. at, step: offset of the first row, stride of a row."""
     z = tl.load(k + at + row[:, None] * step + column[None, :], mask=there, other=-INFINITE).to(tl.float32)
     if HAS_BIAS:
@@ -56,7 +56,8 @@ def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr,
 @triton.jit
 def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr,
              HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Returns (max of the gates, 0 if all are -inf; sum of exp(gate - max)) over rows of window w, for channels d."""
+    """Returns [BD] (max of the gates, 0 if all are -inf; sum of exp(gate - max)) over rows of window w, for channels d.
+    k: memory of the gates; at, step: offset and stride of its rows."""
     top, total = tl.full([BD], -INFINITE, tl.float32), tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -72,8 +73,8 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 @triton.jit
 def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
              HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Returns (row numbers, columns, mask, gates minus their maximum, values, softmax weights) of BR rows that window w
-    pools, from position r0 on. at, step: offset and stride of rows; top, total: results of _softmax()."""
+    """Returns (row numbers, columns, mask, gates minus their maximum, values, softmax weights) of BR rows of window w
+    from r0 on. q, k: values, gates; at_*, step_*: their offsets, row strides; top, total: softmax maximum and sum."""
     position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
     gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
     x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -83,8 +84,8 @@ def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
 @triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Returns float32 [BD], sum of softmax weight * value over the rows of window w, for channels d; an infinite value
-    is kept unless its weight would be 0 in float64 too. Other parameters: as in _weighed()."""
+    """Returns float32 [BD], sum of softmax weight * value over the rows of window w, for channels d; infinite values
+    stay unless their weight is 0 in float64 too. q, k: values, gates; top, total: softmax maximum and sum."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -99,8 +100,8 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
 def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
            HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
            BD: tl.constexpr):  # fmt: skip
-    """Returns [BD], sum of P * dP over the rows of window w (P: softmax weights, dP = upstream * value): upstream *
-    acc, or term by term where upstream is infinite. upstream: gradient of the pooled row, acc: the pooled row."""
+    """Returns [BD], sum of P * dP over rows of window w (P: softmax weights, dP = upstream * value): upstream * acc, or
+    term by term if upstream is infinite. acc, upstream: pooled row, its gradient; top, total: softmax maximum, sum."""
     infinite = tl.abs(upstream) == INFINITE
     delta = upstream * acc
     if tl.max(infinite.to(tl.int32), 0) > 0:
@@ -171,8 +172,8 @@ def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: t
               results: tl.int32, per: tl.int32, heads: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
               DIM: tl.constexpr, ALIGN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """Writes a partial sum of the bias's gradient for one position in the window and BD channels: the sum over heads
-    and `per` pooled rows of P * (x * dout - delta), from the results of pool_gradient() in `notes`; grid (positions,
-    twice with overlap; blocks of channels; ranges of pooled rows)."""
+    and `per` pooled rows of P * (x * dout - sum(P * x * dout)); `notes` has P's maximum and sum, and the inner sum,
+    from pool_gradient(). Grid (positions, twice with overlap; blocks of channels; ranges of pooled rows)."""
     position, half = tl.program_id(0) % RATIO, tl.program_id(0) // RATIO
     d, split = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
     column, there = half * DIM + d, d < DIM

@@ -1,4 +1,4 @@
-"""Launches of the kernels that pool windows of rows."""
+"""Launches of the kernels that pool each window of token rows to one compressed key, forward and backward."""
 
 from typing import Any
 
@@ -18,32 +18,33 @@ RANGES = 64  # ranges of results; different programs add up their gradients of t
 
 
 def constants_of(p: PoolingProblem, align: int) -> Constants:
-    """Returns the compile-time arguments of the kernels of pooling, by name."""
+    """Returns the compile-time arguments of the pooling kernels, by name; align: alignment of rows in elements."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     return channels | window | {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
 
 
 def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, Scratch]:
-    """Returns {kernel argument name: temporary tensor's shape} for a backward with a bias gradient."""
+    """Returns {kernel argument: shape of a temporary float32 tensor} of a backward with a bias gradient."""
     results = int(e.q_len.sum())
     return {"notes": Scratch((3, results, p.heads, p.dim)), "added": Scratch((RANGES, p.ratio, p.channels))}
 
 
 def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
-    """Returns the bytes of scratch of a schedule's operation, pooling or pooling_backward."""
+    """Returns the bytes of temporary tensors for pooling or its backward, which schedule.op_kind selects."""
     if schedule.op_kind == "pooling" or not p.has_bias:
         return 0
     return bytes_of(buffers_of(p, schedule.device_tables.capacity))
 
 
 def run(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands) -> None:
-    """Writes o.out: for every window of rows, their sum weighted by the softmax of their gates."""
+    """Writes o.out, for each window of rows their sum weighted by the softmax of gates; schedule: cached launches."""
     _ready(p, schedule, {"q": o.kv, "k": o.gate, "out": o.out}, {"bias": o.bias}, ("pool",))
 
 
 def run_backward(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands, g: PoolingGrads) -> None:
-    """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the gates' bias if g.dbias is given."""
+    """Writes the gradients of rows (g.dkv), gates (g.dgate) and, if given, of the gates' bias (g.dbias), from
+    g.dout."""
     for view in (g.dkv, g.dgate):
         view.keep[0].zero_()  # rows that no window pools
     views: dict[str, layout_table.View | None] = {"q": o.kv, "k": o.gate, "dout": g.dout, "dq": g.dkv, "dk": g.dgate}
@@ -60,8 +61,8 @@ def _ready(
     more: dict[str, Any],
     kernels: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Launches the kernels named `kernels` on `views` (strided views by name); returns all kernel arguments by name,
-    temporary tensors included. more: further arguments by name."""
+    """Launches the kernels named `kernels` on `views` (strided views by name), as prepared in `schedule`; returns all
+    kernel arguments by name, temporary tensors included. more: further arguments by name."""
     given = layout_table.tensors(views) | more
     key = kernels, layout_table.layout(views, given)
     ready = schedule.once(key, lambda: _launches(p, CallMemory(views, given, schedule.device_tables), kernels))
@@ -70,7 +71,7 @@ def _ready(
 
 
 def _launches(p: PoolingProblem, m: CallMemory, kernels: tuple[str, ...]) -> Ready:
-    """Returns the prepared launches of the kernels named `kernels`, for one memory layout (strides, device)."""
+    """Returns the prepared launches of the kernels named `kernels` on tensors with the strides of those in `m`."""
     e, constexprs, of_results = m.capacity, constants_of(p, m.align), m.on("tokens", tokens)
     results = int(e.q_len.sum())
     fixed = m.fixed | {
