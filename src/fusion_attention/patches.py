@@ -1,7 +1,7 @@
 """Replaces attributes and modules of other packages, and restores them: all patches of this library are made here.
 
 Patches are values of attributes and dictionaries, entries of sys.modules, and finders on sys.meta_path. Patches of one
-attribute form a stack of layers, which can be removed in any order and from any thread. A value that other code
+attribute form a stack, from which they can be removed in any order and from any thread. A value that other code
 assigned after a patch stays when the patch is removed.
 """
 
@@ -31,7 +31,7 @@ _changing = False
 
 
 class Layer:
-    """A patch of one attribute or dictionary entry.
+    """A patch (replacement value) of one attribute or dictionary entry, in the stack of patches of that attribute.
 
     Attributes:
         value: the new value.
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def below(self) -> Any:
-        """The value that the attribute would have now without this patch; patches below may have been removed since."""
+        """The value that the attribute would have now without this patch; earlier patches may have been removed."""
         under = self._under()
         return self._read_value if under is _ABSENT else under
 
@@ -66,7 +66,7 @@ class Layer:
         return layer._replaced
 
     def _all(self) -> list[Layer]:
-        """Returns the patches (layers) of the same attribute that are not removed, the lowest first."""
+        """Returns the patches of the same attribute that are not removed, the first one applied first."""
         return _layers.get((id(self.owner), self.name), [])
 
     def _put(self, value: Any) -> None:
@@ -75,7 +75,7 @@ class Layer:
         _write(self.owner, self.name, value)
 
     def _settle(self) -> None:
-        """Restores the value below this patch, if the attribute still has this patch's value."""
+        """Gives the attribute the value below this patch, unless the attribute no longer has this patch's value."""
         above = list(self._all())
         while above and above.pop(0) is not self:
             pass
@@ -109,8 +109,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """Returns a new patch (layer) of the attribute `name` of `owner`, with the value make(layer); it registers the
-    patch's removal in `undo`, then applies it."""
+    """Applies a new patch to the attribute `name` of `owner` and returns it; its value is make(patch); `undo` gets a
+    callback that removes it."""
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True
@@ -126,7 +126,7 @@ def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -
 
 
 def _take(layer: Layer) -> None:
-    """Removes a patch; does nothing if it is removed already."""
+    """Removes a patch from its attribute; does nothing if it is removed already."""
     with _LOCK:
         if layer.on:
             layer.on = False
@@ -171,7 +171,7 @@ class Changes:
         return _put(owner, name, lambda layer: value, self._undo)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Layer], Any]) -> Layer:
-        """Sets an attribute or entry of `owner` to make(layer), a wrapper that calls layer.below."""
+        """Sets an attribute or entry of `owner` to make(layer), a wrapper that calls layer.below, the value before."""
         return _put(owner, name, make, self._undo)
 
     def find(self, finder: Any, *, first: bool = False) -> None:
@@ -180,27 +180,27 @@ class Changes:
         sys.meta_path.insert(0 if first else len(sys.meta_path), finder)
 
     def play(self, modules: dict[str, ModuleType], version: str) -> None:
-        """Makes modules importable, and their distribution known to importlib.metadata. modules: by name, a package
-        before its submodules; the first name is that of the distribution; version: the distribution's version."""
+        """Makes modules (by name, a package before its submodules) importable, and reports the first one's name to
+        importlib.metadata as an installed distribution with this version."""
         player = Player(modules, version)
         for name, module in modules.items():
             self.set(sys.modules, name, module)
         self.find(player)
 
     def lend(self, modules: dict[str, ModuleType]) -> None:
-        """Makes modules importable in place of installed ones of the same names, without a distribution."""
+        """Makes modules importable in place of installed ones with the same names; reports no distribution."""
         Player(modules, "")
         for name, module in modules.items():
             self.set(sys.modules, name, module)
 
     def when_loaded(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        """Calls change(module) now if the module is loaded, else when it is loaded."""
+        """Calls change(module) for the module `name`: now if it is loaded, else when it is loaded."""
         self.find(_Watch(name, change), first=True)
         if (module := sys.modules.get(name)) is not None:
             change(module)
 
     def after(self, undo: Callable[..., Any], *args: Any) -> None:
-        """Registers undo(*args), which end() calls, for a change that the caller makes itself."""
+        """Registers undo(*args) for the call of end(): it reverts a change that the caller makes itself."""
         self._undo.callback(undo, *args)
 
     def end(self) -> None:
@@ -211,7 +211,7 @@ class Changes:
 
 
 def together(make: Callable[[Changes], None]) -> Changes:
-    """Applies all patches of make(changes), or none if it raises; returns their group."""
+    """Calls make(changes), which applies patches with `changes`; if it raises, removes them. Returns `changes`."""
     changes = Changes()
     try:
         make(changes)
@@ -252,7 +252,7 @@ class Counted(ContextDecorator):
 def make_modules(
     contents: Mapping[str, Mapping[str, Any]], absent: Callable[[ModuleType, str], Any]
 ) -> dict[str, ModuleType]:
-    """Returns full name -> new module with the attributes in `contents`, packages before their modules.
+    """Returns {full name: new module} with the attributes in `contents`, packages before their modules.
 
     Submodules become attributes of their packages; for a name that a module lacks, absent(module, name) is called.
     """
@@ -285,16 +285,14 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """Returns the text of the metadata file `filename`, or None."""
         return self.texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Raises FileNotFoundError: there are no files."""
         raise FileNotFoundError("fusion_attention: this module exists only in memory and has no files")
 
 
 class Player:
-    """A finder and loader for sys.meta_path that provides existing modules and their distribution."""
+    """A finder and loader for sys.meta_path that makes given modules importable, as one installed distribution."""
 
     def __init__(self, modules: dict[str, ModuleType], version: str) -> None:
         self.name = next(iter(modules))
@@ -304,26 +302,26 @@ class Player:
             module.__loader__ = self  # type: ignore[assignment]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of the module `name` if this finder provides it, else None."""
+        """Returns the spec of the module `name` if it is one of the given modules, else None."""
         module = self.modules.get(name)
         return None if module is None else module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Returns the existing module of the spec."""
+        """Returns the given module of this spec, which exists already."""
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: the module is complete."""
+        """Does nothing, because the module is complete."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Yields the distribution if the context asks for its name, or for no name."""
+        """Yields the distribution if the context asks for its name, or for all distributions."""
         asked_name = getattr(context, "name", None)
         if asked_name is None or re.sub(r"[-_.]+", "_", asked_name).lower() == self.name:
             yield self.distribution
 
 
 class _Watch:
-    """A finder for sys.meta_path: other finders load the module, then it is changed by change(module)."""
+    """A finder for sys.meta_path that calls change(module) after other finders have loaded the module `name`."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self.change = name, change

@@ -1,4 +1,4 @@
-"""Plans: a problem on given lengths with a back end and its work list, ready to run, and the cache of plans.
+"""Plan: a computation on given lengths, with its back end and its division of work (schedule), ready to run; cached.
 
 Planning may be slow, and its results are cached; Plan.run() only computes. backends/ selects the back end.
 """
@@ -27,16 +27,16 @@ _PLANS_LOCK = threading.Lock()  # without it, a thread could remove a plan that 
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """A computation (such as attention) on given lengths, ready to run any number of times.
+    """A computation (such as attention) on given lengths, with its division of work, ready to run any number of times.
 
     Attributes:
         problem: the parameters of the computation: heads, sizes, dtypes, ...
         extents: lengths and bands of the sequences that run() computes.
         backend: the name of the selected back end.
         op_kind: the operation, which is the name of a function of the back end.
-        schedule: the back end's work list, None or any other object that it makes in schedule().
+        schedule: the back end's division of the work, None or any object that its schedule() makes.
         module: the back end.
-        capacity: the longest extents of an updatable plan; None: update() raises.
+        capacity: the largest lengths of an updatable plan; None: update() raises.
     """
 
     problem: AnyProblem
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes that a run allocates besides operands and results, for the planned lengths."""
+        """The number of bytes that run() allocates besides operands and results, for the planned lengths."""
         planned = self.capacity.extents if self.capacity else self.extents
         return self.module.workspace_bytes(self.problem, planned, self.op_kind)
 
@@ -58,9 +58,9 @@ class Plan:
 
             lo' = lo + kv_len - capacity,  hi' = hi + ratio * (kv_len - capacity)        (finite edges only)
 
-        Finite edges of the band thus keep their distance from the last key. `ratio` is that of an IndexerProblem, and 1
-        for other problems. The origin of slopes' distances (extents.shift) does not change. Results have the same bits
-        as those of a new plan, except on a GPU for few rows without a page table: there, they may differ by rounding.
+        Finite edges of the bands (row i sees keys i + lo <= j < i + hi) keep their distance from the last key. `ratio`
+        is an IndexerProblem's, else 1. The origin of ALiBi distances (extents.shift) does not change. Results have the
+        bits of a new plan's, except on a GPU for few rows without a page table: there, they may differ by rounding.
 
         Args:
             kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to the planned length.
@@ -77,7 +77,7 @@ class Plan:
         self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns operands in a form that the back end reads faster, for operands that do not change between runs."""
+        """Returns operands in a form that the back end reads faster; they must not change between runs."""
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
@@ -85,7 +85,7 @@ class Plan:
 
         Args:
             operands: its tensors, results included: ir.call.Operands for "attention_forward", Operands and Grads for
-                "attention_backward", and the operands that the other operations' calls make.
+                "attention_backward", and for other operations those that fill() of a call returns (ir.call.Filled).
         """
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
@@ -97,7 +97,7 @@ class Plan:
 
 
 class _Capacity:
-    """The planned lengths of an updatable plan, and the edges of its bands that move with the last key.
+    """The largest lengths of an updatable plan, and the edges of its bands of visible keys that move with the last key.
 
     Attributes:
         extents: the longest lengths.
@@ -113,7 +113,7 @@ class _Capacity:
         )
 
     def shortened(self, kv_len: Any) -> Extents:
-        """Returns extents with other key lengths (kv_len) and moved edges of the bands; ValueError: wrong lengths."""
+        """Returns Extents with other key lengths and with moved edges of bands; raises ValueError for wrong lengths."""
         planned = self.extents
         lengths = np.array(kv_len, np.int64)
         if lengths.shape != planned.kv_len.shape:
@@ -144,7 +144,7 @@ def plan(
     *,
     updatable: bool = False,
 ) -> Plan:
-    """Returns a plan for a computation on given lengths; the most recently used ones are cached.
+    """Returns a Plan (back end, division of work) of a computation on given lengths; recently used ones are cached.
 
     Args:
         problem: the parameters of the computation: heads, sizes, dtypes, ...
@@ -175,7 +175,7 @@ def plan(
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
-    """Plans and runs a call on a back end, without autograd; outputs: {name: tensor} for its results."""
+    """Computes a call on a back end, without autograd, into `outputs`, {name: tensor} for its results."""
     backend = chosen(backend)
     filled = call.fill(outputs)
     if filled.first is not None:

@@ -1,4 +1,4 @@
-"""Defaults of strict mode, content checks and back end, for a block of code or the whole process."""
+"""Settings: strict mode, content checks and back end, for a block of code or the whole process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class Settings:
-    """Defaults for calls of the library's operators.
+    """Settings of strict mode, content checks and back end for all operators of this library.
 
     Attributes:
-        strict: calls beyond the chip's limits are errors, and so are doubts (warnings about probable mistakes).
+        strict: calls beyond the Ascend chip's limits are errors, and so are warnings about probable mistakes.
         check_content: the rules that read the values in tensors are checked too.
         backend: the back end of calls that leave theirs at "auto".
     """
@@ -30,7 +30,7 @@ current = _SET.get
 
 
 def chosen(backend: str) -> str:
-    """Returns the back end of a call: its argument `backend`, or for "auto" the one in the settings.
+    """Returns the name of the back end to use: `backend` itself, or for "auto" the one in the current settings.
 
     Raises:
         ValueError: the argument is not a string.
@@ -53,10 +53,10 @@ def override(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
-    """Makes calls strict inside a block, or inside the function that it decorates.
+    """Turns strict mode on for calls of operators inside a block, or inside the function that it decorates.
 
-    Calls beyond the chip's limits are then errors, and so are warnings about legal calls that are probably mistakes.
-    This applies to every interface except CANN's two-phase operators, whose first phase has its own argument `strict`.
+    Calls beyond the Ascend chip's limits are then errors, and so are warnings about calls that are probably mistakes.
+    This applies to all interfaces but CANN's C functions aclnnXxxGetWorkspaceSize, which have an argument `strict`.
     The block applies to this thread and asyncio task; for the whole process: npu.install(strict=True). A graph that
     torch.compile or torch.export traces inside stays strict; one that was traced outside is strict where it runs
     inside.

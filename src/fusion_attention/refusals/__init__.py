@@ -1,2 +1,2 @@
-"""explain(): reads a refused call as Python text (parser.py) or its log from the chip (cann_logs.py), and lists the
-violated rules of the operator's definition (explanation.py)."""
+"""explain(): reads an operator call that raised an error, as Python text (call_parser.py) or as a log of the Ascend
+chip (cann_logs.py), and lists the violated rules of the operator (explanation.py)."""

@@ -57,12 +57,12 @@ _FORM = "bf16[2,1024,8,64]"
 
 
 class WrittenError(ValueError):
-    """The error of a text without a call that can be explained; the message is one sentence."""
+    """The error for text that has no call to explain; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A parsed call."""
+    """A call of an operator, parsed from Python text: the operator's name and the arguments."""
 
     operator: str  # the operator's name
     # positional, named: the arguments; tensors are on device meta, except those with literal content.
@@ -97,8 +97,8 @@ def parse_call(text: str) -> Written:
 
 
 def operator_named(name: str) -> str | None:
-    """Returns the name of the operator that a function, or a first phase, calls; None if it has no definition here.
-    name: the function's name, with or without modules. Functions that only CANN's package has need no module."""
+    """Returns the name of the operator that a function calls; None if this library has no definition of it. name: the
+    function's, with or without modules; or CANN's, aclnnXxxGetWorkspaceSize. CANN's package needs no module."""
     *packages, name = name.removesuffix(PHASE_1).split(".")
     of_package = f"{PACKAGE}.{name}"
     if of_package in RECORDS and (PACKAGE in packages or name not in RECORDS):
@@ -107,7 +107,7 @@ def operator_named(name: str) -> str | None:
 
 
 class _Reader:
-    """Evaluates the assignments in a syntax tree, and reads the call of an operator."""
+    """Evaluates the assignments in a Python syntax tree without executing it, and reads the call of an operator."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class _Reader:
         return self.written
 
     def _operator(self, call: ast.Call) -> bool:
-        """Reads a call of an operator from its syntax tree; False if the function's operator has no definition."""
+        """Reads the arguments if the function called is an operator with a definition here; else returns False."""
         parts = _dotted(call.func).split(".")
         while parts and parts[-1] in ("out", "default"):
             parts.pop()
@@ -186,7 +186,7 @@ class _Reader:
     # ---------------------------------------------------------------------------------------------------- values
 
     def value(self, node: ast.expr) -> Any:
-        """Returns the value of a syntax tree's expression; WrittenError: unsupported syntax, or it fails."""
+        """Returns the value of a syntax tree's expression; raises WrittenError if it is not supported, or fails."""
         try:
             result = self._value(node)
         except (WrittenError, RecursionError):
@@ -362,7 +362,7 @@ def _method(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, A
 
 
 def _count(values: Any, left: int) -> int:
-    """Returns `left` minus the count of elements of a nested list (`values`); WrittenError: it has more than `left`."""
+    """Returns `left` minus the number of elements of nested lists; raises WrittenError if that is negative."""
     if not isinstance(values, (list, tuple)):
         return left - 1
     for value in values:
@@ -382,7 +382,7 @@ def _range_ends(args: list[Any], node: ast.Call) -> list[Any]:
 
 
 def _outer_call(node: ast.expr) -> ast.Call | None:
-    """Returns the call that an expression statement consists of, also under an index as in f(...)[0]."""
+    """Returns the call that an expression consists of, also if indexed, as in f(...)[0], or awaited; else None."""
     while isinstance(node, (ast.Subscript, ast.Await)):
         node = node.value
     return node if isinstance(node, ast.Call) else None

@@ -1,4 +1,4 @@
-"""Reads the log of a call that failed on the chip: operator, error code, and the reasons that CANN printed.
+"""Reads the log of a call that failed on the Ascend chip: operator, error code, and reasons that CANN printed.
 
 RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttentionScore failed, error code is 561103
 EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
@@ -50,12 +50,12 @@ _EMPTY = ("fail to analyze context", "tiling failed", "kernel run failed", "laun
 
 
 class LogError(ValueError):
-    """The error of a text that is not the log of a failed call; the message is one sentence."""
+    """The error for text that is not the log of a failed operator call; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """A failed call, as read from its log."""
+    """A failed operator call, as read from a log of the Ascend chip."""
 
     code: int  # CANN's error code; 0 if the text has none
     operator: str  # the name of the failed operator, if it has a definition here; else ""
@@ -80,7 +80,7 @@ class Log:
 
 
 def is_log(text: str) -> bool:
-    """True if a text looks like a log rather than like a call."""
+    """True if a text looks like a log of the Ascend chip rather than like Python code of a call."""
     return bool(
         ("(" not in text and _BARE.search(text))
         or _CODE.search(text)
@@ -89,10 +89,10 @@ def is_log(text: str) -> bool:
 
 
 def read_log(text: str) -> Log:
-    """Returns the last failed call in a log or in an exception's text.
+    """Returns the failed operator call in a log of the Ascend chip, or in an exception's text.
 
     Raises:
-        LogError: the text is too long, or has neither a code nor an operator.
+        LogError: the text is too long, or has neither an error code nor an operator's name.
     """
     if len(text) > LONGEST:
         raise LogError(
@@ -114,7 +114,7 @@ def read_log(text: str) -> Log:
 
 
 def _record_of(name: str) -> str:
-    """Returns the name of the torch_npu function for a name in a log, npu_x for npu_x_out_symint; "": unknown."""
+    """Returns the torch_npu function that a name in a log refers to: npu_x for npu_x_out_symint; "" if unknown."""
     while name and name not in RECORDS:
         shorter = re.sub(r"_(symint|out|npu|call|forward)$", "", name)
         if shorter == name:
@@ -124,7 +124,7 @@ def _record_of(name: str) -> str:
 
 
 def _reasons(text: str) -> tuple[str, ...]:
-    """Returns CANN's messages in a log that state a reason, without repetitions; at most 8."""
+    """Returns the messages in a log of CANN that state a reason for the failure, without repetitions; at most 8."""
     results = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
     clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*|^\[PID: *\d+\] \S+ ", "", reason).strip(" .!\t") for reason in results)
     telling = [r for r in clean if r and not any(r.lower().startswith(empty) for empty in _EMPTY)]

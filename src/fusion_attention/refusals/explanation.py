@@ -1,4 +1,4 @@
-"""explain(): the rules that a call violates, each with a fix; for a log of the chip, the rules that it likely means.
+"""explain(): the rules that an operator call violates, each with a fix; for a log of the chip, the likely ones.
 
 contract.bind checks the call twice: once without and once with the chip's limits. All operators take the same path.
 """
@@ -48,7 +48,7 @@ _BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a call violates, or likely violates.
+    """A rule that a call of an operator violates, or likely violates, or a warning about the call.
 
     Attributes:
         where: "everywhere" (the call has no meaning), "chip" (it runs here, and the chip refuses it), "warning" (it
@@ -123,7 +123,7 @@ class Explanation:
 
 
 def explain(text: str, *, log: str = "") -> Explanation:
-    """Lists the rules that a call violates, and changes that make it legal, from its Python text, its log, or both.
+    """Lists the rules that an operator call violates, and changes that make it legal, from its Python text or log.
 
     The text is parsed, never executed. A tensor is written as dtype and shape, as in q=bf16[2,1024,8,64], or made by
     torch.empty, randn and similar functions of literal shapes, also in lines before the call.
@@ -152,7 +152,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
-    """Returns the explanation of a call from its arguments by name, and its log; it reads no meta tensor."""
+    """Returns the explanation of a call of `op` from its arguments by name, and its log; does not read meta tensors."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
     in_memory = bool(tensors) and not any(t.is_meta for t in tensors)
     result = _failures(op, args, in_memory, strict=False)
@@ -166,7 +166,7 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
 
 
 def explain_log(log: Log) -> Explanation:
-    """Returns the explanation of a log without its call: the rules to which the log likely refers."""
+    """Returns the explanation of a failed call from its log alone: the rules that it likely violated."""
     name = log.function or log.operator
     if not name:
         what = (
@@ -183,7 +183,7 @@ def explain_log(log: Log) -> Explanation:
 
 
 def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
-    """Returns (a call's arguments by name, []), or ({}, findings about arguments that the function does not accept)."""
+    """Returns (arguments by parameter name, []), or ({}, findings about arguments that the function lacks)."""
     spelled = {cann: shown for shown, cann in op.cann.items()}
     given: dict[str, Any] = {}
     for word, value in call.named.items():
@@ -234,7 +234,7 @@ def _function(op: Op) -> Any:
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
-    """Returns a Finding about arguments `given` that a function lacks, with a suggestion; error: Python's text."""
+    """Returns a Finding about keywords in `given` that the function lacks, with a suggestion; error: Python's text."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
     fix = ""
@@ -256,7 +256,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns decode_attention()'s arguments `values`, with the cache as the definition's parameters k and v."""
+    """Returns arguments of decode_attention() with the KV cache under the definition's parameters k and v."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
@@ -265,7 +265,7 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Returns an argument in the form that a check accepts: meta tensors, a tensor of one number as that number."""
+    """Returns the argument `value` of the parameter `p` as rules check it: tensors on meta, one number as Python's."""
     if isinstance(p, Tensors) or (isinstance(p, Tensor) and isinstance(value, torch.Tensor)):
         return _without_memory(value)
     if isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
@@ -279,7 +279,7 @@ def _as_taken(p: Any, value: Any) -> Any:
 
 
 def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool) -> list[Finding]:
-    """Returns errors and warnings of a check of a call as findings; in_memory: False if tensors are on device meta."""
+    """Validates a call of `op`; returns errors and warnings as findings. in_memory: False for meta tensors."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -323,7 +323,7 @@ def _without_memory(value: Any) -> Any:
 
 
 def _note(op: Op, text: str) -> Finding:
-    """Returns a Finding (parameter, expected and given value, fix) from the text of a warning about a call of `op`."""
+    """Returns a Finding (parameter, expected and actual value, fix) from the text of a warning about a call of `op`."""
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
@@ -363,7 +363,7 @@ def _likely(op: Op, log: Log) -> list[Finding]:
 
 
 def _compared_with_log(log: Log, findings: list[Finding]) -> str:
-    """Returns the end of a verdict's text, which compares the log's error code with the codes of the findings."""
+    """Returns text that compares the log's error code with the codes of the violated rules, to append to a verdict."""
     if not findings:
         return f"; but the log has code {log.code}: another call failed, or CANN has a rule that is missing here"
     agrees = any(f.code in (log.code, SAME.get(log.code)) for f in findings)
@@ -373,7 +373,7 @@ def _compared_with_log(log: Log, findings: list[Finding]) -> str:
 
 
 def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict[str, Any]]:
-    """Returns the attributes sizes, results and computes of the explanation of a legal call, in a dictionary."""
+    """Returns {"sizes", "results", "computes"}, as in Explanation, of a legal call; args: arguments by name."""
     assert op.lower is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

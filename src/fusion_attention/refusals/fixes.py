@@ -1,4 +1,4 @@
-"""fixes(): single changes that make a refused call legal. Common mistakes are reversed, and each result is checked.
+"""fixes(): single changes that make an illegal operator call legal. Common mistakes are reversed, each result checked.
 
 Such mistakes are lengths instead of cumulative lengths, the string of another layout, or a mask that was not expanded.
 """
@@ -19,8 +19,8 @@ _LENGTHS = 4096  # largest number of elements of a list of lengths that is chang
 
 
 def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
-    """Returns at most three single changes that make a call legal; empty if no single change does. args: by canonical
-    name, tensors without memory. is_legal: returns True for a call that breaks no rule."""
+    """Returns descriptions of at most three single changes, each of which makes a call of `op` legal; [] if none does.
+    args: arguments by name, tensors without memory. is_legal: returns True for arguments that break no rule."""
     without_zero = "without the leading 0 of cu_seqlens", lambda n: n[1:] if n[0] == 0 else n
     cumulative = "cumulative ends in place of lengths", lambda n: list(accumulate(n))
     of_lengths = (partial(_of_lengths, title, change) for title, change in (without_zero, cumulative))
@@ -33,7 +33,7 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool]) -> list[str]:
 
 
 def _of_lengths(title: str, change: Callable[[list[int]], list[int]], op: Op, args: Args) -> Iterator[Fix]:
-    """Yields (text, changed arguments): all lists of lengths changed together, and each alone; title: the text."""
+    """Yields (title and values, changed arguments): all lists of lengths changed by `change`, then each alone."""
     lists = []
     for p in op.params:
         value = args.get(p.name)
@@ -84,7 +84,7 @@ def _layout(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _heads(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields (text, changed arguments) that set a number of heads or a page size to the size of an axis of q or k."""
+    """Yields (text, changed arguments) that set a number of heads, or a page size, to the size of an axis of q or k."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
@@ -95,7 +95,7 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields (text, changed arguments) with one dtype for floating-point tensors: the query's, bfloat16, float16."""
+    """Yields (text, changed arguments) with all floating-point tensors in one dtype: the query's, bfloat16, float16."""
     tensors = {p.name: t for p in op.tensors() if isinstance(t := args.get(p.name), torch.Tensor)}
     floating = {name: t for name, t in tensors.items() if t.is_floating_point()}
     first = next(iter(tensors), "")
@@ -108,7 +108,7 @@ def _dtype(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:
-    """Yields (text, changed arguments) that remove one optional argument each."""
+    """Yields (text, changed arguments), each without one of the optional arguments."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
         default = p.default if isinstance(p, Attr) else None
@@ -117,5 +117,5 @@ def _absent(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def shortened(numbers: list[int]) -> str:
-    """Returns a list as text, at most its first six numbers."""
+    """Returns a list of numbers as text: [1, 2], or its first six numbers, followed by "..."."""
     return f"{numbers[:6]}".replace("]", ", ...]") if len(numbers) > 6 else str(numbers)

@@ -1,4 +1,4 @@
-"""likely(): the rules of an operator that a log likely refers to, if the call itself is not given.
+"""likely(): the rules of an operator that a log of the chip likely refers to, if the operator's arguments are unknown.
 
 CANN's messages name parameters in several spellings, which are compared with the rules' parameters.
 """
@@ -53,8 +53,8 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 
 def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first. op: the definition of
-    the called function; CANN's names of parameters are those of the operator that failed; log: the parsed log."""
+    """Yields (parameter, CANN's name of it, expected value, fix, error code) of the rules that a log likely refers to,
+    the likeliest first. op: the function called; log: the parsed log, which may name the operator that `op` calls."""
     names = (RECORDS[log.operator] if log.operator else op).cann
     spelled = {p.name: names.get(p.shown, "") for p in RECORDS[log.operator or op.name].params}
     rules = _rules(op, log)
@@ -86,7 +86,7 @@ def _is_known(rule: Rule, text: str) -> bool:
 
 
 def _score(op: Op, rule: Rule, text: str, code: int) -> int:
-    """Returns a score of how well the text of CANN's messages and its error code match a rule; 0 for no match."""
+    """Returns a number, higher for likelier rules: how well CANN's messages and error code match; 0 for no match."""
     shown = op.by_name[rule.param].shown
     flat = re.sub(r"[^a-z0-9]", "", text)
     names = (rule.param, shown, op.cann.get(shown, shown).removesuffix("Optional"))
@@ -99,7 +99,7 @@ def _score(op: Op, rule: Rule, text: str, code: int) -> int:
 
 
 def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields one entry, in the form of likely(): the kind of rule that an error code means; none if unknown."""
+    """Yields one tuple as likely() does, for the kind of rule that an error code means; none if the code is unknown."""
     kinds = {
         NULL_POINTER: "every required parameter (of query_rope and key_rope both or neither)",
         INVALID: "the dtypes on the operator's page, a known layout string, and ranks and axes that agree",

@@ -1,4 +1,4 @@
-"""Test cases for attention kernels: operands in memory filled with NaN, golden's results, and the comparison with them.
+"""Test cases for attention kernels: tensors in memory filled with NaN, float64 results, and the comparison with them.
 
     case = Case(layout="TND", q_len=(3, 8), kv_len=(5, 12), sparse_mode=3, mask="compressed")
     args = arguments(case)

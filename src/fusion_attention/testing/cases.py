@@ -1,6 +1,6 @@
-"""Case: a call of training attention in CANN's terms, whose tensors are views into memory filled with NaN.
+"""Case: a test call of training attention in CANN's terms, whose tensors are views into memory filled with NaN.
 
-The visible keys of rows are computed here from CANN's page, without the lowering and back ends that are tested.
+The visible keys of rows are computed here from CANN's documentation, without the code that is tested.
 """
 
 import math
@@ -19,7 +19,7 @@ SEED, OFFSET = 0x5DEECE66D, 11
 
 
 class Named:
-    """The base class of dataclasses of test calls, whose id lists the fields that differ from the defaults.
+    """Base class of dataclasses that describe test calls; their id lists the fields that differ from the defaults.
 
     Attributes:
         fresh: a number other than 0 changes the random tensors of all test calls.
@@ -29,7 +29,7 @@ class Named:
 
     @property
     def id(self) -> str:
-        """The fields that differ from their defaults, as text."""
+        """The fields that differ from their defaults, as text "name=value,...", or "default"."""
         values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
         changed = (f"{name}={str(value).replace(' ', '')}" for name, value, default in values if value != default)
         return ",".join(changed) or "default"
@@ -40,7 +40,7 @@ class Named:
 
 
 class Sequences(Named):
-    """The base class of cases whose query rows and keys are sequences of tokens."""
+    """Base class of descriptions of test calls whose query rows and keys are sequences of tokens."""
 
     layout: str
     q_len: tuple[int, ...]
@@ -54,7 +54,7 @@ class Sequences(Named):
         return self.layout == "TND"
 
     def lengths(self, side: str) -> tuple[int, ...]:
-        """Returns the lengths of sequences, q_len for side "q" or kv_len for side "kv"."""
+        """Returns the number of tokens of each sequence: q_len for side "q", kv_len for side "kv"."""
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
@@ -71,25 +71,25 @@ class Case(Sequences):
     Args:
         layout: layout of query, key and value: "BSND", "BSH", "SBH", "BNSD" or "TND".
         dtype: dtype of the query, and of all tensors that must have the query's dtype.
-        q_len, kv_len: tokens of every sequence. Only the Python API supports padded layouts with different lengths, or
+        q_len, kv_len: tokens of every sequence. Only attention() supports padded layouts with different lengths, or
             with q_rest or kv_rest.
         q_rest, kv_rest: number of tokens after the last sequence (TND) or after the longest one (padded).
         disabled: number of trailing zeros in the cumulative lengths (TND).
-        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements of a query, value and rope, and
-            factor on q . k.
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements per head of queries, values and
+            rope tensors, and factor on q . k.
         sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: arguments of
             npu_fusion_attention_v2.
         mask: "none"; "compressed"; random masks: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
             "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], which removes all, some or none of the
-            scores of each tile (Python API only).
+            scores of each 128 x 128 tile (attention() only).
         mask_dtype: "bool" or "uint8" (255 removes a key).
         blank: True: a random mask removes every key in some rows; False: it never removes the first key of the band.
         pse: "none"; "full" [B, N1, S1, S2], "row" [B, N1, 1, S2], "table" [B, N1, 1024, S2], "slopes" [B, N1], each
             also as "shared_..." with 1 for B; "slopes_flat" [N1]; packed "blocks" and "row_blocks".
         starts: (q_start_idx, kv_start_idx).
         dropout: "none", "bits" (a given mask) or "philox" (drawn from a seed).
-        sink: True: the call has a sink.
-        softcap: scores become softcap * tanh(scores / softcap); 0: unchanged (Python API only).
+        sink: True: one more logit per head is in the softmax's denominator.
+        softcap: scores become softcap * tanh(scores / softcap); 0: unchanged (attention() only).
     """
 
     layout: str = "BSND"
@@ -131,7 +131,7 @@ class Case(Sequences):
         return not ours_only and (self.packed or not ragged)
 
     def longest(self, side: str) -> int:
-        """Returns the size of a mask's or bias's axis of query rows (side "q": S1) or of keys ("kv": S2)."""
+        """Returns the size of the axis of query rows (side "q": S1) or keys ("kv": S2) in masks and biases."""
         return max(self.lengths(side), default=0) if self.packed else self.tokens(side)
 
 
@@ -152,7 +152,7 @@ def hostile(values: Tensor) -> Tensor:
 
 
 def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
-    """Returns sequence b of a test call's tensor in its layout, as a view [heads, tokens, dim]; side: "q" or "kv"."""
+    """Returns sequence b of a tensor in the layout of `case`, as a view [heads, tokens, dim]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if case.layout in ("BSH", "SBH"):
         tensor = tensor.unflatten(-1, (heads, tensor.shape[-1] // heads))
@@ -164,7 +164,7 @@ def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
 
 
 def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
-    """Returns sequence b of contiguous softmax statistics [.., 8] of a test call as a view [heads_q, rows, 8]."""
+    """Returns sequence b of softmax statistics, contiguous [.., 8], of a test call, as a view [heads_q, rows, 8]."""
     rows, heads = case.q_len[b], case.heads_q
     if not case.packed:
         return tensor[b, :, :rows]
@@ -187,7 +187,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Returns {name: argument} of a test call, and dy: strided views in memory of NaN."""
+    """Returns {name: argument} of npu_fusion_attention_v2 for a test call, and dy: strided views in memory of NaN."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -230,7 +230,7 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias of a test call in the form of case.pse, or None; draw: returns random numbers of a shape."""
+    """Returns a random additive bias in the shape that case.pse names, or None; draw: random numbers of a shape."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     kind = case.pse.removeprefix("shared_")
     batch = 1 if kind != case.pse else batch
@@ -245,7 +245,7 @@ def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor 
 
 
 def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Returns the random attention mask of a test call in the form of case.mask; None for "none"."""
+    """Returns a random attention mask in the shape that case.mask names, true or 255 where it hides a key; or None."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
@@ -271,7 +271,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
-    """Returns sequence b of a test call's random mask as a view [1 or heads_q, rows, keys]."""
+    """Returns sequence b of a test call's random attention mask as a view [1 or heads_q, rows, keys]."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.mask == "tokens":
         i, j = sum(case.q_len[:b]), sum(case.kv_len[:b])
@@ -281,13 +281,13 @@ def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
 
 
 def drop_shape(case: Case, b: int) -> tuple[int, int, int]:
-    """Returns (heads, rows, keys) of the dropout bits of sequence b of a test call."""
+    """Returns (heads, rows, keys): the shape of the dropout mask of sequence b of a test call."""
     rows, keys = (case.q_len[b], case.kv_len[b]) if case.packed else (case.tokens("q"), case.tokens("kv"))
     return case.heads_q, rows, keys
 
 
 def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Returns uint8 [bytes], a test call's random dropout bits, least significant first, with extra bits at the end."""
+    """Returns a test call's random dropout mask, uint8 [bytes], a bit per score, least significant first, some more."""
     count = sum(math.prod(drop_shape(case, b)) for b in range(len(case.q_len)))
     keep = torch.rand(count + 13, generator=generator) < case.keep_prob
     return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
@@ -297,14 +297,14 @@ def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def prefix_fits(case: Case) -> bool:
-    """True if every prefix of a test call is in the range of sparse mode 5, outside of which CANN ignores it."""
+    """True if every prefix (number of visible leading keys) is in the range of sparse mode 5; else CANN ignores it."""
     prefix = case.prefix or ()
     bounds = zip(prefix, case.q_len, case.kv_len, strict=False)
     return len(prefix) == len(case.q_len) and all(max(0, keys - rows) <= n <= keys for n, rows, keys in bounds)
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """Returns bool [rows, keys] of sequence b of a test call: true for keys in the sparse mode's band."""
+    """Returns bool [rows, keys] of sequence b of a test call: true for keys that its sparse mode makes visible."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -324,7 +324,7 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """Returns bool [heads_q, rows, keys] of sequence b of a test call: true for visible keys; args: its arguments."""
+    """Returns bool [heads_q, rows, keys] of sequence b of a test call: true for visible keys; args: arguments()."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

@@ -1,4 +1,4 @@
-"""compare() and check(): compare results with golden's, relative to the expected size of rounding errors."""
+"""compare() and check(): compare results with the float64 reference's, relative to the expected rounding errors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,10 +18,10 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
     Args:
         name: name of the output, for the message.
         ours: the result.
-        expected: the reference's values with the expected size of each error.
+        expected: the reference's values, with the expected size of each element's rounding error.
 
     Raises:
-        AssertionError: the message has the output, the failing group, coordinates and values.
+        AssertionError: the message has the output, the elements that fail, coordinates and values.
     """
     value = expected.value
     assert ours.shape == value.shape == expected.size.shape, f"{name}: shapes {ours.shape}, {value.shape}"
@@ -48,7 +48,7 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
 
 
 def _arranged(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor [a, b, d], and its view [b, a, d]: consecutive rows, which form tiles, differ in b, then in a."""
+    """Yields a tensor [a, b, d] and its view [b, a, d], as consecutive rows, which form tiles, differ in b or a."""
     tensor = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
     yield tensor
     if tensor.dim() > 2 and min(tensor.shape[:-1]) < tensor.shape[:-1].numel():
@@ -56,11 +56,11 @@ def _arranged(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
-    """Asserts that every output differs from the float64 reference's only by rounding errors.
+    """Asserts that every result differs from the float64 reference's only by rounding errors.
 
     Args:
         name: name of the call, for the message.
-        ours: results by name. expected: the reference's values with error sizes, by name.
+        ours: results by name. expected: the reference's values, with the expected sizes of rounding errors, by name.
     """
     assert ours.keys() == expected.keys(), f"{name}: {[*ours]}, {[*expected]}"
     for output, wanted in expected.items():

@@ -1,6 +1,6 @@
-"""DecodeCase: a call of decoding, with tensors in memory filled with NaN, and its output computed in float64.
+"""DecodeCase: a test call of decoding attention, with tensors in memory filled with NaN, and its output in float64.
 
-The output is computed here without the lowering and back ends that are tested.
+The output is computed here without the code that is tested.
 """
 
 import math
@@ -21,16 +21,16 @@ class DecodeCase(Named):
     """A test call of npu_incre_flash_attention, torch_npu's decoding attention.
 
     Args:
-        layout: layout of the query and of a stacked cache.
+        layout: axis order of the query, and of a cache in one tensor.
         kv_len: tokens of every sequence.
-        slots: capacity in tokens of a stacked cache.
+        slots: capacity of a cache in one tensor, tokens per sequence.
         rows: query tokens of every sequence.
         store: form of the cache: "stack" (one tensor), "list" (a tensor per sequence), "pages" [pages, size, N2*D] or
             "headed" (pages [pages, N2, size, D]).
         integers: int8 cache with one scale ("tensor") or a scale per channel ("channel"); "": not quantized.
         offsets: True: an int8 cache and an int8 output have offsets.
         mask: True: a mask removes some tokens. blank: True: it removes all tokens of sequence 0.
-        pse: a bias "batch" [B, ..] or "shared" [1, ..]; "": none.
+        pse: an additive bias "batch" [B, ..] or "shared" [1, ..]; "": none.
         padding: left padding: number of unused positions of the cache after every sequence; -1: none.
         out: int8 output with one scale ("tensor") or a scale per channel ("channel"); "": not quantized.
     """
@@ -60,20 +60,20 @@ class DecodeCase(Named):
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The position of every sequence's first token in the cache."""
+        """The position of every sequence's first token in its part of the cache."""
         return tuple(self.slots - self.padding - n if self.padding >= 0 else 0 for n in self.kv_len)
 
     @property
     def columns(self) -> int:
-        """The number of columns of masks and biases."""
+        """The number of columns of masks and biases: tokens that a sequence's cache can store."""
         pages = -(-max(self.kv_len) // self.page_size)
         return pages * self.page_size if self.store in ("pages", "headed") else self.slots
 
 
 @cache
 def logical(case: DecodeCase) -> dict[str, Any]:
-    """Returns a test call's tensors by name, not yet in their layout. q: [B, N1, rows, D]. k, v: lists of a tensor [N2,
-    kv_len, D] per sequence, in the dtype of the cache. Also scales, offsets, mask and bias."""
+    """Returns {name: tensor} of a test call before conversion to its layout: q [B, N1, rows, D]; k and v, lists of a
+    tensor [N2, kv_len, D] per sequence, in the cache's dtype; scales, offsets, mask and bias."""
     generator = case.generator()
     dtype = getattr(torch, case.dtype)
 
@@ -113,8 +113,8 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
-    """Returns a KV cache in the form of a test call (case.store), with given keys or values, and NaN elsewhere. stored:
-    a tensor [N2, kv_len, D] per sequence. table: the page table; None: the cache has no pages."""
+    """Returns keys or values in a KV cache of the form case.store, with NaN elsewhere. stored: a tensor [N2, kv_len, D]
+    per sequence; table: the page table, or None if the cache has no pages."""
     dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
     if table is not None:
         size = case.page_size
@@ -141,7 +141,7 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """Returns a test call's page table in random order, unused entries invalid; None for a cache without pages."""
+    """Returns a test call's page table, [B, pages], in random order, unused entries invalid; None without pages."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -155,14 +155,14 @@ def pages_of(case: DecodeCase) -> Tensor | None:
 
 
 def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
-    """Returns `by_head`, a tensor [B, N1, rows, D], in the layout of a test call."""
+    """Returns a tensor [B, N1, rows, D] in the layout of a test call."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
 
 
 def arguments(case: DecodeCase) -> Args:
-    """Returns {name: argument} of a test call."""
+    """Returns {name: argument} of npu_incre_flash_attention for a test call."""
     n, table = logical(case), pages_of(case)
     valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
     flat = case.layout == "BSH" and case.integers == "channel"
@@ -214,7 +214,7 @@ def answer(case: DecodeCase) -> Tensor:
 
 
 def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
-    """Returns keys (side 0) or values (side 1) of sequence `item`, dequantised to float64; n: all tensors."""
+    """Returns keys (side 0) or values (side 1) of sequence `item`, dequantised, float64; n: tensors from logical()."""
     rows: Tensor = n["kv"[side]][item].double()
     if not case.integers:
         return rows
@@ -226,7 +226,7 @@ def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
 
 
 def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
-    """Returns `out` rounded to int8 as a test call requires (in float64); n: the test call's tensors, by name."""
+    """Returns `out` quantised to int8 with the test call's scale and offset, as float64; n: tensors from logical()."""
     scale, offset = n["out_scale"].double(), n["out_offset"].double() if case.offsets else torch.zeros(1)
     if case.out == "channel":
         scale = scale.view(case.heads_q, 1, case.dim)

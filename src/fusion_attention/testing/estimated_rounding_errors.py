@@ -28,7 +28,7 @@ Structure = Any  # a tensor, or a tuple, list or dict of structures
 
 
 def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24, seed: int = 0) -> Structure:
-    """Returns the results of a program and the size of its errors in a dtype.
+    """Returns the results of a program, with the expected size of their rounding errors in a dtype.
 
         size = root mean square over draws of (result with an error at every rounding - result)
 
@@ -66,7 +66,7 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24,
 def expected_of(
     program: Callable[[], Structure], ours: Structure, draws: int = 24, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Structure:
-    """Returns the results of a float64 program with the error sizes of results in lower precision.
+    """Returns the results of a float64 program, with the expected sizes of errors of results in lower precision.
 
         size ** 2 = size of the program's errors ** 2 + (u * value) ** 2 / 3 + (smallest spacing of numbers) ** 2 / 12
 
@@ -77,7 +77,7 @@ def expected_of(
         dtype: dtype of the program's operations; None: that of each result.
 
     Returns:
-        An Expected for every result.
+        An Expected (value and error size) for every result.
     """
     stored = {name: t.dtype for name, t in _leaves(ours)}
     results: dict[torch.dtype, dict[str, Expected]] = {}
@@ -97,7 +97,7 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """Asserts that results `ours` differ from a float64 program's only by rounding; how: for expected_of()."""
+    """Asserts that results `ours` differ from a float64 program's only by rounding; how: arguments of expected_of()."""
     wanted = dict(_leaves(expected_of(program, ours, **how)))
     for path, t in _leaves(ours):
         compare(f"{name}{path}", t.detach(), wanted[path])
@@ -142,7 +142,7 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for every value that is not None in nested dictionaries, lists and tuples x; a name is the
-    path to the value, after the prefix `name`."""
+    path to the value, such as "[0]: key", after the prefix `name`."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")
@@ -154,8 +154,8 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns nested dictionaries, lists and tuples like x, with the values leaves[name]; a name is the path to the
-    value, after the prefix `name`."""
+    """Returns nested dictionaries, lists and tuples like x, with values replaced by leaves[name], where a name is the
+    path to the value, such as "[0]: key", after the prefix `name`."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

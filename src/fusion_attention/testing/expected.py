@@ -1,6 +1,6 @@
-"""expected() and expected_of(): golden's results with the expected error of every element, for dense calls.
+"""expected() and expected_of(): float64 results of attention calls, with the expected error of every element.
 
-Values come from the golden back end, error sizes from judging.expected_error.
+Values come from the reference back end, error sizes from judging.expected_error.
 """
 
 import math
@@ -27,12 +27,12 @@ _ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 def sizes(
     problem: Problem, extents: Extents, operands: Operands, grads: Grads | None = None, grade: Grade = KERNEL
 ) -> Results:
-    """Returns the expected error sizes of a back end's results by name, float64, in the memory order of their views.
+    """Returns {name: expected error sizes} of a back end's results, float64, in the memory order of their views.
 
     Args:
-        problem, extents, operands, grads: arguments of a back end's run. For a backward (with grads) the operands have
-            the forward's results.
-        grade: the roundings of the program whose errors are expected.
+        problem, extents, operands, grads: parameters, lengths and tensor views that a back end takes. For a backward
+            (with grads) the operands include the forward's results.
+        grade: the steps after which the judged program rounds to the call's dtype.
 
     Returns:
         "out", "max", "sum" and "lse" of a forward; the existing ones of "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse"
@@ -61,7 +61,7 @@ def sizes(
 
 
 def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
-    """Returns the outputs of a forward, or of a backward if `grads` are given, with views of their memory."""
+    """Returns an Output (name, tensor, view of its memory) per result of a forward or, with `grads`, of a backward."""
     if grads is None:
         views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum, "lse": operands.stats.max}
     else:
@@ -70,13 +70,13 @@ def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
 
 
 def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Grade = KERNEL) -> dict[str, Expected]:
-    """Returns the float64 results of a call with the error sizes of a right program, by name of the result.
+    """Returns {name: float64 result with expected error sizes} of an attention call.
 
     Args:
-        call: a call, as back ends compute it, of attention over a sequence, a cache or lists, or of its gradients.
+        call: a call, as back ends compute it, of dense, decoding or sparse attention, or of its gradients.
         golden: float64 results by name, which replace those computed here (except integers, which are computed here
             before rounding).
-        grade: the roundings of the program.
+        grade: the steps after which the judged program rounds to the call's dtype.
 
     Returns:
         An Expected for every result of call.results(). Rows outside of sequences are exactly 0, with lse infinity.
@@ -116,7 +116,7 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns given results of a training call with the error sizes of a correct program, by name ("out", "dq", ...).
+    """Returns {name ("out", "dq", ...): result with expected error sizes} of a training call, from float64 results.
 
     Args:
         call: the call, as back ends compute it.
@@ -139,7 +139,7 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
 
 
 def expected(case: Case, args: Mapping[str, Any], results: Results | None = None) -> dict[str, Expected]:
-    """Returns the float64 reference's results of a test call with a right kernel's error sizes, by name.
+    """Returns {name: float64 result with the expected error sizes of a correct kernel} of a test call.
 
     Args:
         case, args: the test call and its arguments().

@@ -1,6 +1,6 @@
-"""check_index(): compares results of the indexer and of its loss with golden's: keys, values, loss, gradients.
+"""check_index(): compares results of the indexer and its loss (keys, scores, loss, gradients) with a float64 reference.
 
-Values come from the golden back end, error sizes from judging.expected_indexer_error.
+Values come from the reference back end, error sizes from judging.expected_indexer_error.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from fusion_attention.torch_ops.eager import run
 
 
 def check_index(call: Any, results: Mapping[str, Results]) -> None:
-    """Asserts that results, selected keys by their scores, differ from the float64 reference's only by rounding.
+    """Asserts that an indexer's results (selected keys: their scores) differ from the float64 ones only by rounding.
 
     Args:
         call: a call, as back ends compute it, of the indexer, its gradients, its statistics or its loss.
-        results: for each program (a name for the message) its results by name.
+        results: {program (a name for the message): {name: result}}.
 
     Raises:
-        AssertionError: the message has the program, the output, the failing group, coordinates and values.
+        AssertionError: the message has the program, the output, the elements that fail, coordinates and values.
     """
     lists = {who: result for who, result in results.items() if any(KINDS[name] == "indices" for name in result)}
     wanted = expected_index(call, lists)
@@ -37,9 +37,9 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """Returns {name: float64 reference result with its error size} of a call of the indexer, its gradients, its
-    statistics or its loss, except the selected keys. chosen: results by program; the scores of their selected keys are
-    compared with the reference's here."""
+    """Returns {name: float64 result with expected error sizes} of a call of the indexer, its gradients, statistics or
+    loss, without the selected keys. chosen: {program: its results}, whose selected keys are compared with the
+    reference's here, by their scores."""
     x, golden = setting_of(call), golden_of(call)
     golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
     sizes = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in golden.items()}
@@ -59,7 +59,7 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
 
 
 def golden_of(call: Any) -> Results:
-    """Returns {name: result} of a call in float64, by the reference back end; a loss is rounded to float32."""
+    """Returns {name: result} of a call in float64, from the reference back end; a loss is rounded to float32."""
     if isinstance(call, IndexerBackward):
         return run(IndexerBackward(in_float64(call.call), call.dvalues.double(), call.indices), "golden")
     return run(in_float64(call), "golden")

@@ -1,4 +1,4 @@
-"""LossCase: a call of the indexer's loss, with operands in memory filled with NaN, golden's results, and the
+"""LossCase: a test call of the indexer's loss, with tensors in memory filled with NaN, its float64 results, and the
 probabilities of every row by the formulas.
 
 LossCase extends SparseCase by fields for the indexer.
@@ -39,9 +39,9 @@ class LossCase(SparseCase):
     """A test call of the indexer's loss with its gradients.
 
     Args:
-        heads, dim: heads of the indexer and elements of each.
+        heads, dim: heads of the indexer, and elements per head.
         weights: dtype of the indexer's weights.
-        count: entries of a list; 0: the loss over all visible keys.
+        count: keys that each row selects; 0: the loss is over all visible keys.
         window: number of visible keys before the diagonal; None: all. Only back ends support it, no interface does.
     """
 
@@ -51,12 +51,12 @@ class LossCase(SparseCase):
     window: int | None = None
 
     def first(self, b: int, row: int) -> int:
-        """Returns the first visible key of a row of sequence b."""
+        """Returns the number of the first visible key of a row of sequence b."""
         return 0 if self.window is None else max(self.kv_len[b] - self.q_len[b] + row - self.window, 0)
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
-    """Returns {name: argument} of a test call for torch_npu's function: strided views in memory filled with NaN."""
+    """Returns {name: argument} of torch_npu's loss of an indexer for a test call, in memory filled with NaN."""
     make = Maker(case)
     args = {
         "query": make.rows("q", case.heads_q, case.dim_qk),
@@ -83,8 +83,8 @@ def statistics(
     dtype: torch.dtype = torch.float64,
     stats_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Returns {name: tensor}: softmax max and sum of a test call's attention and indexer. dtype: the dtype of the
-    computation. stats_dtype: the dtype of the results."""
+    """Returns {name: tensor}: softmax max and sum of a test call's attention and indexer, in CANN's axis order. dtype:
+    of the computation; stats_dtype: of the results."""
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=stats_dtype) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=stats_dtype) for name in ("max", "sum")}
@@ -101,15 +101,15 @@ def statistics(
 
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
-    """Returns the keys that a row of sequence b reads, in the order of its list; a repeated entry gives a repeated key.
-    args: the test call's arguments."""
+    """Returns the numbers of the keys that a row of sequence b reads, in the order of its selection, repetitions
+    included; args: from arguments()."""
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, sequence_of(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
 def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
-    """Returns attention's scaled scores of a row of sequence b for the keys `tokens`, [heads_q, tokens], in a dtype."""
+    """Returns the attention's scaled scores, [heads_q, tokens], of a row of sequence b and the keys `tokens`."""
     total = torch.zeros(case.heads_q, len(tokens), dtype=dtype)
     for q, k in (("query", "key"), ("query_rope", "key_rope")):
         if args[q] is not None:
@@ -122,7 +122,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the indexer's (scores [tokens], products [heads, tokens], q, k, weights) of a row, for keys `tokens`."""
+    """Returns the indexer's (scores [tokens], products [heads, tokens], q, k, weights) of a row and keys `tokens`."""
     q, w = (sequence_of(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -130,7 +130,7 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the softmax (max, sum), [heads] each, of scores [heads, keys] and a sink or None; 0, 0 if empty."""
+    """Returns the softmax (max, sum), [heads] each, of scores [heads, keys] and sinks [heads]; 0, 0 if empty."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -141,7 +141,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """Returns a test call of torch_npu's function, or else of the Python API, as back ends compute it."""
+    """Returns a test call for back ends, made from torch_npu's function, or indexer_loss() if only that has it."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, python_arguments(case, args)))
     else:
@@ -169,12 +169,12 @@ def python_arguments(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns {name: result} of a test call in float64, by the reference back end; the loss is rounded to float32."""
+    """Returns {name: result} of a test call in float64, from the reference back end; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yields (sequence, row, keys) of every row of a test call that reads a key; args: its arguments."""
+    """Yields (sequence, row, keys that it reads) for every row of a test call that reads a key; args: arguments()."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if tokens := tokens_of(case, args, b, row):
@@ -184,7 +184,7 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 def distributions(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns (p, y) of a row of sequence b in a dtype: attention's and the indexer's probabilities of `tokens`."""
+    """Returns (p, y), attention's and indexer's probabilities, [tokens], of a row of sequence b over keys `tokens`."""
 
     def statistic(name: str) -> Tensor:
         stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)

@@ -1,11 +1,11 @@
-"""Converts a blocked matrix to tiles of 128 x 128, for fusion_attention.attention(blocked_tiles=, blocked_bits=)."""
+"""Converts a mask matrix to 128 x 128 tiles, for fusion_attention.attention(blocked_tiles=, blocked_bits=)."""
 
 import torch
 import torch.nn.functional as F
 
 
 def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts a bool matrix [..., rows, keys] (true: blocked) to 128 x 128 tiles; the last are padded with false.
+    """Converts a bool matrix [..., rows, keys] (true: hidden) to 128 x 128 tiles; the last are padded with false.
 
     Returns:
         blocked_tiles: int32 [..., R, C], for each tile its index in blocked_bits; -1: all blocked, -2: nothing blocked.

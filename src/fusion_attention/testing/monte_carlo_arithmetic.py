@@ -85,8 +85,8 @@ _LEAST_BYTES = 2**24
 
 
 class Copies:
-    """Copies of the memory of tensors: `count` of each storage, with other errors in each.
-    A storage gets copies when an operation with errors first writes to it. Views share the copies of their storage."""
+    """Copies of tensors' memory, `count` of each storage, each with other random rounding errors. A storage gets copies
+    when an operation with errors first writes to it. Views share the copies of their storage."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -95,12 +95,12 @@ class Copies:
         self.bytes, self.most = 0, _LEAST_BYTES  # above `most` bytes, copies of freed storages are removed
 
     def of(self, t: Tensor) -> Tensor | None:
-        """Returns the elements of a tensor t in every copy, [copies, *shape]; None if all are equal to the tensor."""
+        """Returns the copies of a tensor t, [copies, *shape]; None if all are equal to the tensor."""
         entry = self.memory.get(t.untyped_storage()._cdata)
         return None if entry is None else self._view(entry[1], t)
 
     def writable(self, t: Tensor) -> Tensor:
-        """Returns the elements of a tensor t in every copy, [copies, *shape]; makes the copies if there are none."""
+        """Returns the copies of a tensor t, [copies, *shape], as writable views; makes the copies if there are none."""
         storage = t.untyped_storage()
         if storage._cdata not in self.memory:
             if self.bytes > self.most:
@@ -114,7 +114,7 @@ class Copies:
         return self._view(self.memory[storage._cdata][1], t)
 
     def _view(self, memory: Tensor, t: Tensor) -> Tensor:
-        """Returns the elements of a tensor t in `memory`, the copies of its storage: [copies, *shape]."""
+        """Returns the copies of a tensor t, [copies, *shape], as a view of `memory`, the copies of its storage."""
         elements = memory.view(t.dtype)
         return elements.as_strided((self.count, *t.shape), (elements.shape[1], *t.stride()), t.storage_offset())
 
@@ -151,7 +151,7 @@ class Roundings(TorchDispatchMode):
         return self._result(func, base, args, kwargs)
 
     def _in_place(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Runs a torch operation that writes to an argument; its copies come from the variant that returns a result."""
+        """Runs a torch operation that writes to an argument; the variant that returns a result computes its copies."""
         target = kwargs["out"] if "out" in kwargs else args[0]
         if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
             result = func(*args, **kwargs)
@@ -170,7 +170,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of torch's operation `func`, named `base`; also computes its copies with errors."""
+        """Returns the result of the torch operation `func`, named `base`; computes its copies with random errors."""
         if base in _EXACT:
             return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
@@ -200,7 +200,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _sum(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of torch's operation `func` (`base`), a sum of terms; stores copies with errors."""
+        """Returns the result of the torch operation `func` (`base`), sums; stores copies with random errors."""
         result = func(*args, **kwargs)
         terms = _terms(func, base, args, kwargs, result)
         moved = self._each(func, base, args, kwargs)
@@ -214,7 +214,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _exact(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of torch's operation `func`, which rounds nothing; copies it if arguments have copies."""
+        """Returns the result of the torch operation `func`, which rounds nothing; also runs it on arguments' copies."""
         result = func(*args, **kwargs)
         several = isinstance(result, tuple | list)
         if not any(isinstance(x, Tensor) for x in (result if several else (result,))):
@@ -228,8 +228,8 @@ class Roundings(TorchDispatchMode):
     def _each(
         self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = lambda x: x
     ) -> Any:
-        """Returns an operation's results for all copies of its arguments with random errors, [copies, *shape]. func,
-        base: torch's operation, and its name without overload. change: the function applied to each argument first."""
+        """Returns the results of a torch operation for all copies of its arguments, [copies, *shape]. func, base: the
+        operation and its name without overload; change: function that is applied to each float64 argument first."""
         if not self._has_copies((args, kwargs)):
             return self._expanded(func(*_mapped(args, change), **kwargs))
         if base in _PRODUCTS:
@@ -252,7 +252,7 @@ class Roundings(TorchDispatchMode):
     def _vmapped(
         self, func: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor], differs: Callable[[Tensor], bool]
     ) -> Any:
-        """Returns the results of torch's operation `func` for all copies, [copies, *shape], by torch.vmap.
+        """Returns the results of the torch operation `func` for all arguments' copies, [copies, *shape], by vmap.
 
         Args:
             change: applied to the float64 arguments.
@@ -279,7 +279,7 @@ class Roundings(TorchDispatchMode):
             return torch.vmap(one)(*batched)
 
     def _expanded(self, result: Any) -> Any:
-        """Returns results that are equal in all copies, expanded to [copies, *shape]."""
+        """Returns results, equal for all copies of the arguments, expanded to [copies, *shape]."""
         if isinstance(result, tuple | list):
             return [self._expanded(x) for x in result]
         return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
@@ -288,17 +288,17 @@ class Roundings(TorchDispatchMode):
         return any(isinstance(t, Tensor) and self.copies.of(t) is not None for t in tree_leaves(x))
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
-        """Returns the arguments, each tensor replaced by its copies [copies, ...] if it has some. rank: number of axes
-        of the operation's result, to which the copies are aligned for broadcasting."""
+        """Returns arguments in which copies [copies, ...] replace tensors that have some. rank: number of axes of the
+        operation's result, to which the copies are aligned for broadcasting."""
         copies = [self.copies.of(x) if isinstance(x, Tensor) else None for x in args]
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
     def _error(self, size: Tensor) -> Tensor:
-        """Returns random errors between -size and size, which replace the values of `size`."""
+        """Returns uniform random errors between -size and size, written over `size`."""
         return size.mul_(self.noise(size.numel()).view(size.shape))
 
     def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:
-        """Returns values with one rounding error each, except exact ones.
+        """Returns values, each with a random rounding error, except those that are exact.
 
         Args:
             moved: the values.
@@ -316,8 +316,8 @@ class Roundings(TorchDispatchMode):
         return self._error(size).masked_fill_(is_exact, 0).add_(moved)
 
     def _added(self, total: Tensor, squares: Tensor, terms: Any, products: bool) -> Tensor:
-        """Returns sums with the errors of adding float32 terms in any order, and of one rounding of the result.
-        variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)"""
+        """Returns sums (total) with random errors of adding float32 terms in any order, and of rounding the result.
+        variance = (2**-24)**2 / 3 * (terms * (total**2 / 3 + squares) + products * squares), squares = sum(term**2)"""
         if total.dtype != torch.float64:
             return total
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
@@ -336,14 +336,14 @@ class Roundings(TorchDispatchMode):
 
 
 class Noise:
-    """Random numbers between -1 and 1. Drawing is slow, so drawn numbers are reused from random offsets."""
+    """Uniform random numbers in [-1, 1]. Drawing is slow, so numbers are drawn once and read from random offsets."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = torch.empty(0, dtype=torch.float64)
 
     def __call__(self, count: int) -> Tensor:
-        """Returns `count` random errors, uniform in [-1, 1]: a view of a pool of numbers, from a random position on."""
+        """Returns `count` random numbers, uniform in [-1, 1]: a view of drawn numbers from a random offset on."""
         if 2 * count > len(self.numbers):
             self.numbers.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
         start = int(torch.randint(len(self.numbers) - count + 1, (), generator=self.generator))
@@ -351,7 +351,6 @@ class Noise:
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """Returns the variance of x over the axes `dims`, computed from mean, square and sum."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
@@ -366,12 +365,12 @@ def _is_float(x: object) -> bool:
 
 
 def _floats(x: Any) -> bool:
-    """True if x is a float64 tensor, or a list or dictionary with one."""
+    """True if x is a float64 or complex128 tensor, or a list or dictionary with one."""
     return any(map(_is_float, tree_leaves(x)))
 
 
 def _aligned(copies: Tensor, rank: int) -> Tensor:
-    """Returns copies of a tensor with axes of length 1 in front of its own, until they have this rank."""
+    """Returns copies of a tensor, [copies, *shape], with axes of size 1 before shape, so that it has `rank` axes."""
     return copies.view(copies.shape[0], *(1,) * (rank + 1 - copies.dim()), *copies.shape[1:])
 
 
@@ -380,7 +379,7 @@ def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
 
 
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
-    """Returns the number of terms of each sum in the result of torch's operation `func`, named `base`."""
+    """Returns the number of terms of each sum in the result of the torch operation `func`, named `base`."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
@@ -389,9 +388,9 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:
-    """Returns a bool tensor, true for elements of `result` that were computed without rounding; None if unknown.
-    base: the name of the torch operation that computed it from `args`. A product is exact if a factor is a power of
-    two, a quotient if the divisor is one, a sum or difference if a term is 0."""
+    """Returns a bool tensor, true for elements of `result` that have no rounding error; None if unknown.
+    base: name of the torch operation that computed it from `args`. A product is exact if a factor is a power of two, a
+    quotient if the divisor is one, a sum or difference if a term is 0."""
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)

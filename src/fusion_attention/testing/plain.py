@@ -1,4 +1,4 @@
-"""plain(): a reference for golden, which computes a case by the formulas with dense matrices in float64."""
+"""plain(): computes a test call of training attention by dense matrices in float64, to test the reference back end."""
 
 import math
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the bias of the scores of sequence b of a test call, [heads_q, rows, keys]; 0.0 without one."""
+    """Returns the additive bias of the scores of sequence b of a test call, [heads_q, rows, keys]; 0.0 without one."""
     pse = args["pse"]
     if pse is None:
         return 0.0
@@ -80,8 +80,8 @@ def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns for sequence b the weights exp(scores - max), max, sum, and a bool tensor that is true for rows with
-    keys. Rows without keys have the values that CANN returns."""
+    """Returns for sequence b the weights exp(scores - max), max, sum, and a bool tensor, [heads_q, rows, 1], true for
+    rows with visible keys. Rows without have the values that CANN returns."""
     visible, keys = seen(case, args, b), case.kv_len[b]
     scores = scores.masked_fill(~visible, -math.inf)
     if case.sink:
@@ -104,7 +104,7 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
 
 
 def _results(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns {name: zeros} for every output of a test call; args: its arguments."""
+    """Returns {name: zeros} in the shape of every output and gradient of a test call; args: from arguments()."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
@@ -116,7 +116,7 @@ def _results(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns {name: tensor} of every output and gradient of a test call in float64, computed with dense matrices."""
+    """Returns {name: tensor}, float64, of every output and gradient of a test call, computed with dense matrices."""
     results = _results(case, args)
     for b in range(len(case.q_len)):
         _plain_sequence(case, args, b, results)
@@ -124,7 +124,7 @@ def plain(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Results) -> None:
-    """Computes sequence b of a test call with dense matrices, and writes its part of `results`."""
+    """Computes sequence b of a test call with dense matrices, and writes its rows of `results`."""
     group, scale = case.heads_q // case.heads_kv, case.scale
 
     def rows(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions that run a case: its arguments for fa.attention(), the lowered call, outputs, golden's results."""
+"""Functions that run a test call: arguments of attention(), conversion for back ends, results, float64 reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns {name: argument} of attention() for a test call with arguments `args`; None: it has no such call."""
+    """Returns {name: argument} of attention() for a test call with arguments `args`; None if it cannot express it."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -63,13 +63,13 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
-    """Returns the result of a torch_npu function for arguments by name; names that `op` lacks are ignored."""
+    """Calls a torch_npu function and returns its result; args: arguments by name, of which those of `op` are passed."""
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
 
 def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
-    """Returns a test call of torch_npu's function, or else of attention(), in the form that back ends compute."""
+    """Returns a test call, as back ends compute it, of torch_npu's function, or of attention() if only that has it."""
     if case.npu:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
@@ -78,8 +78,8 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Returns {name: output} of forward and backward: out, max and sum (each [..., 8]), and the gradients. dy: the
-    gradient of out. backend: name of the back end that computes both."""
+    """Returns {name: result} of forward and backward on a back end: out, max and sum (each [..., 8]), and the
+    gradients; dy: the gradient of out."""
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)
     backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])
@@ -101,12 +101,12 @@ def attention_backward(
     dbias: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of a call in the order of GRADIENTS (dq, dk, dv, ...), empty for absent inputs.
+    """Returns the gradients (dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a call, empty for absent inputs.
 
     Args:
         call: the forward call, as back ends compute it.
         dout: the gradient of out. out, stats: results of attention().
-        dlse: the gradient of lse, or None.
+        dlse: the gradient of max + log(sum), or None.
         dbias: False: the bias's gradient is not computed, and empty.
         backend: name of the back end.
     """
@@ -116,7 +116,7 @@ def attention_backward(
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns {name: output or gradient} of a test call with arguments `args` in float64, by the reference back end."""
+    """Returns {name: output or gradient} of a test call in float64, from the reference back end; args: arguments()."""
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)

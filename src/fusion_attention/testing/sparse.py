@@ -1,5 +1,5 @@
-"""Cases of sparse attention and of the indexer: operands in memory filled with NaN, golden's results, and readers of
-their lists of keys, entry by entry as CANN's page describes, without the lowering and a back end."""
+"""Test calls of sparse attention and of the indexer: tensors in memory filled with NaN, float64 results, and the tokens
+and scores of selected keys, entry by entry as CANN's page describes, without the code that is tested."""
 
 import bisect
 import math
@@ -39,7 +39,7 @@ class Rows(Sequences):
         q_rest, kv_rest: tokens that tensors have after their sequences.
         mode: CANN's sparse mode: 0 for all keys, or 3 for causal.
         ratio: tokens that a key represents, in a causal call of the indexer or its loss.
-        residual: for each sequence, the tokens after those that its last key represents; (): zero for all.
+        residual: for each sequence, the number of tokens after those that its last key represents; (): 0 for all.
     """
 
     layout: str = "BSND"
@@ -54,7 +54,7 @@ class Rows(Sequences):
     residual: tuple[int, ...] = ()
 
     def seen(self, b: int, row: int) -> int:
-        """Returns the number of keys that a row of sequence b sees; causal: their last tokens are not after the row."""
+        """Returns the number of keys that a row of sequence b sees; causal: keys with no token behind the row's."""
         keys, tokens = self.kv_len[b], self.kv_len[b] * self.ratio + (self.residual[b] if self.residual else 0)
         if self.mode == 0:
             return keys
@@ -66,13 +66,13 @@ class SparseCase(Rows):
     """A test call of sparse attention, forward and backward.
 
     Args:
-        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements of a query, value and rope, and
-            factor on q . k.
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: query and key heads, elements per head of queries, values and
+            rope tensors, and factor on q . k.
         shares_kv: values are the first dim_v elements of the key's rows.
-        block: tokens of a block, which an entry of a list selects. count: entries of a list.
-        lists: "random" (distinct blocks), "all" (every block, in random order), "repeated" (few blocks, repeated),
-            "short" (ends early), "none" (empty), "wild" (-1 and invisible blocks anywhere).
-        wide: lists are int64, else int32.
+        block: tokens of a selectable block of keys. count: blocks that each row selects.
+        lists: selected blocks: "random" (distinct), "all" (every block, in random order), "repeated" (few blocks,
+            repeated), "short" (ends early), "none" (empty), "wild" (-1 and invisible blocks anywhere).
+        wide: numbers of blocks are int64, else int32.
         sink: the call has sinks, one additional logit per head.
     """
 
@@ -114,7 +114,7 @@ class IndexerCase(Rows):
 
 
 def sequence_of(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
-    """Returns sequence b of a test call's tensor of rows as a view [tokens, ...]; side: "q" or "kv"."""
+    """Returns sequence b of a test call's tensor, as a view [tokens, ...]; side: "q" for queries, "kv" for keys."""
     length = case.lengths(side)[b]
     if not case.packed:
         return tensor[b, :length]
@@ -123,7 +123,7 @@ def sequence_of(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
 
 
 class Maker:
-    """Draws a test call's tensors, whose memory is NaN (or 255) outside of sequences."""
+    """Random generator of a test call's tensors, whose memory is NaN (or 255) outside of sequences."""
 
     def __init__(self, case: Rows) -> None:
         self.case, self.generator = case, case.generator()
@@ -136,13 +136,13 @@ class Maker:
         return torch.randn(shape, generator=self.generator)
 
     def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor with a row [*inner] per token, filled with NaN (integers: 255); side: "q" or "kv"."""
+        """Returns a tensor with a row [*inner] per token of queries ("q") or keys ("kv"), filled with NaN or 255."""
         case = self.case
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
 
     def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, integers: bool = False) -> Tensor:
-        """Returns a tensor with a random row [*inner] per token; side: "q" or "kv"; integers: integers from -2 to 2."""
+        """Returns a tensor with a random row [*inner] per token of queries ("q") or keys ("kv"); integers: -2 to 2."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
             sequence = sequence_of(self.case, tensor, side, b)
@@ -150,7 +150,7 @@ class Maker:
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
-        """Returns keys stored in the pages of a block table, [pages, page, heads, dim]; unused memory is NaN."""
+        """Returns keys [.., heads, dim] in pages, [pages, page, heads, dim], by a page table; the rest is NaN."""
         case = self.case
         used = table[table < WILD]
         pages = int(used.max()) + 2 if len(used) else 1
@@ -162,7 +162,7 @@ class Maker:
         return pool
 
     def table(self) -> Tensor:
-        """Returns a random block table, int32 [sequences, pages]; entries after a sequence's last page are invalid."""
+        """Returns a random page table, int32 [sequences, pages]; entries after a sequence's last page are invalid."""
         case = self.case
         counts = [-(-n // case.page) for n in case.kv_len]
         numbers = torch.randperm(sum(counts) + 2, generator=self.generator).to(torch.int32)
@@ -173,19 +173,19 @@ class Maker:
 
 
 def lengths_of(case: Rows) -> dict[str, Any]:
-    """Returns {name: lengths} of a test call as CANN's arguments: cumulative if packed."""
+    """Returns {name: lengths} of a test call as arguments of torch_npu: cumulative ends if packed."""
     q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
     kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
 
 
 def bound_of(case: Rows) -> dict[str, Any]:
-    """Returns the Python API's arguments {ratio, residual} of a test call."""
+    """Returns {"ratio", "residual"}, arguments of the Python API for keys that represent several tokens."""
     return {"ratio": case.ratio, "residual": list(case.residual) or None}
 
 
 def bounded(call: Call, args: Mapping[str, Any]) -> Call:
-    """Returns an indexer call with the ratio and residual in `args`, which npu_lightning_indexer lacks."""
+    """Returns an indexer's call whose keys represent args["ratio"] tokens each, which npu_lightning_indexer lacks."""
     if args.get("ratio", 1) == 1:
         return call
     e, behind = call.extents, 0 if args["residual"] is None else np.array(args["residual"], np.int64)
@@ -194,12 +194,12 @@ def bounded(call: Call, args: Mapping[str, Any]) -> Call:
 
 
 def layouts_of(case: Rows) -> dict[str, Any]:
-    """Returns {name: argument} for the layouts and the sparse mode of a test call."""
+    """Returns {name: argument} of a test call: the layouts of queries and keys, and CANN's sparse mode."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns {name: argument} of npu_sparse_flash_attention for a test call, and dy: views in memory of NaN."""
+    """Returns {name: argument} of npu_sparse_flash_attention for a test call, and dy, in memory filled with NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -228,7 +228,7 @@ def arguments(case: SparseCase) -> dict[str, Any]:
 
 
 def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
-    """Returns selected blocks of a test call, int [.., heads, entries], a list per row and head; make: draws them."""
+    """Returns the numbers of selected blocks, int [.., heads, entries], per row and head; make: draws the tensor."""
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
@@ -241,7 +241,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
-    """Returns the blocks that a row of sequence b selects, drawn in the form of case.lists, such as "repeated"."""
+    """Returns the numbers of the blocks that a row of sequence b selects, drawn as case.lists says, e.g. "repeated"."""
     visible, all_ = (-(-keys // case.block) for keys in (case.seen(b, row), case.keys(b)))
     mixed = torch.randperm(visible, generator=generator)
     if case.lists == "none" or not all_:
@@ -254,7 +254,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns {name: argument} of npu_lightning_indexer for a test call, and dy: views in memory of NaN."""
+    """Returns {name: argument} of npu_lightning_indexer for a test call, and dy, in memory filled with NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, integers=case.exact)
@@ -277,7 +277,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """Returns the call of npu_sparse_flash_attention, or of sparse_attention() if `args` have dim_v, for back ends."""
+    """Returns the call, as back ends compute it, of npu_sparse_flash_attention, or of sparse_attention() with dim_v."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
@@ -291,27 +291,27 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
-    """Returns a back end's {name: result}: out, max, sum and (without pages) the gradients; dy: the gradient of out."""
+    """Returns {name: result} on a back end: out, max, sum and (without pages) gradients; dy: the gradient of out."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Call) -> Call:
-    """Returns a call with parameters and tensors in float64."""
+    """Returns a call, as back ends compute it, with its dtypes and tensors converted to float64."""
     dtypes = {name: "float64" for name in ("dtype", "weights_dtype") if hasattr(call.problem, name)}
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
     return replace(call, problem=replace(call.problem, **dtypes), tensors=tensors)
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns {name: result} of a test call in float64, by the reference back end: out, max, sum, gradients."""
+    """Returns {name: result} of a test call in float64, from the reference back end: out, max, sum, gradients."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 
 def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns {name: float64 reference result with a correct program's error size}: out, max, sum, gradients. call: in
-    its dtype. dy: the gradient of out; None: only the forward."""
+    """Returns {name: float64 result with expected error sizes} of a call: out, max, sum, gradients. call: in its dtype;
+    dy: the gradient of out, or None: only the forward."""
     call64 = in_float64(call)
     results = run(call64, "golden")
     result = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
@@ -322,18 +322,18 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
-    """Returns the call of npu_lightning_indexer with the arguments `args`, as back ends compute it."""
+    """Returns the call of npu_lightning_indexer with these arguments by name, as back ends compute it."""
     return bounded(indexer_call(bind(indexer.TORCH, args)), args)
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
-    """Returns (indices, scores) of the keys that an indexer's call selects on the named back end."""
+    """Returns (indices, scores) of the keys that a call of the indexer selects on the named back end."""
     indices, values = run(call, backend).values()
     return indices, values
 
 
 def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
-    """Returns a back end's gradients of an indexer's scores of the keys `indices`; dy: the scores' gradient."""
+    """Returns {name: gradient} of an indexer's scores of the keys `indices`, by a back end; dy: gradient of scores."""
     return run(IndexerBackward(call, dy, indices), backend)
 
 
@@ -341,7 +341,7 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
-    """Returns the tokens that a row of sequence b attends to, in list order, with repetitions; entries: its list."""
+    """Returns the tokens that a row of sequence b attends to, in order, with repetitions; entries: selected blocks."""
     visible, tokens = case.seen(b, row), []
     for slot, block in enumerate(entries):
         if slot >= math.ceil(visible / case.block) or block == -1:
@@ -351,7 +351,7 @@ def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int
 
 
 def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
-    """Returns sequence b's rows [tokens, heads, dim] of argument `name`, read from pages if there is a block table."""
+    """Returns sequence b's rows, [tokens, heads, dim], of the argument `name`, collected from pages if it is paged."""
     tensor, table = args[name], args["block_table"]
     if table is None:
         return sequence_of(case, tensor, "kv", b)

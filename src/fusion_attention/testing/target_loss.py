@@ -1,4 +1,4 @@
-"""Cases of fa.indexer_target_loss(): operands in memory filled with NaN, and golden's results."""
+"""TargetCase: test calls of indexer_target_loss(), with tensors in memory filled with NaN, and float64 results."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ class TargetCase(LossCase):
     """A test call of the indexer's loss with a given target, and its gradients.
 
     Args:
-        target: "part" (sums to less than 1), "unit" (sums to 1), "zero", or "nan" (a NaN in every third row).
+        target: probabilities "part" (sum below 1), "unit" (sum 1), "zero", or "nan" (a NaN in every third row).
     """
 
     target: str = "part"
 
 
 def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
-    """Returns (position in the list and the target, key) of each key that a row of sequence b reads: the keys of its
-    list, or all visible keys. args: the test call's arguments."""
+    """Returns (index in the row's target, number of the key) of each key that a row of sequence b reads: the selected
+    ones, or all visible ones. args: from arguments()."""
     visible = case.seen(b, row)
     if not case.count:
         return [(key, key) for key in range(visible)]
@@ -39,7 +39,7 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
-    """Returns {name: argument} of indexer_target_loss() for a test call; targets that no row reads are NaN."""
+    """Returns {name: argument} of indexer_target_loss() for a test call; unread elements of the target are NaN."""
     make = Maker(case)
     args = {
         "query_index": make.rows("q", case.heads, case.dim),
@@ -61,7 +61,7 @@ def arguments(case: TargetCase) -> dict[str, Any]:
 
 
 def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
-    """Returns a target of `count` probabilities for a row, of kind case.target, such as "zero"; make: draws them."""
+    """Returns `count` target probabilities for a row, of the kind case.target, such as "zero"; make: draws them."""
     p = (2 * make.draw(count)).softmax(-1) * {"zero": 0.0, "part": 0.6}.get(case.target, 1.0)
     if case.target == "nan" and row % 3 == 0:
         p[0] = torch.nan
@@ -69,18 +69,18 @@ def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
 
 
 def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
-    """Returns a test call, as back ends compute it; names: of the results to compute, if not the default ones."""
+    """Returns a test call, as back ends compute it; names: results to compute; (): gradients and loss."""
     call = lower_target(bind(api_target_definition.RECORD, args))
     return replace(call, names=names or call.names)
 
 
 def golden(call: TargetLoss) -> Results:
-    """Returns {name: result} of the call in float64, by the reference back end; the loss is rounded to float32."""
+    """Returns {name: result} of `call` in float64, from the reference back end; the loss is rounded to float32."""
     return run(in_float64(call), "golden")
 
 
 def each_row(case: TargetCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int], list[int]]]:
-    """Yields (sequence, row, slots, keys) for every row that reads a key; slots: the keys' positions in its list."""
+    """Yields (sequence, row, slots, keys) for every row that reads keys; slots: indices of the keys in its target."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if pairs := slots_of(case, args, b, row):

@@ -1,4 +1,4 @@
-"""The entry point of this library's attention(), eager or as an operator in a trace."""
+"""Entry point of this library's attention(), in eager mode or as a registered operator in a trace."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
 def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
-    """Runs attention() on a back end, with arguments by name; returns (out, max, sum).
-    stats: max and sum are needed; if False they may be None. capture() replaces this function while it saves calls."""
+    """Runs attention() on a back end, with arguments by name; returns (out, max, sum). stats: max and sum are needed;
+    if False they may be None. capture(), which records calls to a file, replaces this function meanwhile."""
     dispatch.autocast(args, _CAST)
     drawn = dispatch.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
     if dispatch.is_traced(args.values()):  # The seed is then drawn at every run of the trace.

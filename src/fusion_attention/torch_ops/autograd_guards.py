@@ -1,4 +1,4 @@
-"""Guards for unsupported derivatives: second derivatives and forward mode raise instead of returning zeros."""
+"""Guards against missing derivatives: second derivatives and forward mode raise errors, instead of giving zeros."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class _Once(_SingleLevelFunction):
 
 
 def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Runs compute(), which returns gradients from the tensors `reads`; differentiating them raises. torch's
+    """Returns compute(), gradients computed from the tensors `reads`; differentiating them raises an error. torch's
     once_differentiable is not sufficient: it returns the gradients as constants if the upstream gradient is one."""
     read = tuple(reads)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
@@ -65,7 +65,7 @@ def forward_mode() -> bool:
 
 
 def no_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raises NotImplementedError if a tensor has a tangent."""
+    """Raises NotImplementedError if a tensor has a tangent, that is, takes part in forward-mode differentiation."""
     if forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             "fusion_attention: forward-mode derivatives (jvp, jacfwd, dual numbers) are not computed: use backward(), "

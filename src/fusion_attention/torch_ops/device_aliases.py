@@ -55,18 +55,18 @@ def connect(ways: Ways) -> None:
 
 
 def crosses(device: torch.device) -> bool:
-    """True if this device exists only by name, such as "npu", and another device computes for it."""
+    """True if a device exists only by name, such as "npu", so that another device computes for it."""
     return _ways is not None and device.type == _ways.device
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
     """Wraps a function so that it accepts tensors on a device that exists only by name, such as "npu", and that its
-    TypeErrors suggest parameter names; host: number of last results that stay in host memory."""
+    TypeErrors for unknown keywords suggest existing ones; host: number of last results that stay in host memory."""
     return crossing(suggested(function), host)
 
 
 def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] | None = None) -> Callable[P, R]:
-    """Wraps a function so that it also accepts tensors on a device that exists only by name.
+    """Wraps a function so that it also accepts tensors on a device that exists only by name, such as "npu".
 
     Args:
         function: computes on aliases, tensors over the same memory on the computing device.
@@ -106,7 +106,7 @@ def _elsewhere(
     kwargs: dict[str, Any],
     names: Mapping[str, str] | None,
 ) -> RuntimeError:
-    """Returns torch's error for tensors on several devices, with the name of the argument in a call of `function`."""
+    """Returns torch's error for tensors on several devices, with the name of the argument of `function` in it."""
     home, strange = crossing.tensors[0].device, crossing.strange
     if names is None:
         named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
@@ -125,7 +125,7 @@ def _elsewhere(
 
 
 class _Crossing:
-    """Converts a call's tensors to aliases (the same memory on the computing device), and its results back."""
+    """Converter of tensors on a device by name to aliases, the same memory on the computing device; and back."""
 
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
@@ -163,14 +163,14 @@ class _Crossing:
         return self.aliases[-1]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns a context that applies autocast's state on the device by name to the computing device."""
+        """Returns a context in which the computing device has the autocast state of the device by name ("npu")."""
         if not torch._C._is_any_autocast_enabled():
             return nullcontext()
         dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """Returns a result whose tensors, also in lists, are replaced by tensors on the device by name."""
+        """Returns a result with its tensors, also in lists, converted to the device that exists only by name."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

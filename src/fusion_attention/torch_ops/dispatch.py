@@ -1,4 +1,4 @@
-"""The entry point of calls: runs them eagerly, or as registered operators if torch traces or transforms them.
+"""Entry point of operator calls: runs them eagerly, or as registered operators if torch traces or transforms them.
 
 Eager calls on ordinary tensors avoid the overhead of torch's dispatcher and of serialization (serialize.py).
 """
@@ -19,7 +19,7 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, st
 
 
 def is_traced(args: Iterable[Any]) -> bool:
-    """True if a call must be a registered operator: traced, transformed, under a mode, or with a tensor subclass."""
+    """True if a call must be a registered operator: in a trace, transform, dispatch mode, or with a tensor subclass."""
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -34,8 +34,8 @@ def is_traced(args: Iterable[Any]) -> bool:
 
 
 def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
-    """Casts the named tensors in args to autocast's dtype if it is on, as scaled_dot_product_attention does.
-    names[0] is q, whose device decides."""
+    """Casts the tensors args[name], for all names, to autocast's dtype if it is on, as scaled_dot_product_attention
+    does. names[0] is q, whose device decides."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return  # the usual case, tested first because it is faster than reading a tensor's device
     q = args[names[0]]
@@ -49,7 +49,7 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def drops(keep_prob: Any) -> bool:
-    """True if keep_prob is a number below 1; other checks report values that are not numbers."""
+    """True if keep_prob is a number below 1 (dropout); other checks report values that are not numbers."""
     if isinstance(keep_prob, torch.Tensor) and keep_prob.numel() != 1:
         return False
     return isinstance(keep_prob, _NUMBERS) and bool(keep_prob < 1)
@@ -58,8 +58,8 @@ def drops(keep_prob: Any) -> bool:
 def results(
     op: Op, args: Mapping[str, Any], backend: str = "auto", *, complete: bool = False, reads: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Runs a call of `op` on a back end; returns {name: result}; in a trace, absent ones are empty. complete: with all
-    results that a derivative reads. reads: check the content of tensors; False if the caller made it."""
+    """Runs the operator `op` on a back end; returns {name: result}, in a trace absent ones empty. args: by name.
+    complete: return all results that a derivative reads. reads: check tensors' content; False if the caller made it."""
     if is_traced(args.values()):
         return traced.results(op, args, backend)
     with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
@@ -67,7 +67,7 @@ def results(
 
 
 def in_order(op: Op, args: Mapping[str, Any], like: torch.Tensor) -> Any:
-    """Returns the results of a call of `op` as a tuple in the operator's order; absent ones are empty, in the dtype of
-    `like`. args: arguments by name."""
+    """Runs the operator `op` and returns its results as a tuple, in the order of its definition; absent ones are empty
+    tensors with the dtype of `like`. args: arguments by name."""
     result = results(op, args)
     return tuple(result[name] if name in result else like.new_empty(0) for name in op.results)

@@ -1,4 +1,4 @@
-"""Eager execution of checked calls of all operators, with the derivatives that lowered calls define."""
+"""Eager execution of validated calls of all operators, with autograd through the calls' own gradient formulas."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
-    """Runs a call on a back end and returns {name: result}, without autograd."""
+    """Runs a call on a back end, without autograd, and returns {name: result}."""
     results = call.results()
     compute(call, results, backend)
     return results
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """Runs a checked call on a back end and returns {name: result}, with the derivatives that the operator definition
-    declares. Results that were not requested may be among them; `complete` asks for all that a derivative reads. how:
-    further arguments of Op.lower: seed and offset for dropout, the format of statistics."""
+    """Runs a validated call on a back end and returns {name: result}, with autograd if the operator has derivatives.
+    Results that were not requested may be among them; complete: all that a derivative reads are. how: further arguments
+    of Op.lower, the conversion for back ends: seed and offset of dropout, format of softmax statistics."""
     op = bound.op
     backend = chosen(backend)
     prepared: Prepared | None = bound.call_cache.prepared.get(backend)
@@ -67,7 +67,7 @@ def _trained(
     backend: str,
     prepared: Prepared | None,
 ) -> Results:
-    """Runs a call on `inputs` with autograd, and returns {name: result}; bare: the call without tensors."""
+    """Runs a call on the tensors `inputs` with autograd, and returns {name: result}; bare: the call without tensors."""
     # Inputs without a gradient are detached, so that backward does not run through, and free, their graph.
     tensors = [
         t.detach() if t is not None and t.requires_grad and name not in op.trained else t

@@ -77,7 +77,7 @@ _WORDS = {
 
 
 def refuse(function: Callable[..., Any], words: Iterable[str]) -> NoReturn:
-    """Raises TypeError, with a line for each of the keywords `words`, which a function does not have."""
+    """Raises TypeError with a line of advice for each of the keywords `words`, which a function does not have."""
     raise TypeError("\n".join(_line(function, word) for word in words))
 
 

@@ -26,7 +26,7 @@ def suggested(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeError) -> TypeError:
-    """Returns a TypeError with a suggestion if a keyword is not a parameter of the function, else the given error."""
+    """Returns a TypeError that suggests a parameter for a keyword in `given` that `function` lacks, else `error`."""
     parameters = inspect.signature(function).parameters
     unknown = [name for name in given if name not in parameters]
     if not unknown or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -37,7 +37,7 @@ def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeE
 
 
 def misused(function: Callable[..., object], given: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
-    """Returns the TypeError that Python raises for arguments that do not match a function's signature."""
+    """Returns the TypeError that Python raises for positional (given) and keyword (named) arguments that do not fit."""
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     first = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     error = misspelt(function, named, TypeError())

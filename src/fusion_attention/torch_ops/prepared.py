@@ -1,6 +1,6 @@
-"""Prepared forward calls: plan and views are fixed, and a call only passes the addresses of its tensors.
+"""Prepared forward calls: the division of work and the memory views are fixed, and only tensors' addresses change.
 
-Prepared calls are stored in the cache of a signature and its lengths (contract.CallCache), by back end.
+They are stored, by back end, in the cache of all calls with the same shapes and lengths (contract.CallCache).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PACKED = ("slopes", "sink")  # operands that the core reads as contiguous float
 
 
 class Prepared:
-    """The plan, the strides of operands, and the shapes of results, for all calls with the same shapes, strides, dtypes
-    and options, whatever memory their tensors have; it keeps no tensor of a caller.
+    """A forward call that runs repeatedly on tensors with the same shapes, strides, dtypes and options, at any address;
+    it keeps the plan, the strides of operands and the shapes of results, but no tensor of a caller.
 
     Attributes:
         bare: for autograd, a pair: the call in the form that back ends compute, without its tensors; and for each of
@@ -36,7 +36,7 @@ class Prepared:
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
-        """Plans the call on a back end; views: of its tensors, without memory; sources: by tensor, from _source()."""
+        """Plans the call on a back end; views: of its tensors, without memory; sources: {tensor's name: _source()}."""
         self.bare: tuple[Differentiable, tuple[str, ...]] | None = None
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
@@ -49,14 +49,14 @@ class Prepared:
         self._core = p.module.prepare(p.problem, p.schedule, call.operands(memory), self._names)
 
     def results(self, args: Mapping[str, Any], complete: bool) -> dict[str, Tensor]:
-        """Runs a call and returns {name: result}; complete: with softmax statistics even if they were not requested."""
+        """Runs the call on the tensors in `args`, returns {name: result}; complete: also unrequested statistics."""
         names, further = self._call_names
         if further is not None:
             return further.make(*self.run(args, stats=complete or further.stats))
         return dict(zip(names if complete else names[:1], self.run(args, stats=complete), strict=False))
 
     def run(self, args: Mapping[str, Any], *, stats: bool) -> list[Any]:
-        """Allocates, writes and returns the results; stats False: all but the first may be None."""
+        """Runs the call and returns newly allocated results as a list; stats: False: all but the first may be None."""
         core = self._core  # another thread may reset it meanwhile
         first, *others = self._templates
         if core is not None:
@@ -71,9 +71,9 @@ class Prepared:
 
 
 def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
-    """Returns the plan and views for all calls that differ from `call` only in memory; None if each has to be
-    converted. To determine the argument of each operand, the call is converted again with meta tensors, one storage per
-    argument."""
+    """Returns a Prepared for all calls that differ from `call` only in memory; None if each has to be converted for
+    back ends. To determine the argument that each operand comes from, the call is converted again with meta tensors,
+    one storage per argument."""
     lower = bound.op.lower
     if lower is None or not call.repeats or not len(call.extents):
         return None
@@ -108,7 +108,7 @@ def _first(tensors: Any) -> Tensor:
 
 
 def _stand_in(tensors: Any, widened: bool) -> Any:
-    """Returns a meta tensor with shape, strides and dtype of an argument, or contiguous float32 if `widened`."""
+    """Returns a meta tensor with the shape, strides and dtype of an argument; widened: contiguous float32 instead."""
     if not isinstance(tensors, torch.Tensor):
         return type(tensors)(_stand_in(t, widened) for t in tensors)
     if widened:
@@ -119,8 +119,8 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
 def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
 ) -> tuple[str, Source, Source]:
-    """Returns (argument, start, view) for `operand`: the argument whose memory it is in, and two functions of a call's
-    arguments by name: to a tensor at the operand's address, and to the operand. widened: it is a float32 copy."""
+    """Returns (argument, start, view): the name of the argument that has the memory of `operand`, and functions from
+    {name: argument} to a tensor at its address, and to the operand itself. widened: the operand is a float32 copy."""
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):

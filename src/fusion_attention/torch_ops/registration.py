@@ -20,8 +20,8 @@ def register(
     library: torch.library.Library = _LIBRARY,
     keys: tuple[str, ...] = ("CPU", "CUDA"),
 ) -> None:
-    """Registers an operator with torch: its schema, implementation for the devices in `keys`, fake results and
-    autograd; without `autograd` the operator computes gradients, whose derivative raises."""
+    """Registers a torch operator: its schema, an implementation (run) for the devices `keys`, a fake implementation for
+    traces, and autograd; without `autograd` the operator computes gradients, and differentiating it raises."""
     name = schema.partition("(")[0]
     library.define(schema)
     for key in keys:
@@ -32,7 +32,7 @@ def register(
 
 
 def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
-    """Returns the implementation, for autograd, of an operator that computes gradients: their derivative raises."""
+    """Returns the autograd implementation of an operator that computes gradients: differentiating these raises."""
 
     def call(*args: Any) -> list[torch.Tensor]:
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
@@ -49,7 +49,7 @@ def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
 
 
 def _no_vmap(*args: Any) -> Any:
-    """Raises NotImplementedError: the implementation for torch.vmap of operators that do not support it."""
+    """Raises NotImplementedError; it is the implementation of torch.vmap for operators that do not support it."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )

@@ -1,8 +1,7 @@
-"""Serialization of any operator's call to arguments of a torch operator: tensors, lengths as int64 tensors,
-numbers and one line of text.
+"""Serialization of a call of any operator as arguments of one torch operator: tensors, numbers and a line of text.
 
-A trace therefore contains no lengths and no plan: checks, lowering and planning run inside the operator. pack()
-serializes arguments; read() and unpack() restore them.
+A trace therefore contains no lengths and no work division: checks, conversion and planning run inside the operator.
+pack() serializes arguments; read() and unpack() restore them.
 """
 
 import ast
@@ -38,7 +37,7 @@ class Names(NamedTuple):
 
 
 def names_of(op: str) -> Names:
-    """Returns the names of the parameters, by kind, and results of the operator `op`."""
+    """Returns the names of the parameters, by kind, and of the results of the operator named `op`."""
     record = RECORDS[op]
     return Names(
         tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output),
@@ -50,7 +49,7 @@ def names_of(op: str) -> Names:
 
 
 def constant(function: Callable[[str], Any], value: str) -> Any:
-    """Returns function(value), in a trace as a constant, so that torch does not trace definitions and settings."""
+    """Returns function(value); in a trace it is evaluated as a constant, so that torch does not trace the function."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -59,9 +58,9 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """Returns the arguments of a torch operator that represent a call of `op` on a back end in a trace. A list of
-    lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the declared one;
-    bind() reports wrong types later."""
+    """Returns the arguments of the registered torch operator for a call of operator `op` with the arguments `args`. A
+    list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
+    declared one; bind() reports wrong types later."""
     names = constant(names_of, op)
     ints: dict[str, Any] = {}
     floats: dict[str, Any] = {}
@@ -106,7 +105,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
 
 
 def settings_of(backend: str) -> str:
-    """Returns the current settings as text "backend,strict,check_content", which a traced call stores."""
+    """Returns the settings as text "backend,strict,check_content", such as "cpu,0,1", which a traced call stores."""
     settings = current()
     return f"{chosen(backend)},{settings.strict:d},{settings.check_content:d}"
 
@@ -120,11 +119,11 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """The parsed line of text that a trace stores for a call of an operator.
+    """The parsed line of text by which a trace stores the operator, back end, settings and attributes of a call.
 
     Attributes:
         strict, check_content: True if set when the call was traced; None: settings at run time decide.
-        ints, floats: names of the numbers; lists: {parameter: number of its tensors}; words: other attributes.
+        ints, floats: names of numbers; lists: {parameter: number of its tensors}; words: {other attribute: value}.
     """
 
     op: Op
@@ -139,7 +138,7 @@ class Text:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Text:
-    """Returns the parsed line of text that a trace stores for a call; results are cached."""
+    """Returns the Text of `text`, the line that a trace stores for a call of an operator; results are cached."""
     name, settings, ints, floats, lists, words = text.split(";", 5)
     backend, strict, content = settings.split(",")
     op = RECORDS[name]
@@ -154,7 +153,7 @@ def read(text: str) -> Text:
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
-    """Returns {name: argument} of a call, the inverse of pack(); text: the parsed line that the trace stores."""
+    """Returns {name: argument} of a call, the inverse of pack(); text: the parsed line that the trace stores for it."""
     names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
@@ -167,12 +166,12 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """Checks the arguments `args`, by name, of a call in a trace, and returns the checked call."""
+    """Validates a call in a trace, of the operator in `text` with the arguments `args`, and returns it as Bound."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """Checks a call in a trace; one with symbolic sizes or lengths (arrays) is checked when it runs."""
+    """Validates a call in a trace; one with symbolic sizes or with lengths (arrays) is validated when it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
     is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))

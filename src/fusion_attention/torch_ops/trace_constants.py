@@ -1,4 +1,4 @@
-"""Functions whose results are constants in a torch.compile trace, or that run outside of it.
+"""Functions that torch.compile evaluates as constants of a trace, or runs outside of it.
 
 This module is loaded by the first trace, because torch's decorators import its compiler, which takes about as long as
 importing torch.

@@ -1,6 +1,6 @@
-"""The registered operators `lowered` and `lowered_grad`, which represent calls in traces, transforms and modes.
+"""The torch operators `lowered` and `lowered_grad`, which represent calls of all operators in traces and transforms.
 
-The first runs a call of any operator with results, the second its derivative.
+The first runs a call of any operator and returns its results, the second its gradients.
 """
 
 from collections.abc import Mapping
@@ -22,19 +22,19 @@ Tensor = torch.Tensor
 
 
 def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, call: str) -> tuple[Text, dict[str, Any]]:
-    """Returns (parsed text `call`, {name: argument}) from the arguments of a registered operator."""
+    """Returns (parsed text `call`, {name: argument}) from the arguments of the torch operator `lowered`."""
     text = read(call)
     return text, unpack(tensors, arrays, ints, floats, text)
 
 
 def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
-    """Checks a call from the parsed text and its arguments, and converts it for back ends; seed: drawn, or None."""
+    """Validates a call from its text and arguments, and converts it for back ends; seed: a drawn one, or None."""
     assert text.op.lower is not None
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """Returns the tensors of `by_name` in the order of names, with an empty one like `like` for each absent name."""
+    """Returns the tensors by_name[name] for all names, with an empty one like `like` for each absent name."""
     return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 
@@ -139,7 +139,7 @@ register(
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor | None = None) -> dict[str, Tensor]:
-    """Runs a call as a registered operator; returns {name: result}, absent ones empty. seed: a drawn seed."""
+    """Runs a call of `op` as a torch operator and returns {name: result}, absent ones empty; seed: a drawn seed."""
     packed = pack(op.name, args, seed, backend)
     return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))
 

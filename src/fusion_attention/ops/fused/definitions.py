@@ -1,8 +1,8 @@
-"""Operator definitions of CANN's fused inference attention, PromptFlashAttention and FusedInferAttentionScore, and of
-torch_npu's three functions.
+"""Definitions (parameters, legality rules, formulas) of CANN's fused inference attention operators,
+PromptFlashAttention and FusedInferAttentionScore, and of torch_npu's three functions for them.
 
 A version lists its differences from an earlier one; parameters that IncreFlashAttention also has are imported from
-ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
+ops/inference/definitions.py. Rules are in rules.py, the conversion for back ends is in lower.py.
 """
 
 from dataclasses import replace

@@ -41,13 +41,13 @@ def of_output(layout: str) -> str:
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
     """Returns {input_layout: names of axes, such as "B S1 N1 D"} of query (side "1") or key (side "2") tensors, or of
-    the output; dim: the name of the axis of a row's elements."""
+    the output; dim: name of the axis of a head's elements, such as "D"."""
     of = of_output if output else of_inputs
     return {layout: words_of(of(layout), side, dim) for layout in (*LAYOUTS, "SH")}
 
 
 def lse_words() -> dict[str, str]:
-    """Returns {input_layout: names of axes} of softmax_lse; the size of axis L is None if it is not requested."""
+    """Returns {input_layout: names of axes} of softmax_lse; the last, L, has 1 element (None: lse not requested)."""
     return {name: "T1 N1 L" if name in PACKED else "B N1 S1 L" for name in LAYOUTS}
 
 
@@ -60,12 +60,12 @@ def packed(layout: str) -> bool:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """Returns the layout of a paged cache by its axes: 3 "BSH", 4 "BNSD", 5 "NZ" (rows in fragments), else ""."""
+    """Returns the layout of a paged cache by its number of axes: 3 "BSH", 4 "BNSD", 5 "NZ" (fragments), else ""."""
     return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """Returns the layout of a key or value tensor of a call with arguments `n`."""
+    """Returns the layout, such as "BSH", of a key or value tensor, padded, packed or paged; `n`: arguments by name."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
@@ -87,7 +87,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Returns {axis: size} of B, S1 and S2 that follow from the lengths in `n`, for tensors of sample calls."""
+    """Returns {axis: size} of B, S1 and S2, from lengths among the arguments `n`, to generate example tensors."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -99,7 +99,7 @@ def _sizes(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused(padding: np.ndarray) -> int:
-    """Returns the number in a padding_size argument: unused slots behind every sequence; 0 if the list is empty."""
+    """Returns the number of unused slots behind every sequence: `padding`'s element, at least 0; 0 if it is empty."""
     return max([0, *map(int, padding[:1])])
 
 
@@ -122,8 +122,8 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
 
 
 def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns (keys, slot of the first key, number of slots) per sequence, from the arguments `n`; a slot stores one
-    key. q_len: query rows per sequence; tokens: slots of a sequence in each key tensor."""
+    """Returns (number of keys, slot of the first key, number of slots) per sequence, from the arguments `n`; a slot
+    stores one key. q_len: query rows per sequence; tokens: slots per sequence in each key tensor."""
     layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
     first = np.zeros(batch, np.int64)
     if n["block_table"] is not None:
@@ -140,7 +140,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """Returns (used keys of the prefix that sequences share, keys in its tensor) of a call `n`; heads: key heads."""
+    """Returns (used keys, keys in the tensor) of the prefix shared by all sequences; n: arguments; heads: key heads."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -158,8 +158,8 @@ def is_triangle(mask: torch.Tensor) -> bool:
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """Returns the kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed) or
-    "tree". one_token: a query of one token, for which CANN reads no compressed mask."""
+    """Returns the kind of a mask in CANN's sparse_mode: "none", "full" (an element per score), "triangle" (compressed,
+    causal) or "tree". one_token: a query of one token, for which CANN reads no compressed mask."""
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:
@@ -168,8 +168,8 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """Returns {"mode", "pre", "next", "mask_kind"} of a call `n`: the sparse mode, the window's tokens and the kind of
-    mask that apply; one_token: True if CANN ignores mode and window."""
+    """Returns {"mode", "pre", "next", "mask_kind"}, CANN's sparse mode, the window's tokens before and behind the
+    diagonal, and the kind of mask, as they apply; n: arguments; one_token: True if CANN ignores mode and window."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -182,7 +182,7 @@ def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's shapes, lengths and modes.
+    """Returns {name: value} derived from shapes, lengths and modes in `n`, the arguments of fused inference attention.
 
     * B, S1, S2, N2, Dv, L: axes. S1: the largest number of rows of a sequence; S2: slots of a key tensor, or of a row
       of the page table.
@@ -249,7 +249,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dim_v(n: Mapping[str, Any]) -> Any:
-    """Returns the elements of a value row of a call with arguments `n`, an int, or a torch.SymInt in a trace."""
+    """Returns the number of elements per head of values, an int, or a torch.SymInt in a trace; n: arguments by name."""
     value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
     each = 8 if value.dtype == torch.int32 else 1
     if n["block_table"] is not None and value.dim() == 5:
@@ -278,7 +278,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """Returns the dtype of attention_out if the call, with arguments `n`, allocates it."""
+    """Returns the dtype of attention_out that an operator with arguments `n` allocates."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

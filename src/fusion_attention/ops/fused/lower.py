@@ -1,4 +1,4 @@
-"""Lowering of a checked call of fused inference attention to an InferenceCall.
+"""Conversion of a validated call of CANN's fused inference attention to an InferenceCall, which back ends compute.
 
 geometry.py derives lengths and shapes. Parameters that an operator definition lacks have values without effect
 (Op.neutral).
@@ -37,7 +37,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Settled:
-    """The objects that all calls with the same signature and lengths share.
+    """Parts of an InferenceCall that depend only on shapes, dtypes and lengths; calls that agree in these share them.
 
     Attributes:
         problem: the attention's parameters (heads, sizes, dtypes, ...) if keys and values are different memory.
@@ -51,7 +51,7 @@ class _Settled:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Converts a checked call `bound` of fused inference attention to the form that back ends compute."""
+    """Converts a validated call `bound` of fused inference attention to an InferenceCall, which back ends compute."""
     n = bound.names
     settled: _Settled = bound.once(_settle)
     key, value = members(n["key"]), members(n["value"])
@@ -97,19 +97,19 @@ def _settle(n: dict[str, Any]) -> _Settled:
 
 
 def _prepared(layout: str) -> str:
-    """Returns the key of LAYOUTS for an input layout: "NTD" (packed) for "NSD", one sequence, else the same."""
+    """Returns the layout itself, but "NTD" (packed tokens) for "NSD", which has one sequence."""
     return "NTD" if layout == "NSD" else layout
 
 
 def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
-    """True if keys and values are the same memory, as latents are; kernels then read it once."""
+    """True if keys and values are the same memory, as MLA's latents are; kernels then read it once."""
     k, v = key[0], value[0]
     same = len(key) == len(value) == 1 and (k.is_cpu or k.is_cuda) and k.device == v.device
     return same and k.data_ptr() == v.data_ptr() and k.shape == v.shape and k.stride() == v.stride()
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
-    """Returns the mask (not compressed) of a call `n`, viewed with axes that broadcast to [B, N1, S1, S2]."""
+    """Returns atten_mask, not compressed, viewed with axes that broadcast to [B, N1, S1, S2]; n: arguments by name."""
     mask: Tensor = n["atten_mask"]
     if mask.dim() == 4:
         return mask
@@ -143,7 +143,7 @@ def fused_band(n: Mapping[str, Any]) -> Band:
 
 
 def _is_full(n: Mapping[str, Any]) -> bool:
-    """True if the call `n` computes with query, keys, values and weights that are all int8, with one scale each."""
+    """True if query, keys, values and weights are all int8, with one scale each; n: arguments by name."""
     return n["query"].dtype == torch.int8 and n["query_quant_mode"] == 0
 
 
@@ -160,7 +160,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """Returns dequantisation scales of keys (side 0) or values (side 1), which a call `n` has in one of three ways."""
+    """Returns the dequantisation Scales (scale, offset) of keys (side 0) or values (1); n: arguments by name."""
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED

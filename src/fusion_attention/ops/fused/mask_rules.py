@@ -1,4 +1,4 @@
-"""Rules on mask, mode, window, pse_shift and sink of fused inference attention; rules.py has most others."""
+"""Legality rules on mask, sparse mode, window, additive bias (pse_shift) and sink of fused inference attention."""
 
 from typing import Any
 

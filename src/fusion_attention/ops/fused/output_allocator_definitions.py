@@ -7,7 +7,7 @@ from fusion_attention.ops.fused.definitions import TORCH_V1, TORCH_V2
 
 
 def _allocator(op: Op, *names: str, **more: Any) -> Op:
-    """Returns the definition of a function that allocates op's results; names: parameters that give their shapes."""
+    """Returns the definition of a function that only allocates op's results; names: parameters they depend on."""
     name, params = f"_{op.name}_infer_output", tuple(op.by_name[name] for name in names)
     summary = f"Allocates the results of {op.name}, for its `.out` overload; computes nothing."
     returned = "(attention_out, softmax_lse), not initialised."

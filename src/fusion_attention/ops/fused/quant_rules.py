@@ -1,4 +1,4 @@
-"""Rules on quantization in fused inference attention: integer caches, queries and outputs, and their scales."""
+"""Legality rules on quantization in fused inference attention: integer KV caches, queries, outputs, and scales."""
 
 from typing import Any
 

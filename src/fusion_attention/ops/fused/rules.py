@@ -1,4 +1,4 @@
-"""Rules on inputs and lengths of fused inference attention, and the chip's limits of them.
+"""Legality rules on inputs and lengths of CANN's fused inference attention, and the chip's limits of them.
 
 Rules on the cache are in cache_rules.py, on masks and biases in mask_rules.py, on integers in quant_rules.py; rules
 that also apply to IncreFlashAttention are in ops/inference/rules.py. docs/rulings.md 15 explains levels and codes.

@@ -1,4 +1,4 @@
-"""The operator definition of this library's lightning_indexer()."""
+"""Definition (parameters, legality rules) of this library's lightning_indexer(), which selects keys by top-k scores."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the sparse mode."""
+    """Returns {name: value} derived from the arguments `names`: lengths, axis sizes, sparse mode; K: keys per row."""
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 

@@ -1,6 +1,6 @@
-"""Operator definitions of CANN's lightning indexer and its gradient, in the two-phase interface and in torch_npu.
+"""Definitions (parameters, legality rules, formulas) of CANN's lightning indexer and its gradient, also in torch_npu.
 
-Most rules are in ops/sparse/rules.py, lowering is in lower.py.
+Most rules are in ops/sparse/rules.py; the conversion for back ends is in lower.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without hea
 
 
 def _list_layout(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function that returns the layout of the tensor `name`, whose axis of one head may be missing."""
+    """Returns a function from {name: argument} to the layout of the tensor `name`: " without heads" is added to the
+    query's layout if the tensor lacks the axis of one head."""
 
     def layout(names: Mapping[str, Any]) -> str:
         tensor, of_query = names.get(name), str(names.get("layout", ""))
@@ -189,8 +190,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments (`names`): lengths, and axes; K: keys selected per row; Kv:
-    K, or None if the call does not return their scores."""
+    """Returns {name: value} derived from the arguments `names`: lengths, axis sizes, K, the number of keys selected per
+    row, and Kv, which is K, or None if their scores are not returned."""
     count = names["sparse_count"]
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 

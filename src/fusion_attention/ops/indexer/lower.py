@@ -1,4 +1,4 @@
-"""Lowering of a checked call of the indexer to a lowered call (Indexer)."""
+"""Conversion of validated calls of the lightning indexer, forward and gradient, to objects that back ends compute."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fusion_attention.ops.sparse.lowered_call import page_table
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """Converts a checked forward or gradient call `bound` of the indexer to its forward call for back ends."""
+    """Returns the forward call, as back ends compute it, of a validated forward or gradient call of the indexer."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), bounded_extents(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
@@ -21,9 +21,9 @@ def indexer_call(bound: Bound) -> Indexer:
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
-    """Returns the Extents (lengths, bands of visible keys) of a checked call whose keys stand for n["ratio"] tokens
-    each. n["residual"] is the number of tokens after those of the last key; None: query rows are all tokens of the
-    sequence, and the residual is their number modulo ratio."""
+    """Returns the Extents (lengths, bands of visible keys) of a call in which each key stands for n["ratio"] tokens. n:
+    arguments and derived values; n["residual"]: number of tokens after those of the last key; None: query rows are all
+    tokens of the sequence, and the residual is their number modulo ratio."""
     extents, ratio = extents_of(n), n["ratio"]
     if n.get("q_start") is not None:  # operators whose sequences may be followed by unused rows
         extents = replace(extents, starts=(n["q_start"], n["k_start"]))
@@ -34,7 +34,7 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
-    """Converts a checked call `bound` of the indexer, forward or gradient, to the form that back ends compute."""
+    """Converts a validated call of the lightning indexer, forward or gradient, to an object that back ends compute."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
         return call

@@ -1,4 +1,4 @@
-"""Lowered calls of the lightning indexer, forward and gradient, with their views."""
+"""Calls of the lightning indexer, forward and gradient, as back ends compute them: parameters, tensors, views."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 @dataclass(frozen=True, eq=False)
 class IndexCall(TensorCall):
-    """Base of calls of an indexer, which scores keys, and of its losses; `trained` names its query, key and weights."""
+    """Base class of calls of an indexer and its losses for back ends; trained: names of its query, key and weights."""
 
     problem: Any
     trained = DIFFERENTIABLE
@@ -41,7 +41,7 @@ class IndexCall(TensorCall):
         return row_view(tensor, self.layout, heads, self.extents, "kv")
 
     def index(self, lists: Sequence[RowView] = (), stats: Stats | None = None) -> IndexerOperands:
-        """Returns views of the indexer's query, key, weights, lists of selected keys, scores, and statistics."""
+        """Returns memory views of query, key, weights, with `lists` (selected keys, scores) and `stats` (max, sum)."""
         q, k, weights = (self.given(name) for name in self.trained)
         lists_and_values = dict(zip(_LISTS, lists, strict=False))
         rows = self.rows(q, self.heads), self.keys(k), self.rows(weights.unsqueeze(-2))
@@ -50,7 +50,8 @@ class IndexCall(TensorCall):
     def written(
         self, gradients: Sequence[Tensor], dvalues: RowView | None = None
     ) -> tuple[IndexerGrads, tuple[Tensor, ...]]:
-        """Returns (views of the gradients of query, key, weights; gradients with rows outside sequences, to clear)."""
+        """Returns (views of the gradients of query, key and weights; the gradients that have rows outside all
+        sequences, to be zeroed). dvalues: view of the gradient of the selected scores."""
         dq, dk, dweights = gradients
         keys: Any = self.keys(dk)  # not in pages
         grads = IndexerGrads(self.rows(dq, self.heads), keys, self.rows(dweights.unsqueeze(-2)), dvalues)
@@ -60,11 +61,11 @@ class IndexCall(TensorCall):
 
 @dataclass(frozen=True, eq=False)
 class Indexer(IndexCall):
-    """A forward call of the indexer, as back ends compute it.
+    """A forward call of the lightning indexer, as back ends compute it.
 
     Args:
         offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
-        layout_kv: layout of keys.
+        layout_kv: axis order of the key tensor, "BSND", "TND", or paged.
     """
 
     problem: IndexerProblem
@@ -73,29 +74,29 @@ class Indexer(IndexCall):
     op_kind = "indexer_topk"
 
     def lists(self, tensor: Tensor) -> RowView:
-        """Returns a view of lists of keys, or their scores, per query token; the axis of one head may be missing."""
+        """Returns a view of selected keys, or their scores, [.., K] per query token; its head axis may be absent."""
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView | PagedView:
         return key_view(tensor, self.layout_kv, heads, self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """Returns views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
+        """Returns memory views of the input tensors, of lists["indices"], and, if present, of lists["values"]."""
         return self.index([self.lists(lists[name]) for name in _LISTS if name in lists])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the results: the indices, and the values if they are requested."""
+        """The names of the results: indices of the selected keys, and their scores if these are requested."""
         return RESULTS[: 1 + self.problem.has_values]
 
     @property
     def repeats(self) -> bool:
-        """True if a back end computes the complete call: no offset is added, and every row is in a sequence."""
+        """True if the kernels compute the complete call: no offset is added, and every row is in a sequence."""
         return self.offset is None and self.covers(self.given("query"))
 
     @property
     def further(self) -> Further:
-        """Returns the function that makes the dictionary of results from the tensors that a run writes."""
+        """The function that makes {name: result} from the tensors that kernels write."""
         names = self.names
         return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
 
@@ -145,8 +146,8 @@ class Indexer(IndexCall):
 
 
 def fresh(n: Mapping[str, Any], promoted: bool = False) -> dict[str, Tensor]:
-    """Allocates {name: result} of a forward call from its arguments and derived values `n`.
-    promoted: selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype."""
+    """Allocates {name: tensor} of the selected keys' indices and, if requested, their scores; n: arguments by name.
+    promoted: the scores are float32, or float64 for a float64 query; False: of the query's dtype."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
@@ -155,12 +156,12 @@ def fresh(n: Mapping[str, Any], promoted: bool = False) -> dict[str, Tensor]:
 
 
 def fresh_gradients(n: Mapping[str, Any], trained: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Tensor]:
-    """Allocates {name: gradient} of the tensors `trained` of a call with arguments `n`."""
+    """Allocates {"d" + name: gradient} of the tensors named in `trained`; n: arguments by name."""
     return {f"d{name}": empty(n[name], n[name].shape) for name in trained}
 
 
 class IndexerBackward(OfCall):
-    """A gradient call of the indexer, as back ends compute it, from the scores' gradient and the selected indices."""
+    """A gradient call of the indexer for back ends; dvalues: gradient of the scores of the selected keys, `indices`."""
 
     call: Indexer
     op_kind = "indexer_backward"

@@ -1,5 +1,5 @@
-"""Operator definitions of CANN's second lightning indexer, whose keys may each stand for several tokens, in the
-two-phase interface and in the package cann_ops_transformer."""
+"""Definitions of CANN's second lightning indexer, whose keys may each stand for several tokens (compressed keys), in C
+and in the Python package cann_ops_transformer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -170,17 +170,17 @@ LIMITS = (
 
 
 def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
-    """True (else text) if no sequence of q_len rows and kv_len keys has between 1 and ratio - 1 more tokens than rows.
-    A key stands for `ratio` tokens, after which `residual` follow. Such a difference indicates a residual that was
-    computed from the number of keys instead of tokens."""
+    """True unless a sequence of q_len rows and kv_len keys has 1 to ratio - 1 more tokens than rows; then error text. A
+    sequence has kv_len * ratio + residual tokens. Such a difference indicates a residual that was computed from the
+    number of keys instead of tokens."""
     tokens = kv_len * ratio + residual
     few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))
     return not len(few) or f"{tokens[few[0]]} tokens and {q_len[few[0]]} rows of sequence {few[0]}"
 
 
 def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: q_len and kv_len, and for queries (SIDE q) and keys
-    (k) the number of each sequence's rows in memory, used or not (SIDE_capacity), and its first (SIDE_start)."""
+    """Returns {name: numbers per sequence} derived from the arguments `n`: q_len and kv_len, the used rows and keys;
+    q_capacity and k_capacity, those in memory, used or not; q_start and k_start, index of the first."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result = {f"{side}_capacity": cu_seqlens.stored(n[f"cu_seqlens_{side}"], count, n[axis])
               for side, axis in (("q", "S1"), ("k", "S2"))}  # fmt: skip
@@ -194,8 +194,8 @@ def sequences_of(n: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: those of sequences_of(), and axes; the size of axis Kv
-    is None if the call does not return the selected scores."""
+    """Returns {name: value} derived from the arguments `n`: lengths (sequences_of), and sizes of axes: K, the number of
+    selected keys; Kv, the same, or None if their scores are not returned; S1 and S2, the largest lengths."""
     result, count = sequences_of(n), n["sparse_count"]
     result |= {"K": count, "Kv": count if n["return_values"] else None}
     if n["layout"] == "TND":

@@ -1,4 +1,4 @@
-"""The operator definition of `fusion_attention.indexer_loss`, over selected keys or over all keys of a band."""
+"""Definition (parameters, legality rules) of `fusion_attention.indexer_loss`, over selected or all visible keys."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The operator definition of `fusion_attention.indexer_target_loss`, whose target is passed by the caller."""
+"""Definition (parameters, rules, formula) of `fusion_attention.indexer_target_loss`: the caller passes the target."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Operator definitions of CANN's losses of the lightning indexer, with their gradients, and of the indexer's softmax
-statistics.
+"""Definitions (parameters, legality rules, formulas) of CANN's KL losses of the lightning indexer, with their
+gradients, and of the softmax statistics of the indexer's scores.
 
-Most rules are in ops/sparse/rules.py, lowering is in lower.py.
+Most rules are in ops/sparse/rules.py; the conversion for back ends is in lower.py.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ from fusion_attention.ops.sparse.definitions import (
 
 
 def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the indexer's parameters query_index, key_index and weights.
+    """Returns definitions of the indexer's tensor parameters query_index, key_index and weights.
     heads, dim: names of axes; dtypes: of query_index; like: the tensor whose dtype key_index has."""
     return (
         Tensor("query_index", "Query rows of the indexer.", dtypes=dtypes, shape=rows("1", heads, dim)),

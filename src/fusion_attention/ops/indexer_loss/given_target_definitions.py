@@ -1,4 +1,4 @@
-"""Operator definitions of CANN's losses of the indexer with a target as argument, and of the indexer's log-sum-exp."""
+"""Definitions of CANN's KL losses of the indexer with target probabilities as argument, and of its log-sum-exp."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,8 +61,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: lengths, number of rows in memory and first row of
-    each sequence, and sizes of axes."""
+    """Returns {name: value} derived from the arguments `n`: lengths, rows and keys in memory per sequence, their first
+    indices, and, if tokens are packed, the sizes of the axes S1 and S2."""
     result = second.sequences_of(n)
     if n["layout"] == "TND":
         result |= {axis: int(result[f"{side}_capacity"].max(initial=0)) for side, axis in (("q", "S1"), ("k", "S2"))}
@@ -76,9 +76,9 @@ def keys_read(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None, kv_len: np.ndarray,
     mode: int, ratio: int, residual: np.ndarray | None,
 ) -> Outcome:  # fmt: skip
-    """True (else text) if every list has at most as many entries as its row has visible keys, all of them visible.
-    q_len, kv_len: lengths per sequence; q_start: their first rows; mode: sparse_mode, 3 if causal. A key stands for
-    `ratio` tokens, after which `residual` follow."""
+    """True (else text) if every list of selected keys has at most as many entries as its row has visible keys, all of
+    them visible. q_len, kv_len: lengths per sequence; q_start: index of their first rows; mode: sparse_mode, 3 if
+    causal. A key stands for `ratio` tokens; `residual` tokens follow the last key's."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         behind = len(listed) % ratio if residual is None else int(residual[b])

@@ -1,4 +1,4 @@
-"""Lowers a checked call of the indexer's loss or of its statistics to the intermediate representation."""
+"""Conversion of validated calls of the lightning indexer's loss, or of its softmax statistics, for back ends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def lower(bound: Bound) -> Loss | Statistics:
-    """Converts a checked call `bound` of an indexer's loss or softmax statistics to the form that back ends compute."""
+    """Converts a validated call `bound` of an indexer's KL loss, or of its softmax statistics, for back ends."""
     n = bound.names
     if "query" not in bound.op.by_name:
         indexer, extents = bound.once(lambda n: (_indexer(n), extents_of(n)))
@@ -32,14 +32,14 @@ def lower(bound: Bound) -> Loss | Statistics:
 
 
 def lower_lse(bound: Bound) -> LogSum:
-    """Converts a checked call `bound` of the log-sum-exp of an indexer's scores to the form that back ends compute."""
+    """Converts a validated call `bound` of the log-sum-exp of an indexer's scores to a LogSum, for back ends."""
     n = bound.names
     indexer, extents = bound.once(lambda n: (_indexer(n), bounded_extents(n)))
     return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer)
 
 
 def lower_target(bound: Bound) -> TargetLoss:
-    """Converts a checked call `bound` of an indexer's loss with a given target to the form that back ends compute."""
+    """Converts a validated call `bound` of an indexer's loss with a target passed to a TargetLoss, for back ends."""
     n, names = bound.names, bound.op.results
     problem, extents = bound.once(lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n)))
     return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, names)

@@ -1,4 +1,4 @@
-"""Lowered calls of the indexer's losses and statistics: problem, views, and allocation of results."""
+"""Calls of the lightning indexer's KL losses and softmax statistics, as back ends compute them; results' memory."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {name: result} of an indexer's loss: gradients of query, key and weights, and the loss [1]; n: the
-    call's arguments and derived values."""
+    """Allocates {name: result} of an indexer's loss: the gradients of query, key and weights, and the loss, [1]; n:
+    arguments and derived values."""
     return fresh_gradients(n, DIFFERENTIABLE) | {"loss": empty(n["query_index"], (1,), torch.float32)}
 
 
@@ -37,7 +37,7 @@ def fresh_target(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {"softmax_max", "softmax_sum"} of the indexer's scores; n: the call's arguments and derived values."""
+    """Allocates {"softmax_max", "softmax_sum"}, [B, 1, S1] or [1, T1], of the indexer's scores; n: arguments."""
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -45,7 +45,7 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {"softmax_lse": tensor} of the indexer's scores; n: the call's arguments and derived values."""
+    """Allocates {"softmax_lse": tensor}, [B, 1, S1] or [1, T1], of the indexer's scores; n: arguments."""
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 
@@ -53,13 +53,13 @@ def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _views(call: IndexCall, *statistics: Tensor) -> Stats:
-    """Returns views of the indexer's softmax max and sum, [B, 1, S1] or [1, T1]: one number per query token."""
+    """Returns memory views of the indexer's softmax max and sum, [B, 1, S1] or [1, T1]: one number per query token."""
     return Stats(*(call.rows(tensor.transpose(-1, -2).unsqueeze(-1)) for tensor in statistics))
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics(IndexCall):
-    """A call, as back ends compute it, of the softmax max and sum of the indexer's scores over a row's visible keys."""
+    """A call, as back ends compute it, of the maximum and sum of exp(score - max) of an indexer's scores per row."""
 
     problem: IndexerProblem
     trained = DIFFERENTIABLE
@@ -73,14 +73,14 @@ class Statistics(IndexCall):
         return self.filled(max_, sum_, lambda: max_.masked_fill_(max_ == -torch.inf, 0))  # CANN's: 0 and 0 without keys
 
     def filled(self, max_: Tensor, sum_: Tensor, convert: Callable[[], Any]) -> Filled:
-        """Returns the call with memory for max and sum, and the function `convert` that converts them after a run."""
+        """Returns the call with memory for max and sum; `convert` is called after the kernels have written these."""
         clears = () if self.covers(self.given("query_index")) else (max_, sum_)
         return Filled((self.index(stats=_views(self, max_, sum_)),), (max_, sum_), clears=clears, convert=convert)
 
 
 @dataclass(frozen=True, eq=False)
 class LogSum(Statistics):
-    """A call, as back ends compute it, of the log-sum-exp, max + log(sum), of the indexer's scores."""
+    """A call, as back ends compute it, of the log-sum-exp of an indexer's scores, max + log(sum), per query row."""
 
     def results(self) -> dict[str, Tensor]:
         return fresh_lse({**self.tensors, "layout": self.layout})
@@ -96,10 +96,10 @@ class LogSum(Statistics):
 
 @dataclass(frozen=True, eq=False)
 class _AnyLoss(IndexCall):
-    """A call, as back ends compute it, of an indexer's loss that also returns its gradients, for autograd to multiply.
+    """Base class of calls for back ends of an indexer's loss and its gradients, which autograd multiplies.
 
     Args:
-        names: names of the results: gradients, and "loss" or "softmax_out" (y for every element of the target).
+        names: names of the results: gradients, and "loss" or "softmax_out" (the indexer's probabilities).
     """
 
     problem: IndexerLossProblem
@@ -122,8 +122,8 @@ class _AnyLoss(IndexCall):
         return fresh(self.tensors) if self.names == RESULTS else fresh_target(self.tensors)
 
     def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
-        """Returns (the call that computes the indexer's softmax statistics, its results); None if the caller passed
-        them or a list of keys makes them unnecessary."""
+        """Returns (a Statistics call for the indexer's softmax maximum and sum, tensors for its results by name); None
+        if the caller passed these statistics, or lists of selected keys make them unnecessary."""
         if self.tensors["sparse_indices"] is not None or self.given_statistics() is not None:
             return None
         p = self.problem
@@ -137,11 +137,12 @@ class _AnyLoss(IndexCall):
         raise NotImplementedError
 
     def operands(self, index: IndexerOperands, loss: Tensor) -> tuple[IndexerLossOperands, tuple[Tensor, ...]]:
-        """Returns (views of the call's tensors, those for the attention's max and sum, not yet written)."""
+        """Returns (memory views of all tensors, the tensors behind the views of the attention's softmax max and sum,
+        which read_statistics() writes). index: views of the indexer's tensors; loss: tensor for the loss."""
         raise NotImplementedError
 
     def read_statistics(self, *stats: Tensor) -> None:
-        """Writes the attention's statistics `stats` that operands() returned; none if the caller passes the target."""
+        """Writes the attention's softmax max and sum to `stats`, from operands(); nothing if the target is passed."""
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         result = tuple(outputs[name] for name in self.names)
@@ -162,7 +163,7 @@ class _AnyLoss(IndexCall):
 
 @dataclass(frozen=True, eq=False)
 class Loss(_AnyLoss):
-    """A call of an indexer's loss, as back ends compute it, against the attention's probabilities of query and key."""
+    """A call of an indexer's KL loss, as back ends compute it, against attention probabilities from query and key."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
         max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
@@ -184,7 +185,7 @@ class Loss(_AnyLoss):
         return operands, stats
 
     def read_statistics(self, *stats: Tensor) -> None:
-        """Writes the attention's max and sum to `stats` in the kernels' order; an lse as the maximum, with sum 1."""
+        """Writes the attention's softmax max and sum, in kernels' axis order, to `stats`; an lse as max, with sum 1."""
         (max_, sum_), lse = stats, self.tensors["lse"]
         if lse is None:
             for name, statistic in zip(STATISTICS, stats, strict=True):
@@ -197,10 +198,10 @@ class Loss(_AnyLoss):
 
 @dataclass(frozen=True, eq=False)
 class TargetLoss(_AnyLoss):
-    """A call of an indexer's loss, as back ends compute it, against a target that the caller passes."""
+    """A call of an indexer's KL loss, as back ends compute it, against target probabilities that the caller passes."""
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """Returns the indexer's (maximum, sum) as (log-sum-exp, ones) if the log-sum-exp was passed; else None."""
+        """Returns the indexer's softmax (maximum, sum) as (log-sum-exp, ones) if softmax_lse was passed; else None."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 

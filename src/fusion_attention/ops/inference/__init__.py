@@ -1,1 +1,1 @@
-"""Decoding attention over a KV cache: IncreFlashAttention and this library's decode_attention()."""
+"""Decoding attention over a KV cache: CANN's IncreFlashAttention, and this library's decode_attention()."""

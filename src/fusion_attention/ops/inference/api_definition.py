@@ -1,4 +1,4 @@
-"""The operator definition, rules and lowering of this library's decode_attention().
+"""Definition (parameters, legality rules) of this library's decode_attention(), and its conversion for back ends.
 
 Unlike CANN's operators it describes caches by layout, scales by shape, and windows by a Band.
 """
@@ -66,7 +66,7 @@ def stored_fits(
 def values_fit(
     v: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int
 ) -> bool | str:
-    """True (else error text) if values match their keys in batch, heads and tokens, with rows of dim elements."""
+    """True (else error text) if values match keys in count, batch, heads and tokens, with rows of dim elements."""
     if len(v) != len(k):
         return f"{len(v)} tensors beside {len(k)}"
     for value, key in zip(v, k, strict=True):
@@ -78,7 +78,7 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """Returns the kind of a scale: "none", "channel" ([], [1], [N2], [N2, dim]), "token" (k.shape[:-1]); else ""."""
+    """Returns the kind of a scale: "none", "channel" ([], [1], [heads], [heads, dim]), "token" (k.shape[:-1]) or ""."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
@@ -89,7 +89,7 @@ def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: i
 def scales_fit(
     scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
 ) -> bool | str:
-    """True (else text) if a scale is [], [1], [N2], [N2, dim] or k.shape[:-1], and its offset has the same shape."""
+    """True (else text) if a scale is [], [1], [heads], [heads, dim] or k.shape[:-1], and its offset has that shape."""
     if scale_kind(scale, k, heads, dim) == "":
         return f"{show(scale)} with N2={heads}, {dim} elements"
     if offset is None:
@@ -205,8 +205,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def geometry(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments (`names`): the axes N2, S2 and Dv, lengths per sequence,
-    and the number of tokens that the KV cache can store for each sequence (capacity)."""
+    """Returns {name: value} derived from the arguments `names`: sizes of the axes N2, S2 and Dv, lengths per sequence
+    (q_len, kv_len), and the number of tokens that the KV cache can store for each sequence (capacity)."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
     results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
@@ -240,7 +240,7 @@ def _scale_param(name: str, text: str) -> Tensor:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates {name: tensor} of a call's results out, max and sum, from its arguments and derived values `n`."""
+    """Allocates {name: tensor} of the results out, max and sum, from the arguments and derived values `n`."""
     q, k, v = n["q"], n["k"], n["v"]
     dim_v = n["dim_v"]
     if v is not None:  # A uint8 stores two elements.
@@ -255,7 +255,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Converts a checked decode_attention call `bound` to an InferenceCall, which back ends compute."""
+    """Converts a validated decode_attention() call `bound` to an InferenceCall, which back ends compute."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(

@@ -33,8 +33,8 @@ class Scales(NamedTuple):
     """Scale and offset of stored integers.
 
     Args:
-        scale, offset: of one shape; per channel [heads_kv, dim], per token as `counts` says.
-        counts: shape of scales per token: "slots": those of k without the last; "tokens": [sequences or 1, heads_kv or
+        scale, offset: of one shape; per channel [heads_kv, dim], per token in the shape that `counts` selects.
+        counts: shape of scales per token: "slots": k.shape[:-1]; "tokens": [sequences or 1, heads_kv or
             1, tokens], by position in the sequence; "pages": [pages, heads_kv or 1, page size].
     """
 
@@ -53,7 +53,7 @@ class CacheViews:
     Args:
         table: page table [sequences, pages] of a paged cache.
         first: int64 [sequences], the index of each sequence's first token in a padded cache; None: 0.
-        common: number of keys of a common prefix, which are not in the cache.
+        common: number of keys of a prefix that all sequences share, which are not in the cache.
         halves: a byte stores two elements.
     """
 
@@ -92,7 +92,7 @@ class CacheViews:
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
     def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
-        """Returns a view of the rows, of dim elements, of a common prefix, a tensor of one sequence in a layout."""
+        """Returns a view of the rows, of dim elements, of a prefix that all sequences share, stored as one sequence."""
         tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()  # Kernels read contiguous rows.
@@ -140,7 +140,7 @@ class CacheViews:
         return table
 
     def _start(self) -> np.ndarray:
-        """Returns the index of each sequence's first token in a packed cache, which lacks the common prefix."""
+        """Returns the index of each sequence's first token in a packed cache, which lacks the prefix that all share."""
         suffix_len = np.maximum(self.extents.kv_len - self.common, 0)
         return np.cumsum(suffix_len) - suffix_len
 
@@ -150,19 +150,19 @@ class CacheViews:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a cache tensor as kernels read it: an int32 of eight int4 as four bytes, even elements in low halves."""
+    """Returns a cache tensor as kernels read it: an int32 of eight int4 as four bytes, the first in the low half."""
     if tensor.dtype != torch.int32:
         return tensor
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)
 
 
 def narrowed(view: View, dim: int) -> View:
-    """Returns a view of the first dim elements of every row of a view."""
+    """Returns a memory view of the first dim elements of every row of a memory view."""
     return replace(view, dim=dim)
 
 
 def per_channel(scale: Tensor | None, offset: Tensor | None, heads: int, dim: int) -> Scales:
-    """Scale and offset, expanded to [heads, dim] from one number, one per head, or one per head and element."""
+    """Returns scale and offset, expanded to [heads, dim] from one number, one per head, or one per head and element."""
 
     def expanded(t: Tensor | None) -> Tensor | None:
         if t is None:
@@ -174,7 +174,7 @@ def per_channel(scale: Tensor | None, offset: Tensor | None, heads: int, dim: in
 
 
 def as_float(scale: Tensor) -> Tensor:
-    """Returns a scale as float32; bits 13 to 31 of a uint64, a hardware word, are the upper bits of a float32."""
+    """Returns a scale as float32; in a uint64, CANN's hardware word, bits 13 to 31 are the upper bits of a float32."""
     if scale.dtype == torch.uint64:
         return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
     return scale.float()

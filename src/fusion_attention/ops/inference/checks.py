@@ -1,4 +1,4 @@
-"""Check functions for rules of decoding: each returns True for a legal call, else False or a text with the value."""
+"""Functions in rules of decoding attention: each returns True for a legal call, else False, or text with the value."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | Non
 
 
 def page_layout(tensor: Tensor) -> str:
-    """Returns the layout of a paged KV cache: "BSH" for [pages, page size, heads * dim], "BNSD" for four axes."""
+    """Returns the layout of pages of a KV cache: "BSH" for [pages, page size, heads * dim], "BNSD" for four axes."""
     return "BSH" if tensor.dim() == 3 else "BNSD"
 
 
 def heads_fit(num_key_value_heads: int, heads: int) -> bool:
-    """True if the query heads are a multiple of the key heads; num_key_value_heads 0: as many key heads as `heads`."""
+    """True if query heads (heads) are a multiple of key heads (num_key_value_heads, or `heads` if that is 0)."""
     return num_key_value_heads >= 0 and heads % max(num_key_value_heads or heads, 1) == 0
 
 

@@ -1,6 +1,6 @@
-"""Operator definitions of CANN's decoding: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
+"""Definitions of CANN's decoding attention: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
 
-A version lists its differences from the previous one. Rules are in rules.py, lowering in lower.py.
+A version lists its differences from the previous one. Rules are in rules.py, the conversion for back ends in lower.py.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Lowering of a checked call of CANN's IncreFlashAttention to an InferenceCall.
+"""Conversion of a validated call of CANN's IncreFlashAttention to an InferenceCall, which back ends compute.
 
-Parameters that an operator definition lacks have values without effect (Op.neutral).
+Parameters that a version of the operator lacks have values without effect (Op.neutral).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `n`: heads, lengths, the index of each sequence's first
-    token in the KV cache (first), the lengths that are computed (used), and the columns of a mask."""
+    """Returns {name: value} derived from the arguments `n`: heads, lengths, index of each sequence's first token in the
+    KV cache (first), lengths that are computed (used), columns of a mask, and whether padding is on the left."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
@@ -57,13 +57,13 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates {"attention_out": tensor} for a call with arguments and derived values `n`."""
+    """Allocates {"attention_out": tensor}, in the query's shape, int8 with quant_scale2; n: arguments by name."""
     q = n["query"]
     return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Converts a checked call `bound` to an InferenceCall, which back ends compute."""
+    """Converts a validated call `bound` of IncreFlashAttention to an InferenceCall, which back ends compute."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
@@ -87,12 +87,12 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache, np.nda
 
 
 def _blocked(mask: torch.Tensor) -> torch.Tensor:
-    """Returns a mask [B, S], [B, 1, S] or [B, 1, 1, S] as [B, 1, 1, S]."""
+    """Returns a mask [B, S], [B, 1, S] or [B, 1, 1, S] in the shape [B, 1, 1, S]."""
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[0], 1, 1, mask.shape[-1])
 
 
 def _scales(n: dict[str, Any], side: int) -> Scales:
-    """Returns dequantisation scales of keys (side 0) or values (1), expanded to [N2, D], of a call's arguments n."""
+    """Returns dequantisation scale and offset of keys (side 0) or values (1), expanded to [N2, D]; n: arguments."""
     scale, offset = (None if t is None else t[side] for t in (n["antiquant_scale"], n["antiquant_offset"]))
     return per_channel(scale, offset, n["N2"], n["D"])
 

@@ -1,4 +1,4 @@
-"""InferenceCall, the lowered call of attention over a KV cache, with its views of query, masks and results.
+"""InferenceCall: a call of attention over a KV cache, as back ends compute it, and its views of tensors.
 
 cache.py makes the views of the cache.
 """
@@ -33,7 +33,7 @@ class InferenceCall:
     """A call of attention over a KV cache, as back ends compute it.
 
     Args:
-        layout: layout of q and q_rope.
+        layout: axis order of q and q_rope.
         cache: layout of k, v and k_rope.
         q: query rows, floating-point or int8.
         k, v: one tensor, or one per sequence; v None: values are the first dim_v elements of k's rows.
@@ -42,19 +42,19 @@ class InferenceCall:
         k_dequant, v_dequant: scales of stored integers; if v_dequant is UNSCALED, k_dequant is used for v too.
         bias, blocked: 4-D, broadcast over [B, N1, rows, tokens of the cache]; with packed rows or a common prefix,
             columns count the keys of a sequence from 0.
-        sink: [N1].
+        sink: [N1], one more logit per head in the softmax's denominator.
         out_quant: (scale, offset), each of 1 or N1 * dim_v elements.
         names: names of the results: out; optionally max and sum, or softmax_lse.
         call_cache: shared by all calls with the same shapes, strides and lengths.
-        out_layout: layout of out; "": as layout.
+        out_layout: axis order of the output; "": that of q.
         lse_by_batch: softmax_lse is [1, N1, S1, 1] although rows are packed.
         absent: results of the operator definition that were not requested: they have no elements.
         q_first: int64 [sequences], the index of each sequence's first row in padded rows; None: 0.
         q_rope, k_rope: rope elements in the layouts of q and k.
-        k_common, v_common: common prefix of all sequences, in q's layout, with a batch of 1.
+        k_common, v_common: keys and values of a prefix that all sequences share, in q's layout, with a batch of 1.
         row_scale: (scales, factor): float32 scales of q's shape without the axis of elements ([B, S1, N1] in layout
             BSH), and one number that multiplies all of them.
-        weight_scale: one element.
+        weight_scale: one element, the scale of softmax weights that are rounded to int8.
         tree: blocked is [B, S1, S1], or 1-D with q_len * q_len elements per packed sequence, and covers the last q_len
             keys.
     """
@@ -95,7 +95,7 @@ class InferenceCall:
         return self.q.device
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates {name: result} for all names of results: out, and optionally max and sum, or softmax_lse."""
+        """Allocates {name: result}: the output, and those of softmax max and sum, or softmax_lse, that `names` has."""
         out, stats = self._templates()
         if self.names[1:] == (LSE,):
             shape = (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
@@ -122,12 +122,12 @@ class InferenceCall:
         return Filled((operands,), buffers, (out,), clears, convert=convert)
 
     def stats(self) -> tuple[Tensor, Tensor]:
-        """Allocates the softmax statistics max and sum, which back ends write."""
+        """Allocates the softmax max and sum per row and head, which kernels write."""
         _, stats = self._templates()
         return another(stats), another(stats)
 
     def _templates(self) -> tuple[Tensor, Tensor]:
-        """Returns templates of out and of a softmax statistic, from which results are allocated."""
+        """Returns templates, from which tensors are allocated, of the output and of the softmax max or sum."""
         templates: tuple[Tensor, Tensor] | None = self.call_cache.templates
         if templates is None:
             p, q = self.problem, self.q
@@ -143,7 +143,7 @@ class InferenceCall:
         return templates
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Returns views of the call's tensors that kernels read and write; memory: out, max, sum, in this order."""
+        """Returns views of the tensors that kernels read and write; memory: {"out", "max", "sum"}, in this order."""
         out, max_, sum_ = memory.values()
         p, e, form, views = self.problem, self.extents, layouts.Form(self.layout), self._views()
         k = views.rows(self.k, p.dim_qk)
@@ -195,7 +195,7 @@ class InferenceCall:
 
     @property
     def repeats(self) -> bool:
-        """True if a back end computes the complete call: keys are one tensor, and every row is in a sequence."""
+        """True if the kernels compute the complete call: keys are one tensor, and every row is in a sequence."""
         forgets = self.names[1:] == (LSE,) and self.problem.has_sink
         return len(self.k) == 1 and not forgets and layouts.covered(self.q, self.layout, self.extents, "q")
 
@@ -204,7 +204,7 @@ class InferenceCall:
 
     @property
     def further(self) -> Further | None:
-        """Returns the function that converts out, max and sum to the results; None if they are the results."""
+        """The function that converts out, max and sum to the results by name; None if they are the results."""
         names, absent, by_batch = self.names, self.absent, self.lse_by_batch
         if names[1:] == (LSE,):
             return Further(True, lambda out, *stats: {names[0]: out, LSE: _shaped(_logarithm(*stats), by_batch)})
@@ -218,11 +218,10 @@ class InferenceCall:
         return CacheViews(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
     def _row_view(self, tensor: Tensor) -> RowView:
-        """Returns a view of a tensor in the query's layout, such as q and q_rope."""
         return self._moved(layouts.row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
     def _moved(self, view: RowView) -> RowView:
-        """Returns the view with addresses that begin at each sequence's first row, q_first."""
+        """Returns the view, moved so that each sequence begins at its first row (q_first) in left-padded queries."""
         if self.q_first is None:
             return view
         address = view.address + self.q_first * view.stride_token
@@ -256,7 +255,7 @@ class InferenceCall:
 
 
 def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
-    """Returns max + ln(sum); +inf for rows without keys or sequence, -FLT_MAX for rows that return a mean of V."""
+    """Returns max + ln(sum); +inf for rows without keys or sequence, -FLT_MAX for fully masked rows (a mean of V)."""
     lse = sum_.log().add_(max_)
     return lse.masked_fill_(max_ == -math.inf, _LOWEST).masked_fill_(sum_ == 0, math.inf)
 
@@ -288,5 +287,5 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
-    """Returns the Extents (lengths and bands of visible keys) of a call, without computed biases (shift 0)."""
+    """Returns the Extents (lengths, bands of visible keys) of a call without ALiBi; band: (lo, hi, prefix) arrays."""
     return Extents(q_len, kv_len, *band, np.zeros_like(q_len))

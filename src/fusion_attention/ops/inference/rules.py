@@ -1,6 +1,6 @@
-"""Rules of CANN's IncreFlashAttention.
+"""Legality rules of CANN's IncreFlashAttention.
 
-A rule applies to every operator definition that has its parameter. docs/rulings.md 15 explains levels and codes.
+A rule applies to every operator that has its parameter. docs/rulings.md 15 explains severities and error codes.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 
 
 def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
-    """Returns a rule that checks calls: an offset has its scale's shape and dtype; given, wrong: sample arguments."""
+    """Returns a rule: an offset has its scale's shape and dtype; given, wrong: example arguments, an illegal offset."""
     check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
     return rules.meaning(check, f"{offset}: {text} ({advice})", stage="dtype", given=given, invalid={offset: wrong})
 

@@ -1,1 +1,1 @@
-"""Code used by several groups of operators: parameters, rules, layouts, lengths and sparse modes."""
+"""Code used by several families of operators: parameters, rules, layouts, lengths and sparse modes."""

@@ -1,5 +1,5 @@
-"""Check functions for rules of several groups of operators: each returns True for a legal call, otherwise False, or a
-text with the illegal value."""
+"""Functions in rules of several operators: each returns True for a legal call, else False, or text with the illegal
+value."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def lengths_fit(
         given: int64, one number per sequence; None (not passed) is legal.
         ends: True if `given` has cumulative ends, not lengths.
         count: required number of lengths; None: any.
-        longest: largest legal length; None: the tensor is packed, and `tokens` is its number of rows.
+        longest: largest legal length; None: sequences are packed in one axis of `tokens` rows.
     """
     if given is None:
         return True
@@ -67,14 +67,14 @@ def band_fits(band: Band | None, count: int) -> Outcome:
 
 def stays_unread(tensor: torch.Tensor) -> bool:
     """True if rules must not read a tensor of indices or page numbers: it is on the meta device, or on a GPU while the
-    setting check_content is off. Reading would synchronize with the GPU, which is impossible in a captured graph. GPU
+    setting check_content is off. Reading would synchronize with the GPU, which a captured CUDA graph forbids. GPU
     kernels never access memory outside the tensors, for any content."""
     return tensor.is_meta or not (tensor.is_cpu or current().check_content)
 
 
 def within(numbers: torch.Tensor, low: int, high: int) -> bool:
-    """True if the native core finds all elements of an int32 or int64 tensor in [low, high].
-    False also without the core, and for a tensor on another device or without contiguous memory."""
+    """True if the C++ extension finds all elements of an int32 or int64 tensor in [low, high].
+    False also without the extension, and for a tensor on another device or without contiguous memory."""
     try:
         from fusion_attention import _native
     except ImportError:
@@ -85,7 +85,7 @@ def within(numbers: torch.Tensor, low: int, high: int) -> bool:
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """True (else error text) if page numbers of cached tokens are in [0, pages), or the table must not be read.
+    """True (else error text) if page numbers of cached tokens are in [0, pages), or the page table must not be read.
 
     Args:
         table: int32 or int64 [B, pages of a sequence].

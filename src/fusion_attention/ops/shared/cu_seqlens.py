@@ -1,5 +1,5 @@
-"""Length parameters of CANN's newer operators and their rules: cumulative ends that begin with 0 (cu_seqlens), and the
-number of used tokens of each sequence (seqused)."""
+"""Length parameters of CANN's newer operators, and their rules: cumulative ends that begin with 0 (cu_seqlens_q,
+cu_seqlens_kv), and the number of used tokens of each sequence (seqused_q, seqused_kv)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from fusion_attention.ops.shared.rules import PACKED, meaning, needed, of_length
 
 
 def ends_param(side: str, of: str) -> Array:
-    """Returns the parameter cu_seqlens_SIDE ("q", "k"), cumulative ends of sequences; of: a word for their rows."""
+    """Returns the parameter cu_seqlens_q or cu_seqlens_k (side), cumulative ends of sequences; of: word for rows."""
     text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
     return Array(f"cu_seqlens_{side}", text, True)
 
 
 def used_param(side: str, of: str) -> Array:
-    """Returns the parameter seqused_SIDE ("q", "k"), used tokens of each sequence; of: a word for them."""
+    """Returns the parameter seqused_q or seqused_k (side), used tokens of each sequence; of: word for the tokens."""
     return Array(f"seqused_{side}", f"Number of leading {of} of each sequence that are used; None: all.", True)
 
 
@@ -34,7 +34,7 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
 
 
 def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
-    """True (else error text) if `given` has a number per sequence: `count` sequences, or as many as cumulative ends."""
+    """True (else error text) if `given` has a number for each of `count` sequences, or of len(ends) - 1 packed ones."""
     count = count if ends is None else len(ends) - 1
     return given is None or len(given) == count or f"{len(given)} for {count} sequences"
 
@@ -48,8 +48,8 @@ def within(used: np.ndarray | None, capacity: np.ndarray) -> Outcome:
 
 
 def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
-    """Returns the tokens of each of `count` sequences in memory, used or not: differences of cumulative ends if
-    sequences are packed, else the padded length."""
+    """Returns the number of tokens in memory, used or not, of each of `count` sequences, int64: differences of the
+    cumulative ends if sequences are packed, else the padded length."""
     return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
 
 
@@ -57,15 +57,15 @@ FUNCTIONS = {f.__name__: f for f in (ends_fit, one_each, within)}
 
 
 def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Returns the rules of cu_seqlens_SIDE and seqused_SIDE, the cumulative ends and used lengths of sequences.
+    """Returns the rules of cu_seqlens_q and seqused_q (or _k, _kv), cumulative ends and used lengths of sequences.
 
     Args:
         side: "q", "k" or "kv".
         axis: name of the axis of all tokens of a packed tensor.
         layout: name of the attribute with the layout of this side.
-        packed: arguments of sample calls of packed sequences.
+        packed: arguments of example calls with packed sequences, which tests of the rules make.
 
-    The operator definition's `derive` must return SIDE_capacity, the result of stored().
+    The operator definition's `derive` must return q_capacity (k_, kv_), the result of stored().
     """
     ends, used = f"cu_seqlens_{side}", f"seqused_{side}"
     wrong = list(packed[ends])

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def lengths_of(ends: np.ndarray) -> np.ndarray:
-    """Returns lengths from inclusive cumulative ends; sequences in zeros after a positive end have length 0."""
+    """Returns lengths from cumulative ends, which may be followed by zeros: these are sequences of length 0."""
     return np.maximum(np.diff(ends, prepend=0), 0)
 
 
@@ -18,5 +18,5 @@ def rising(ends: np.ndarray) -> bool | str:
 
 
 def last_end(ends: np.ndarray) -> int:
-    """Returns the number of tokens in all sequences of cumulative ends."""
+    """Returns the total number of tokens of sequences with these cumulative ends."""
     return int(ends.max(initial=0))

@@ -1,4 +1,4 @@
-"""Conversion of tensors in layouts such as BSND, BNSD and TND to the views that kernels read.
+"""Conversion of tensors in layouts such as BSND, BNSD and TND to the pointer-and-stride views that kernels read.
 
 Views depend only on lengths and strides, and are cached with the lengths.
 """
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def _positions(words: str) -> tuple[int | None, int, int | None]:
-    """Returns the positions of batch, tokens and heads in axis names such as "B S N D"; None: there is no such axis."""
+    """Returns the positions of the batch, token and head axes in names such as "B S N D"; None if an axis is absent."""
     at = {axis: position for position, axis in enumerate(words.split())}
     return at.get("B"), at["S" if "S" in at else "T"], at.get("N")
 
@@ -30,7 +30,7 @@ _ENTRIES = 256
 
 @dataclass(frozen=True)
 class Form:
-    """Layouts of a call's tensors, from which views of their memory are made.
+    """Axis orders and shapes of the tensors of an attention call, from which views of their memory are made.
 
     Args:
         layout: axis order of q, k, v, rope tensors, out and their gradients, a key of LAYOUTS.
@@ -39,8 +39,8 @@ class Form:
             one row [N, 1, kv_len]; "aligned": 4-D, a sequence reads the last kv_len columns.
         blocked: "none"; "broadcast", as bias; or "diagonal": [T1, T2], with each sequence's matrix on the diagonal.
         stats: order of packed statistics: "item", [N, q_len] of each sequence, concatenated; or "token", [T1, N].
-        block: (rows, keys) of a block, if blocked_tiles is a mask over blocks of this size (nonzero: visible);
-            (): blocked_tiles has a number per tile, or is None.
+        block: (rows, keys) of a block, if blocked_tiles is a mask over blocks of this size (nonzero: visible keys);
+            (): blocked_tiles has a number per 128 x 128 tile, or is None.
     """
 
     layout: str = "BSND"
@@ -56,13 +56,13 @@ class Form:
 
 
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of `tensor`, of this layout and number of heads, with `dim` elements per head instead."""
+    """Returns the shape of `tensor`, in a layout with this number of heads, but with `dim` elements per head."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
 def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor in a layout: `heads` rows of `dim` elements per token; tokens: of each of `batch`
-    padded sequences, or of all packed ones."""
+    """Returns the shape of a tensor in a layout, with `dim` elements for each of `heads` heads of a token; tokens: of
+    each of `batch` padded sequences, or of all packed ones."""
     sizes = {"B": batch, "S": tokens, "T": tokens, "N": heads, "D": dim, "N*D": heads * dim}
     return tuple(sizes[axis] for axis in WORDS[layout].split())
 
@@ -88,7 +88,7 @@ def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | N
 
 
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
-    """Returns a view of a tensor with `heads` rows per token; side: "q" if tokens are of the query, "kv" if of keys."""
+    """Returns a pointer-and-stride view of a tensor with `heads` rows per token of queries ("q") or keys ("kv")."""
     stride = tensor.stride()
     if stride[-1] != 1 and tensor.shape[-1] > 1:
         # Kernels read contiguous rows, so a tensor with another stride of the last axis is copied here.
@@ -100,7 +100,7 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
 
 
 def keep(extents: Extents, key: Any, result: Result) -> Result:
-    """Stores `result`, which depends only on lengths and strides, under a key in extents.call_cache; returns it."""
+    """Returns `result` after storing it under a key in extents.call_cache; it depends only on lengths and strides."""
     if len(extents.call_cache) >= _ENTRIES:
         extents.call_cache.clear()
     extents.call_cache[key] = result
@@ -118,7 +118,7 @@ def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, s
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
-    """Returns a view of a bias or mask matrix; form: its shape, such as "broadcast" (to [B, N, S, S_kv])."""
+    """Returns a pointer-and-stride view of a bias or mask; form: its shape, a value of Form.bias or Form.blocked."""
     count = np.arange(len(extents))
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
@@ -137,7 +137,7 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
 
 
 def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
-    """Returns a view of blocks [heads, rows, keys], one per sequence, concatenated; rows None: one row for all."""
+    """Returns a view of matrices [heads, rows, keys], one per sequence, concatenated; rows None: one row for all."""
     if flat.stride(0) != 1:
         flat = flat.contiguous()  # Kernels require contiguous blocks.
     head = keys if rows is None else rows * keys
@@ -161,7 +161,7 @@ def stats_shape(q: torch.Tensor, layout: str, heads: int) -> tuple[int, ...]:
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
-    """Returns a view of softmax statistics, [B, N1, S1], or [T1, N1] if packed; form: layouts and their order."""
+    """Returns a view of softmax statistics, [B, N1, S1], or [T1, N1] if packed; form: layout and packed order."""
     key, count = (form.layout, form.stats, heads, tensor.shape), len(extents)
     view: RowView | None = extents.call_cache.get(key)
     if view is None:

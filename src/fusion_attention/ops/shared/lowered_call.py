@@ -1,4 +1,4 @@
-"""Base classes of lowered calls: tensors by canonical name, calls that torch computes, calls derived from another."""
+"""Base classes of calls as back ends compute them: with tensors by name, by torch's operators, of gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ NO_ATTENTION = Problem(1, 1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class TensorCall:
-    """A call, as back ends compute it, whose input tensors have canonical names.
+    """A call of an operator, as back ends compute it, with its input tensors by parameter name.
 
     Args:
-        extents: lengths and bands of the sequences.
+        extents: lengths of the sequences, and bands (ranges of visible keys of each row).
         layout: axis order of the tensors that have a row per query token.
         tensors: the inputs by name; the first is a tensor, the others may be None.
     """
@@ -68,7 +68,7 @@ class TensorCall:
 
 @dataclass(frozen=True, eq=False)
 class TorchCall(TensorCall):
-    """A call that torch computes: its plan has no sequences, so that no back end runs.
+    """A call that torch's operators compute; for back ends it has no sequences, so that no kernel runs.
 
     Args:
         allocate: allocates the results, by name.
@@ -91,7 +91,7 @@ class TorchCall(TensorCall):
 
 
 class OfCall:
-    """Base of calls, as back ends compute them, with the problem, extents (lengths) and device of another call."""
+    """Base of calls for back ends, such as gradients, with the parameters, lengths and device of another call."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents

@@ -1,4 +1,4 @@
-"""Metadata functions, which on the chip divide the work of another operator among cores; here they return zeros."""
+"""Metadata functions, which on the Ascend chip divide another operator's work among cores; here they return zeros."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ def metadata(
     elements: int = 1024,
     c: Declared = Declared(on_device=ON_DEVICE).of_page(),  # noqa: B008 - immutable
 ) -> Op:
-    """Returns the definition of an operator's metadata function, which on the chip divides work; here it returns zeros.
+    """Returns the definition of the metadata function of the operator `of`. On Ascend chips this function divides the
+    operator's work among cores, before it runs; here it returns zeros.
 
     Args:
         of: name of the operator.

@@ -1,4 +1,4 @@
-"""Parameters of several groups of operators, functions that make tensors of sample calls, and the default scale."""
+"""Definitions of parameters of several operators, functions that make tensors of example calls, default scale."""
 
 import functools
 import math
@@ -31,27 +31,27 @@ WORDS = {
 
 
 def spelled(param: Any, name: str, **changes: Any) -> Any:
-    """Returns a copy of a parameter with another name, and further changed fields."""
+    """Returns a copy of a parameter's definition with another public name, and further changed fields."""
     return replace(param, spelled=name, **changes)
 
 
 def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
-    """Returns a parameter that is an output tensor; dtypes: "=query": the query's; changes: other fields."""
+    """Returns the definition of an output tensor; dtypes: "=query": the query's; changes: other fields of Tensor."""
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
 def words_of(layout: str, side: str, dim: str) -> str:
-    """Returns axis names, such as "B S1 N1 D", of query (side "1") or key (side "2") rows; dim: the last name."""
+    """Returns axis names, such as "B S1 N1 D", of query (side "1") or key (side "2") tensors; dim: the name for D."""
     return re.sub("[STND]", lambda axis: dim if axis[0] == "D" else axis[0] + side, WORDS[layout])
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
-    """Returns {layout: axis names} of query (side "1") or key (side "2") rows, as "B S1 N1 D"; dim: the last."""
+    """Returns {layout: axis names, as "B S1 N1 D"} of query (side "1") or key (side "2") tensors; dim: name for D."""
     return {layout: words_of(layout, side, dim) for layout in ("BSH", "SBH", "BSND", "BNSD", "TND")}
 
 
 def one_of(name: str, text: str, values: tuple[Any, ...], **fields: Any) -> Attr:
-    """Returns an attribute that has one of several values, by default the first; fields: other fields of Attr."""
+    """Returns the definition of an attribute with one of several values, by default the first; fields: others."""
     return Attr(
         name, text, **{"type": type(values[0]), "default": values[0], "domain": f"{name} in {values}", **fields}
     )
@@ -63,12 +63,12 @@ def keeps_or_adds(bias: str) -> str:
 
 
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a mask for sample calls that hides no key."""
+    """Returns a bool mask, for example calls, that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
 
 
 def masked(shape: tuple[int, ...], dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """Returns a mask for sample calls: CANN's causal triangle if the shape is that of compressed masks, else zeros."""
+    """Returns a mask for example calls: CANN's compressed causal mask if it has 2048 columns, else zeros."""
     if shape[-2:] not in ((2048, 2048), (3072, 2048)):
         return torch.zeros(shape, dtype=dtype)
     return triangle()[: shape[-2]].expand(shape).to(dtype, copy=True)
@@ -76,7 +76,7 @@ def masked(shape: tuple[int, ...], dtype: torch.dtype = torch.bool) -> torch.Ten
 
 @functools.cache
 def triangle() -> torch.Tensor:
-    """Returns the mask of sparse mode 6 (prefix), bool [3072, 2048]; its first 2048 rows: that of causal modes."""
+    """Returns CANN's compressed causal mask, bool [3072, 2048]: its first 2048 rows, or, in sparse mode 6, all."""
     # The cached tensor must be real, also if the first call is made under a default device or fake tensors.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         mask = torch.ones(3072, 2048, dtype=torch.bool, device="cpu").triu_(1)
@@ -85,7 +85,7 @@ def triangle() -> torch.Tensor:
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a page table for sample calls: ascending page numbers."""
+    """Returns a page table for example calls: ascending page numbers."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
@@ -114,5 +114,5 @@ TENSOR_FIRST = torch.Tensor | Sequence[int] | np.ndarray | None
 
 
 def or_none(*attributes: Attr) -> dict[str, Any]:
-    """Returns {name: type} of attributes that may be None."""
+    """Returns {name: type or None}: the annotations of attributes that may be None."""
     return {p.name: p.type | None for p in attributes}

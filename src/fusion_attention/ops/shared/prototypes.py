@@ -1,4 +1,4 @@
-"""Construction of definitions of CANN's operators."""
+"""Construction of operator definitions for CANN's operators."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Compressed keys, by torch's operators: each is a sum over a window of rows, weighted by a softmax per channel."""
+"""Compressed keys by torch operators: each is the sum of a window of token rows, weighted by a softmax per channel."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """The division of token rows into windows, each of which is averaged to one row.
+    """The division of token rows into windows, each of which is pooled to one row by softmax weights.
 
     Args:
         ratio: rows of a window.
-        overlap: rows have 2 D channels, and the first D are summed in the next window's result.
+        overlap: rows have 2 D channels, of which the first D contribute to the next window's result.
         lengths: used rows of every sequence; None: rows are padded, and all are used.
         packed: rows are [T, N, C], otherwise [B, S, N, C].
-        before: the first window in memory has no result; only the next window's result reads it.
+        before: the first window in memory has no result; it only contributes to the next window's.
     """
 
     ratio: int

@@ -1,4 +1,4 @@
-"""Conversion of CANN's sparse_mode to a band, the interval of visible keys of each row (docs/sparse_modes.md)."""
+"""Conversion of CANN's sparse_mode, a number, to the interval of visible keys of each row (docs/sparse_modes.md)."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from fusion_attention.ir.problem import Extents
 
 
 def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
-    """Returns the band of visible keys of a sparse mode, for a call with a mask; pre, next_: tokens of the window.
+    """Returns the band (interval of visible keys per row) of CANN's sparse_mode, for a call with a mask.
 
-    0: window aligned to the upper left corner (the mask also applies); 1: the mask only; 2: causal, upper left; 3:
-    causal, lower right; 4: window, lower right; 5 and 6: prefix; 7: as 3, and 8: as 2, with another diagonal in the
-    sequence that is split between devices (mode_band).
+    0: window of pre and next_ tokens around the diagonal from the upper left corner (the mask also applies); 1: the
+    mask only; 2: causal, upper left; 3: causal, lower right; 4: window, lower right; 5 and 6: causal, and `prefix`
+    leading keys; 7: as 3, and 8: as 2, with another diagonal in the sequence that is split between devices (mode_band).
     """
     match mode:
         case 0:
@@ -31,7 +31,7 @@ def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> B
 def mode_band(
     mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (lo, hi, prefix), int64 [sequences], of a mode: query i sees keys i + lo <= j < max(prefix, i + hi).
+    """Returns (lo, hi, prefix), int64 [sequences], of sparse_mode: row i sees keys i + lo <= j < max(prefix, i + hi).
 
     Without a mask training operators ignore the mode: all keys are visible. Modes 7 and 8 shift the diagonal of the
     sequence that is split between two devices: the last (7) or the first (8) sequence with query rows. q_len, kv_len:

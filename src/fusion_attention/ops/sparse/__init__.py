@@ -1,1 +1,1 @@
-"""Attention to selected blocks of keys: SparseFlashAttention, its gradients, and this library's sparse_attention()."""
+"""Attention to selected blocks of keys: CANN's SparseFlashAttention, its gradients, and our sparse_attention()."""

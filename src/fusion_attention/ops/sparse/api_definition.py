@@ -1,4 +1,4 @@
-"""The operator definition of this library's sparse_attention(), with parameters that indexer functions have too.
+"""Definition (parameters, rules) of this library's sparse_attention(), with parameters that indexer functions have too.
 
 Unlike CANN's operators it takes lengths instead of cumulative ends, a flag `causal` instead of a sparse mode, and dim_v
 if values are the first elements of keys.
@@ -45,12 +45,12 @@ SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the sparse mode."""
+    """Returns {name: value} derived from the arguments `names`: lengths, sizes of axes, and CANN's sparse_mode."""
     return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
 
 
 def _derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns derive(names), with Dv equal to dim_v (or D) if the call has no value tensor."""
+    """Returns derive(names), with Dv (elements per head of values) equal to dim_v (or D) without a value tensor."""
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 

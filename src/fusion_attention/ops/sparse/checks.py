@@ -1,5 +1,5 @@
-"""Check functions for rules of sparse attention and of the indexer: each returns True for a legal call, otherwise
-False, or a text with the illegal value."""
+"""Functions in rules of sparse attention and of the indexer: each returns True for a legal call, otherwise False, or
+text with the illegal value."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,8 +24,8 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
 def sequences_fit(
     given: np.ndarray | None, form: str, cumulative: bool, b: Any, s: Any, t: Any, table: Any = None, page: Any = 0
 ) -> Outcome:
-    """True (else error text) if the lengths `given` (cumulative ends if packed and `cumulative`; None: True) fit a
-    tensor in layout `form`: b lengths of at most s tokens each, t tokens in all, or those of the pages in `table`."""
+    """True (else error text) if lengths `given` (None: True; cumulative ends if packed and `cumulative`) fit a tensor
+    in layout `form`. b: sequences; s: most tokens of one; t: all packed tokens; table: page table; page: its tokens."""
     if form == PAGED:
         return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
@@ -33,8 +33,8 @@ def sequences_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments (`names`): lengths, and sizes of axes that do not follow
-    from the tensors' shapes in this layout."""
+    """Returns {name: value} derived from the arguments `names`: lengths per sequence (q_len, kv_len), and the sizes of
+    those axes (B, S1, S2) that the tensors' shapes do not show in their layout."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -61,7 +61,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 def lists_of(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_start: np.ndarray | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, lists of selected keys [rows, heads, entries] of the rows of sequence b); indices: all lists.
+    """Yields (b, selected keys [rows, heads, entries] of sequence b) for all sequences, from the tensor `indices`.
 
     q_start: the first row of each packed sequence; None: no rows are between sequences.
     """
@@ -75,7 +75,7 @@ def lists_of(
 
 
 def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
-    """Returns text with the first invalid entry (true in bad) of `listed`, keys of sequence b, and its position."""
+    """Returns text with the first illegal entry (True in `bad`) of `listed`, [rows, heads, entries] of sequence b."""
     row, head, slot = bad.nonzero()[0].tolist()
     heads = f"head {head}, " if listed.shape[1] > 1 else ""
     return f"{int(listed[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
@@ -89,9 +89,9 @@ def entries_fit(
     block: int = 1,
     q_start: np.ndarray | None = None,
 ) -> Outcome:
-    """True (else the fault as text) if every entry of the lists is -1 or the number of a block of its sequence's keys,
-    or lists must not be read. block: keys of a block; q_len, kv_len: lengths per sequence; q_start: the first row of
-    each packed sequence, or None."""
+    """True (else the fault as text) if every entry of `indices` is -1 or the number of a block of its sequence's keys,
+    or the tensor must not be read. block: keys of a block; q_len, kv_len: lengths per sequence; q_start: the first row
+    of each packed sequence, or None."""
     # In the usual case all entries exist even in the shortest sequence.
     if stays_unread(indices) or (len(kv_len) and within(indices, -1, -(-int(kv_len.min()) // block) - 1)):
         return True
@@ -105,7 +105,7 @@ def entries_fit(
 
 
 def unbroken(indices: torch.Tensor) -> bool:
-    """True if no entry of a list follows a -1, at which rows stop reading, or if lists must not be read."""
+    """True if no entry >= 0 follows a -1, which ends a list of selected keys, or if the tensor must not be read."""
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 
@@ -114,7 +114,7 @@ def visible_keys(
 ) -> torch.Tensor:
     """Returns the number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal.
 
-    ratio: tokens of a key; behind: tokens of the sequence after those of the last key.
+    ratio: tokens that a key stands for; behind: tokens of the sequence after those of the last key.
     """
     row = torch.arange(rows, device=device)[:, None, None]
     if mode != 3:
@@ -130,9 +130,9 @@ def unread(
     text: str,
     q_start: np.ndarray | None = None,
 ) -> Outcome:
-    """True if reads(b, lists, slots) is true for all entries >= 0 of each sequence b, else the first other entry as
-    text. indices: lists of selected keys; slots: positions in a list; text: follows the entry in the result; q_start:
-    the first row of each packed sequence, or None."""
+    """True if reads(b, lists, slots) is True for all entries >= 0 of each sequence b, else text with the first other
+    entry, followed by `text`. indices: tensor of selected keys; lists: entries [rows, heads, entries] of a sequence;
+    slots: positions of the entries; q_start: the first row of each packed sequence, or None."""
     for b, listed in lists_of(indices, layout, q_len, q_start):
         bad = (listed >= 0) & ~reads(b, listed, torch.arange(listed.shape[-1], device=listed.device))
         if bool(bad.any()):
@@ -143,7 +143,7 @@ def unread(
 def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True (else text) if no list has more entries than its row has blocks with visible keys (it would not read them).
+    """True (else text) if no list of selected blocks is longer than the number of blocks with visible keys of its row.
     block: keys of a block; mode: sparse_mode, 3 if causal; q_len, kv_len: lengths per sequence."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def few_enough(
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True (else error text) if entries of a list are `block`s of keys of which its row sees one; mode: 3 if causal."""
+    """True (else error text) if every selected block, of `block` keys, has a visible key; mode: 3 if causal."""
 
     def reads(b: int, listed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return listed.long() * block < visible_keys(mode, len(listed), int(kv_len[b]), listed.device)

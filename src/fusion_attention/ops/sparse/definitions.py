@@ -1,6 +1,6 @@
-"""Operator definitions of CANN's sparse attention, forward and gradient, in the two-phase interface and in torch_npu.
+"""Definitions (parameters, rules, formulas) of CANN's sparse attention, forward and gradient, in C and in torch_npu.
 
-Rules are in rules.py, lowering in lower.py.
+Rules are in rules.py, the conversion for back ends is in lower.py.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ LARGEST_INT64 = (1 << 63) - 1
 
 
 def rows(side: str, heads: str, dim: str) -> dict[str, str]:
-    """Returns {layout: axis names} of query (side "1") or key (side "2") rows; heads, dim: the last two names."""
+    """Returns {layout: axis names} of query (side "1") or key (side "2") tensors; heads, dim: the last two names."""
     shapes = {"BSND": f"B S{side} {heads} {dim}", "TND": f"T{side} {heads} {dim}"}
     return shapes | ({PAGED: f"P Ps {heads} {dim}"} if side == "2" else {})
 
 
 def key_layout(names: Mapping[str, Any]) -> str:
-    """Returns the layout of a call's key tensor, from {name: argument} of the call."""
+    """Returns the layout of the key tensor, such as "TND" or paged ("PA_BSND"); names: arguments by name."""
     return keys_in(names.get("layout", ""), names.get("layout_kv"), names.get("block_table"))
 
 
@@ -226,7 +226,7 @@ RULES = (
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `names`: lengths and axes; Dv is D without values."""
+    """Returns {name: value} derived from the arguments `names`: lengths, axis sizes; Dv, which is D without values."""
     result = lengths(names)
     if names["value"] is None and names["Dv"] is None:
         result["Dv"] = names["D"]
@@ -234,7 +234,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns derive(names) with the axis G of statistics (query heads per key head), None if they are not returned."""
+    """Returns derive(names) and the size of axis G, query heads per key head; None if statistics are not returned."""
     group = names["N1"] // names["N2"] if names["return_softmax_lse"] and names["N2"] else None
     return derive(names) | {"G": group}
 

@@ -1,4 +1,4 @@
-"""Lowering of a checked call of sparse attention to a lowered call (Sparse)."""
+"""Conversion of validated calls of sparse attention, forward and gradient, to objects that back ends compute."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,13 +22,13 @@ from fusion_attention.ops.sparse.lowered_call import (
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """Returns the lengths and bands of a call with values `n`: causal in sparse mode 3, else all keys."""
+    """Returns the Extents (lengths, bands of visible keys), causal in sparse mode 3; n: arguments, derived values."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
 def tensors_of(n: Mapping[str, Any], *further: str) -> dict[str, Any]:
-    """Returns {name: input tensor} of a call with values `n`, and those in `further`, as kernels read them."""
+    """Returns {name: input tensor}, as kernels read them, of a call with values `n`; further: names of more tensors."""
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *further)}
     if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
         lists = n["sparse_indices"]
@@ -37,7 +37,7 @@ def tensors_of(n: Mapping[str, Any], *further: str) -> dict[str, Any]:
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """Converts a checked forward or gradient call `bound` of sparse attention to its forward call for the back ends."""
+    """Returns the forward call, as back ends compute it, of a validated forward or gradient call of the operator."""
     n = bound.names
     problem, extents = bound.once(lambda n: (problem_of(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
@@ -45,7 +45,7 @@ def sparse_call(bound: Bound) -> Sparse:
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
-    """Converts a checked call `bound` of sparse attention, forward or gradient, to the form that back ends compute."""
+    """Converts a validated call of sparse attention, forward or gradient, to an object that back ends compute."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
         return call
@@ -53,7 +53,7 @@ def lower(bound: Bound) -> Sparse | SparseBackward:
 
 
 def problem_of(n: Mapping[str, Any]) -> Problem:
-    """Returns the Problem (heads, sizes, dtypes, scale, ...) of a checked call with argument values `n`."""
+    """Returns the Problem (heads, sizes, dtypes, scale, ...) of a validated call; n: arguments and derived values."""
     rope = n["Dr"] or 0
     return Problem(
         heads_q=n["N1"],

@@ -1,4 +1,4 @@
-"""Lowered calls of sparse attention, their views, and the order of statistics in CANN's tensors and in kernels."""
+"""Calls of sparse attention, as back ends compute them: memory views, axis order of statistics in CANN and kernels."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Sparse(TensorCall):
     """A forward call of sparse attention, as back ends compute it.
 
     Args:
-        layout_kv: layout of keys.
-        stats: True if statistics are results, in addition to attention_out.
-        second: layout of a second source of keys, and extents whose kv_len are its lengths; None: no second source.
+        layout_kv: axis order of keys, or paged.
+        stats: True if softmax max and sum are results, in addition to attention_out.
+        second: layout of additional, compressed keys, and extents whose kv_len are their lengths; None: there are none.
     """
 
     problem: Problem
@@ -63,7 +63,7 @@ class Sparse(TensorCall):
         return replace(view, dim=dim) if dim else view
 
     def compressed(self, tensor: Tensor | None, dim: int = 0) -> RowView | PagedView | None:
-        """Returns a view of keys or values of the second source, or None; dim: leading elements of a row, 0: all."""
+        """Returns a view of compressed keys or values, or None; dim: number of leading elements of a row, 0: all."""
         if self.second is None or tensor is None:
             return None
         layout, extents = self.second
@@ -71,18 +71,18 @@ class Sparse(TensorCall):
         return replace(view, dim=dim) if dim else view
 
     def lists(self) -> Tensor | None:
-        """Returns the lists of selected keys, [.., entries], ended by -1; None if there are none."""
+        """Returns the tensor of selected keys per row, [.., entries], -1 behind the last; None: no selection."""
         return self.tensors["sparse_indices"]
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
         """True if every token of a tensor belongs to a sequence; side: "q" for query rows, "kv" for keys, "compressed"
-        for keys of the second source."""
+        for compressed keys."""
         if side == "compressed" and self.second is not None:
             return covered(tensor, self.layout, self.second[1], "kv")
         return super().covers(tensor, side)
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Returns views of the call's tensors and of the tensors "out", "max" and "sum" in `memory`."""
+        """Returns memory views of the input tensors and of the tensors "out", "max" and "sum" in `memory`."""
         p, t = self.problem, self.tensors
         k, v, q_rope, k_rope = (t[n] for n in ("key", "value", "query_rope", "key_rope"))
         assert k is not None
@@ -104,29 +104,29 @@ class Sparse(TensorCall):
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
-        """Returns a view of softmax statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G], G = N1 / N2."""
+        """Returns a view of statistics [.., N1] in CANN's axis order: [B, N2, S1, G] or [N2, T1, G], G = N1 / N2."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
     @property
     def repeats(self) -> bool:
-        """True if every row belongs to a sequence, so that a run over the views writes all rows."""
+        """True if the kernels write all results: every row belongs to a sequence."""
         return self.covers(self.given("query"))
 
     @property
     def further(self) -> Further:
-        """Returns the function that makes the results from the tensors that a run writes."""
+        """The function that makes {name: result} from the tensors that kernels write."""
         return Further(self.stats, partial(_results, self.problem, self.layout, self.extents))
 
     def memory(self) -> dict[str, Tensor]:
-        """Allocates {"out", "max", "sum"}: the output, and softmax statistics [.., N1] in the kernels' order."""
+        """Allocates {"out", "max", "sum"}: output and softmax statistics, [.., N1] in the kernels' axis order."""
         return dict(zip(_WRITTEN, (self.results()[RESULTS[0]], *statistics(self.given("query"))), strict=True))
 
     def complete(self: Call) -> Call:
-        """Returns the same call, whose results also have the softmax's row maximum and sum."""
+        """Returns the same call, whose results also include softmax max and sum."""
         return replace(self, stats=True)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """Returns the gradient call, from the results of a call with statistics and their gradients (upstream)."""
+        """Returns the gradient call, from the results (output, softmax max and sum) and their gradients, `upstream`."""
         out, top, total = (results[name] for name in RESULTS)
         dout, dlse = (upstream.get(name) for name in RESULTS[:2])
         return SparseBackward(self, torch.zeros_like(out) if dout is None else dout, out, top, total, dlse)
@@ -150,7 +150,7 @@ class Sparse(TensorCall):
         return Filled((operands,), written, (outputs[RESULTS[0]],), clears, convert=convert)
 
     def convert(self, outputs: Mapping[str, Tensor], max_: Tensor, sum_: Tensor) -> None:
-        """Writes max and sum, [.., N1] in the kernels' order, to the statistics among the outputs, in CANN's order."""
+        """Writes softmax max and sum, [.., N1] in the kernels' axis order, to those of `outputs`, in CANN's order."""
         values = _returned(self.problem, self.layout, self.extents, max_, sum_)
         for name, value in zip(STATISTICS, values, strict=True):
             if name in outputs:
@@ -158,18 +158,18 @@ class Sparse(TensorCall):
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates (max, sum) in the kernels' order: [B, S1, N1] or [T1, N1]."""
+    """Allocates softmax (max, sum) in the kernels' axis order, [B, S1, N1] or [T1, N1], on the device of `query`."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty(query, query.shape[:-1], dtype), empty(query, query.shape[:-1], dtype)
 
 
 def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
-    """Returns a view of statistics [.., N1] in CANN's order: [B, N2, S1, G] or [N2, T1, G]; N2: heads_kv."""
+    """Returns a view of statistics [.., N1] in CANN's axis order, [B, N2, S1, G] or [N2, T1, G]; N2: heads_kv."""
     return stats.unflatten(-1, (heads_kv, stats.shape[-1] // heads_kv)).movedim(-2, 0 if layout == "TND" else 1)
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """Returns a view of keys of `heads` heads in a layout, packed, padded or paged; table: the page table if paged."""
+    """Returns a memory view of keys in a layout, packed, padded or paged; heads: key heads; table: the page table."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
@@ -180,7 +180,7 @@ def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: T
 
 
 def narrow(lists: Tensor) -> Tensor:
-    """Returns lists of keys as int32, which kernels read; entries beyond int32 become -1 or the largest int32."""
+    """Returns selected keys as int32, which kernels read; entries beyond int32 become -1 or the largest int32."""
     if lists.dtype == torch.int32:
         return lists
     return lists.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
@@ -198,7 +198,7 @@ def page_table(table: Tensor | None) -> Tensor | None:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values."""
+    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values by name."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
@@ -209,8 +209,8 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Tensor) -> Iterator[Tensor]:
-    """Yields max_ and sum_, [.., N1], in CANN's order, [B, N2, S1, G] or [N2, T1, G]: 0 and 0 for rows without visible
-    keys, also in a sequence without keys and with a sink."""
+    """Yields softmax max_ and sum_, [.., N1], in CANN's axis order, [B, N2, S1, G] or [N2, T1, G]. Both are 0 for rows
+    without visible keys, also with a sink in a sequence without keys."""
     empty = max_ == -torch.inf
     for b in extents.keyless:
         rows = row_view(empty.unsqueeze(-1), layout, p.heads_q, extents, "q")
@@ -220,7 +220,7 @@ def _returned(p: Problem, layout: str, extents: Extents, max_: Tensor, sum_: Ten
 
 
 def _results(p: Problem, layout: str, extents: Extents, out: Tensor, *stats: Tensor | None) -> dict[str, Tensor]:
-    """Returns {name: result} of a call: out and, if they were written, max and sum in CANN's order."""
+    """Returns {name: result} of the forward: the output and, if written, softmax max and sum in CANN's axis order."""
     if stats[0] is None or stats[1] is None:
         return {RESULTS[0]: out}
     values = _returned(p, layout, extents, stats[0], stats[1])
@@ -237,13 +237,13 @@ def unpaged(page_size: int) -> None:
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {name: gradient} of all differentiable inputs that are not None; n: {name: input} of the call."""
+    """Allocates {name: gradient} of all differentiable inputs that are not None; n: inputs by name."""
     given = ((name, n.get(source)) for source, name in GRADIENT_OF.items())
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
 class SparseBackward(OfCall):
-    """A gradient call of sparse attention for back ends; saved max, sum and dlse are in CANN's order."""
+    """A gradient call of sparse attention for back ends; max, sum, dlse (of log-sum-exp) are in CANN's axis order."""
 
     call: Sparse
     op_kind = "attention_backward"
@@ -286,7 +286,7 @@ class SparseBackward(OfCall):
         return Filled((read, grads), buffers, tuple(outputs.values()), tuple(clears), prepare=prepare)
 
     def _ungrouped(self, dlse: Tensor) -> RowView:
-        """Returns a view of a copy of dlse in the kernels' order, [.., N1]."""
+        """Returns a view of a copy of dlse in the kernels' axis order, [B, S1, N1] or [T1, N1]."""
         given, _ = statistics(self.call.given("query"))
         self.call.grouped(given).copy_(dlse)
         return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)

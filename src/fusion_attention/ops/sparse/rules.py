@@ -1,6 +1,6 @@
-"""Rules of sparse attention and of the indexer, for CANN's operator definitions and this library's.
+"""Legality rules of sparse attention and of the indexer, for CANN's operators and this library's functions.
 
-A rule applies to every definition that has its parameters. docs/rulings.md 15 explains levels and codes.
+A rule applies to every operator that has its parameters. docs/rulings.md 15 explains severities and error codes.
 """
 
 import torch
@@ -17,14 +17,14 @@ SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
-    """Returns lists of selected keys for sample calls, [B, S1, 1, K]: every row has these entries, then -1."""
+    """Returns indices of selected keys for example calls, [B, S1, 1, K]: every row has these entries, then -1."""
     result = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
     result[..., : len(entries)] = torch.tensor(entries)
     return result
 
 
 def first_block(shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns lists of selected blocks for sample calls: each list has the entry 0, then -1."""
+    """Returns indices of selected blocks for example calls, in this shape: block 0, then -1, along the last axis."""
     result = torch.full(shape, -1, dtype=torch.int32)
     result[..., :1] = 0
     return result
@@ -36,7 +36,7 @@ BROKEN[:, -1, :, 1] = 0
 
 
 def packed_lists(param: str) -> Rule:
-    """Returns a rule that warns if a list in the tensor parameter `param` has an entry behind a -1."""
+    """Returns a rule that warns if a list of selected keys in the tensor `param` has an entry >= 0 behind a -1."""
     return rules.doubt(
         f"unbroken({param})",
         f"{param}: no entry behind a -1 (a list ends at its first -1; fusion_attention.pack_lists moves the others to "
@@ -136,8 +136,8 @@ SELECTION = (
 
 
 def most_tokens(**keys: tuple[int, int]) -> Rule:
-    """Returns a rule that checks strict calls: sequences have at most 131072 tokens; keys: (heads, elements) of key
-    tensors in an invalid sample call."""
+    """Returns a rule on Ascend's limits (checked in strict mode): sequences have at most 131072 tokens; keys: (heads,
+    elements) of key tensors in an illegal example call."""
     beyond = 131073
     rows = {
         name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()
@@ -162,16 +162,16 @@ LISTS_OF_2048 = rules.limit(
 
 
 def some_heads(query: str, heads: str) -> Rule:
-    """Returns a rule that checks calls: an indexer has a head; query, heads: names of its query and head axis."""
+    """Returns a rule: an indexer has at least one head; query, heads: names of its query and of its head axis."""
     return rules.meaning(
         f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0}
     )
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
-    """Returns rules that check an indexer's weights (dtype) and query; query, heads, dim: names of query and axes.
+    """Returns rules on an indexer's weights (dtype, shape) and query; query, heads, dim: names of query and axes.
 
-    like, like_shape: name and sample shape of the tensor whose dtype the weights have, if it is not the query.
+    like, like_shape: name and example shape of the tensor whose dtype the weights have, if it is not the query.
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (

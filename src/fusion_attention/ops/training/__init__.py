@@ -1,1 +1,1 @@
-"""Training attention: FlashAttentionScore, VarLenScore, their gradients, and this library's attention()."""
+"""Training attention: CANN's FlashAttentionScore, VarLenScore and their gradients, and this library's attention()."""

@@ -1,4 +1,4 @@
-"""The operator definition of this library's attention(), and its lowering.
+"""Definition (parameters, legality rules) of this library's attention(), and its conversion for back ends.
 
 Unlike CANN's operators it takes lengths, not cumulative ends, masks without a tensor, and biases that broadcast.
 """
@@ -173,7 +173,8 @@ _NAMES = (
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `names`: lengths, axes if packed, and drop_rows."""
+    """Returns {name: value} derived from the arguments `names`: lengths per sequence (q_len, kv_len), sizes of the axes
+    B, S1 and S2 if tokens are packed, and drop_rows, the number of scores per head."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:
@@ -186,7 +187,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
-    """Converts a checked attention() call `bound` to a DenseCall for back ends; seed: a drawn one, or None."""
+    """Converts a validated attention() call to a DenseCall for back ends; seed: a drawn one, or None: bound["seed"]."""
     n = bound.names
     seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)

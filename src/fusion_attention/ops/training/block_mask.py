@@ -1,4 +1,4 @@
-"""Conversion of masks over blocks of any size to what back ends read: tiles of 128 x 128 with bits, or a matrix."""
+"""Conversion of block-sparse masks with any block size to 128 x 128 tiles with bit masks, or to a dense matrix."""
 
 import torch
 
@@ -9,7 +9,7 @@ Pair = tuple[int, int]
 
 
 def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
-    """Returns the tensors blocked_tiles and blocked_bits (tiles of 128 x 128) that hide the same pairs as a block mask.
+    """Returns {"blocked_tiles", "blocked_bits"}: tensors for 128 x 128 tiles that hide the same scores as a block mask.
 
     Args:
         mask: [B, N, blocks of rows, blocks of keys], nonzero: visible.
@@ -43,8 +43,8 @@ def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tens
     """Returns (touched, blocks, kinds): the blocks of `size` tokens in each tile of 128 tokens, along one axis.
 
     touched: [tiles, n], numbers of the blocks that overlap a tile; the last one fills the row.
-    blocks: [kinds, 128], per token of a tile the column of `touched` with its block; equal rows occur once.
-    kinds: [tiles], the tile's row of `blocks`.
+    blocks: [kinds, 128], for each token of a tile, the column of its block in `touched`; equal rows occur once.
+    kinds: [tiles], index of the tile's row in `blocks`.
     """
     tile = torch.arange(-(-tokens // TILE), device=device)[:, None] * TILE
     token = (tile + torch.arange(TILE, device=device)).clamp_(max=max(tokens - 1, 0))
@@ -57,7 +57,7 @@ def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tens
 
 
 def to_matrix(mask: Tensor, block: Pair, tokens: Pair) -> Tensor:
-    """Returns uint8 [B, N, rows, keys], 1 where a block mask [B, N, blocks, blocks] hides a pair; block: (rows, keys)
-    of a block; tokens: the largest number of rows, and of keys, of a sequence."""
+    """Returns uint8 [B, N, rows, keys], 1 where a block mask [B, N, blocks of rows, blocks of keys] (nonzero: visible)
+    hides a score; block: (rows, keys) of a block; tokens: the largest number of rows, and of keys, of a sequence."""
     rows, keys = (torch.arange(count, device=mask.device) // size for count, size in zip(tokens, block, strict=True))
     return (mask == 0).to(torch.uint8)[:, :, rows][..., keys]

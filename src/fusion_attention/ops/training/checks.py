@@ -1,4 +1,4 @@
-"""Check functions for rules of training attention: each returns True if legal, else False or a text with the value."""
+"""Functions in rules of training attention: each returns True for a legal call, else False, or text with the value."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from fusion_attention.ops.training.statistics_order_check import own_matrix, sta
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name: value} derived from a call's arguments `names`: lengths, axes, and the form of its bias."""
+    """Returns {name: value} derived from the arguments `names`: lengths per sequence, axis sizes, and kind of bias."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -29,7 +29,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pse_form(names: dict[str, Any]) -> str:
-    """Returns the form of a bias `pse` by its shape, such as "broadcast" or "blocks" (per sequence), or ""."""
+    """Returns the kind of shape of an additive bias `pse`: "broadcast", "aligned", "blocks" ...; "" if illegal."""
     pse, batches = names["pse"], (1, names["B"])
     if pse is None or names["pse_type"] in (2, 3):
         return "none"
@@ -50,7 +50,8 @@ def _pse_form(names: dict[str, Any]) -> str:
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
-    """True (else the fault as text) if a window (mode 0: aligned upper left, 4: lower right) intersects the scores."""
+    """True (else the fault as text) if a window around the diagonal, from the upper left (mode 0) or lower right (4)
+    corner, leaves at least one of the rows x keys scores; pre, next_: its tokens before and behind the diagonal."""
     if not rows or not keys:
         return True
     shift = keys - rows if mode == 4 else 0
@@ -66,8 +67,8 @@ def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool 
 
 
 def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True (else the fault as text) if the window of a packed call in a sparse mode leaves a key for every row of every
-    sequence, as the chip requires; pre, next_: pre_tokens and next_tokens; q_len, kv_len: lengths per sequence."""
+    """True (else the fault as text) if a window leaves a visible key for every row of every packed sequence, as the
+    chip requires; mode: sparse_mode; pre, next_: pre_tokens and next_tokens; q_len, kv_len: lengths per sequence."""
     given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
@@ -107,7 +108,7 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 
 
 def prefixes_differ(prefix: np.ndarray | None) -> bool:
-    """True if the common prefixes of sequences, one number of keys per sequence, differ in length."""
+    """True if the numbers of leading keys that all rows of a sequence see (prefix, one per sequence) differ."""
     return prefix is not None and len(prefix) > 0 and bool(prefix.min() != prefix.max())
 
 
@@ -115,7 +116,7 @@ def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
     """True (else the fault as text) if rows before the last 1024 see no key behind the diagonal: a compressed bias has
-    none for them. The visible keys follow from sparse mode, mask, window (pre, next_ tokens), prefix and lengths."""
+    no elements for these. Visible keys follow from sparse mode, mask, window (pre, next_), prefix and lengths."""
     _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
@@ -133,19 +134,19 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """True if `pse`, a bias of the scores, has a legal shape, else its shape as text; form: its kind of shape, "" if
-    illegal; axes: B, N1, S1, S2."""
+    """True if the additive bias `pse` has a legal shape, else its shape as text; form: from _pse_form, "" if illegal;
+    axes: sizes B, N1, S1, S2."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 
 
 def positions(start: np.ndarray | None) -> bool:
-    """True if start indices of rows or keys are None, or small enough to compute distances without overflow."""
+    """True if the positions of the first row or key are None, or small enough that distances do not overflow."""
     return start is None or bool((np.abs(start) < INFINITE).all())
 
 
 def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
-    """True (else text) if `tiles` has a number per 128 x 128 tile of scores [B or 1, N1 or 1, S1, S2], `sizes`."""
+    """True (else text) if `tiles` has a number per 128 x 128 tile of scores; sizes: B, N1, S1, S2; B, N1 may be 1."""
     batch, heads, *lengths = sizes
     shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts
@@ -153,7 +154,7 @@ def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
 
 
 def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
-    """True (else error text) if each number in `tiles` is an index below count, or marks a blocked or an open tile."""
+    """True (else text) if each number in `tiles` is an index below count, or marks a fully hidden or visible tile."""
     if tiles.is_meta or not tiles.numel():
         return True
     numbers = tiles.numpy() if tiles.is_cpu else tiles.cpu().numpy()
@@ -165,7 +166,7 @@ def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
 
 
 def replays(seed: Any, offset: Any) -> bool:
-    """True if a gradient call's seed and offset may be a forward's: not None, and not (0, 0) (a new seed)."""
+    """True if seed and offset of a gradient call may be a forward's: seed is not None, and not both are 0."""
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 
@@ -186,7 +187,7 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
 
 
 def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True (else error text) if keys that a mask leaves visible are in the window of pre and next_ tokens (mode 0)."""
+    """True (else text) if every key j that a mask leaves visible to row i is in a window, i - pre <= j <= i + next_."""
     pre, next_ = tokens(pre), tokens(next_)
     longest = q_len.max(initial=0), kv_len.max(initial=0)
     alike = mask.shape[-2:] == longest and (mask.dim() == 2 or mask.shape[0] == 1)
@@ -203,12 +204,12 @@ def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarra
 
 
 def is_shifted(table: torch.Tensor) -> bool:
-    """True if each row of a compressed bias (table) is the previous shifted by a column (equal along diagonals)."""
+    """True if a compressed bias is equal along its diagonals: each row is the previous one, shifted by a column."""
     return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
 
 
 def has_dtype(tensor: torch.Tensor, words: str) -> bool:
-    """True if the dtype of a tensor is among those named in `words`."""
+    """True if the dtype of a tensor is among the names in `words`, such as "float16 bfloat16"."""
     return dtype_text(tensor) in words.split()
 
 

@@ -1,8 +1,8 @@
-"""Operator definitions of CANN's training attention (FlashAttentionScore, VarLenScore and their gradients) and of
-torch_npu's functions.
+"""Definitions (parameters, legality rules, formulas) of CANN's training attention (FlashAttentionScore, VarLenScore and
+their gradients) and of torch_npu's functions for it.
 
 Parameters are in the order of CANN's documentation; a version lists those that it adds to an earlier one. Rules are in
-rules.py and mask_rules.py, lowering in lower.py.
+rules.py and mask_rules.py, the conversion for back ends is in lower.py.
 """
 
 import functools
@@ -76,7 +76,7 @@ HEAD_MAJOR = " TND: the [N1, q_len, 8] of all sequences, concatenated; [T1, N1, 
 
 
 def packed(p: Tensor) -> Tensor:
-    """Returns a copy of the parameter softmax_max or softmax_sum whose text adds the element order of layout TND."""
+    """Returns a copy of the parameter softmax_max or softmax_sum whose text adds the axis order of packed tokens."""
     return replace(p, text=p.text + HEAD_MAJOR)
 
 

@@ -1,4 +1,4 @@
-"""Formulas of training attention and its gradients, as text and in TeX."""
+"""Formulas of training attention and its gradients, as plain text and in TeX, for the documentation."""
 
 FORWARD_FORMULA = """S   = scale * (Q K^T + pse)                 pse_type 1; the others add after scaling
 P   = exp(S - max) / sum                    over the keys that mask, window and prefix leave

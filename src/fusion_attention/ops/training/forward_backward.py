@@ -1,4 +1,4 @@
-"""The lowered calls of training attention that interfaces run: forward and backward of a DenseCall."""
+"""Forward and gradient calls of training attention in the form that back ends compute, made from a DenseCall."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DPSE = GRADIENTS.index("dpse")
 def fresh_forward(
     names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
 ) -> dict[str, Tensor]:
-    """Allocates {name: tensor} of out, max and sum, with these names; sizes of q, k and v may be symbolic.
+    """Allocates {name: tensor} of the output, softmax max and sum, with these names; sizes of q, k, v may be symbolic.
     heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of max and sum,
     along which CANN repeats them."""
     head = LAYOUTS[layout][2]
@@ -50,17 +50,17 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values."""
+    """Allocates {name: tensor}: attention_out, softmax_max, softmax_sum; n: arguments and derived values by name."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates {name: gradient} of each input that has a gradient and is not None; n: the call's arguments."""
+    """Allocates {name: gradient} of each differentiable input that is not None; n: arguments by name."""
     return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
 
 
 def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Allocates {name: gradient} of the tensors, which are in the order of GRADIENTS; None has no gradient."""
+    """Allocates {name: gradient} of tensors (query, key, ..., sink) in the order of GRADIENTS; None has no gradient."""
     return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
 
 
@@ -68,8 +68,8 @@ class DenseForward(OfCall):
     """A forward call of dense attention, as back ends compute it, with a derivative.
 
     Args:
-        call: the tensors and parameters of the call.
-        names: names of the results out, max and sum.
+        call: tensors and parameters.
+        names: names of the results: output, softmax max and sum.
         lanes: True: max and sum are finite and stored 8 times, [.., 8], as by CANN; False: in the kernels' format.
     """
 
@@ -92,19 +92,19 @@ class DenseForward(OfCall):
 
     @property
     def repeats(self) -> bool:
-        """True if a back end computes the complete call: no dropout is drawn, and every row is in a sequence."""
+        """True if the kernels compute the complete call: no dropout is drawn, and every row is in a sequence."""
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
         return dict(zip(RESULTS, fresh(self.call), strict=True))
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """Returns the views of the call's tensors and of `memory`, the tensors for out, max and sum."""
+        """Returns memory views of the input tensors and of `memory`, the tensors for output, softmax max and sum."""
         return operands_of(self.call, *memory.values())
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """Returns {name: tensor} of the call; tensors that the operator does not have share the name ""."""
+        """The input tensors by parameter name; those that the operator does not have share the name ""."""
         c = self.call
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
@@ -120,8 +120,8 @@ class DenseForward(OfCall):
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """Returns the gradient call, from results and their gradients (upstream).
-        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all."""
+        """Returns the gradient call, from {name: result} and {name: gradient of the result} (upstream).
+        That of max is the gradient of max + log(sum). wanted: inputs whose gradients are needed; None: all."""
         out, max_, sum_ = (results[name] for name in self.names)
         dout, dlse = (upstream.get(name) for name in self.names[:2])
         dout = torch.zeros_like(out) if dout is None else dout
@@ -148,10 +148,10 @@ class DenseBackward(OfCall):
 
     Args:
         call: the forward call.
-        saved: (dout, out, max, sum).
+        saved: (gradient of the output, output, softmax max, softmax sum).
         pse: the bias or the slopes, if their gradient is wanted.
         dlse: the gradient of max + log(sum), one number per row and head.
-        lanes: True: max and sum have CANN's format [..., 8], and kernel_statistics() converts them.
+        lanes: True: max and sum have CANN's format, each number eight times, [..., 8].
     """
 
     op_kind = "attention_backward"
@@ -173,7 +173,7 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (max, sum) in the kernels' format, one number per row and head, from CANN's format [..., 8]."""
+        """Returns softmax (max, sum) in the kernels' format, one number per row and head, from CANN's, [..., 8]."""
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

@@ -1,6 +1,6 @@
-"""Lowering of a checked call of CANN's training attention to a DenseCall.
+"""Conversion of validated calls of CANN's training attention to a DenseCall, which back ends compute.
 
-Forward and gradient operators are lowered alike; parameters that an operator lacks have values without effect
+Forward and gradient operators are converted alike; parameters that an operator lacks have values without effect
 (Op.neutral).
 """
 
@@ -21,9 +21,9 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """Converts a checked call `bound`, of a forward or gradient operator, to a DenseCall, which back ends compute.
-    seed, offset: from which a dropout mask is drawn if keep_prob < 1 and there is no drop mask; None: the call's own
-    arguments."""
+    """Converts a validated call `bound` of a forward or gradient operator to a DenseCall, which back ends compute.
+    seed, offset: from which a dropout mask is drawn if keep_prob < 1 and there is no drop mask; None: those in
+    `bound`."""
     n = bound.names
     problem, form, extents, names = bound.once(_without_tensors)
     q, k, v = (n[name] for name in names[:3])
@@ -37,7 +37,7 @@ def _number(value: int | Tensor | None) -> int:
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """Returns a DenseCall of a forward call `bound` with `out` for q, k and v, to convert max and sum alone."""
+    """Returns a DenseCall that serves only to convert softmax max and sum: the output `out` stands for q, k and v."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -45,8 +45,8 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """Converts a checked call `bound`, forward or gradient, to the form that back ends compute; seed, offset: from
-    which dropout is drawn; lanes: True for max and sum in CANN's format, [..., 8]."""
+    """Converts a validated call `bound` of training attention to a forward or gradient call for back ends. seed,
+    offset: from which dropout is drawn; lanes: True for softmax max and sum in CANN's format, [..., 8]."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)
@@ -54,7 +54,7 @@ def lower(
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """Returns (Problem, Form, Extents, names of input tensors) of a call `n`, from its shapes and lengths."""
+    """Returns (Problem, Form, Extents, names of input tensors) from a call's shapes and lengths; n: values by name."""
     extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
@@ -63,7 +63,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[s
 
 
 def _blocks(n: dict[str, Any]) -> bool:
-    """True if the mask tensor of a call `n` hides keys by its content; compressed masks are replaced by a band."""
+    """True if the content of atten_mask hides keys, as in sparse modes 0, 1 and 5; a band replaces compressed masks."""
     return n["atten_mask"] is not None and n["sparse_mode"] in (0, 1, 5)
 
 
@@ -79,7 +79,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """Returns the Extents (lengths and bands of visible keys) of a checked call, from its values `n` by name."""
+    """Returns the Extents (lengths and bands of visible keys) of a validated call; n: arguments and derived values."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:
@@ -89,7 +89,7 @@ def dense_extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Returns int [sequences], the origin of distances in computed biases (ALiBi) of a call `n`: kv_start - q_start.
+    """Returns int64 [sequences], kv_start - q_start, added to key - row in the distances of ALiBi biases; n: arguments.
 
     Both are 0 by default. In mode 8 only the first sequence with rows, which is split between devices, has a shift.
     """

@@ -1,4 +1,4 @@
-"""DenseCall, a lowered call of training attention, and the views of its tensors, outputs and gradients."""
+"""DenseCall, the tensors and parameters of a training attention call for back ends, and memory views of its tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class DenseCall:
     """The tensors and parameters of a call of training attention, from which back ends compute.
 
     Args:
-        extras: optional tensors in the order of EXTRAS.
+        extras: optional tensors (rope, bias, slopes, masks, sink), in the order of EXTRAS.
         seed, offset: from which dropout masks are drawn.
         names: canonical names of q, k, v and extras; "" for tensors that the operator does not have.
     """
@@ -48,13 +48,13 @@ class DenseCall:
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates out, max and sum of a call; lanes: size of a last axis of max and sum for CANN's copies, or none."""
+    """Allocates output, softmax max and sum; lanes: size of a further last axis of max and sum, or none."""
     q, p = call.q, call.problem
     return empty(q, layouts.row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Allocates softmax max and sum of a call; lanes: size of a further last axis, along which CANN repeats them."""
+    """Allocates softmax max and sum; lanes: size of a further last axis, along which CANN repeats them, or none."""
     q = call.q
     shape = (*layouts.stats_shape(q, call.form.layout, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -62,7 +62,7 @@ def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
 
 
 def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-    """Returns the views of a call's tensors, its output and its softmax statistics max_ and sum_."""
+    """Returns memory views of the input tensors, the output, and the softmax statistics max_ and sum_."""
     p, form, e = call.problem, call.form, call.extents
     layout = form.layout
     return Operands(
@@ -78,7 +78,7 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
 
 
 def _extra_operands(call: DenseCall) -> dict[str, Any]:
-    """Returns {name: view} of the call's optional tensors that are not None."""
+    """Returns {name: memory view} of the optional input tensors that are not None."""
     p, form, e = call.problem, call.form, call.extents
     token = layouts.LAYOUTS[form.layout][1]
     sizes = (call.q.shape[token], call.k.shape[token])
@@ -109,9 +109,9 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
 def grads_of(
     call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
 ) -> tuple[Grads, Tensor | None]:
-    """Returns (views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), a buffer to sum dbias
-    in). dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
-    computed. The buffer is None if the back end writes dbias directly."""
+    """Returns (memory views of dout and of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), a buffer to sum
+    dbias in, or None if kernels write dbias directly). dbias has the shape and dtype of the bias, and is not computed
+    if it has no elements; dlse, the gradient of the log-sum-exp, has the shape of softmax statistics."""
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     bias, summed, owned = None, None, False
@@ -141,7 +141,7 @@ def grads_of(
 
 
 def owns_bias(call: DenseCall) -> bool:
-    """True if the call has a bias whose gradient is written once, not accumulated over rows or heads."""
+    """True if there is a bias each of whose gradient's elements is written once, not accumulated over rows or heads."""
     bias, p, e = call.extras[BIAS], call.problem, call.extents
     if bias is None or p.bias != "matrix":
         return False
@@ -149,7 +149,7 @@ def owns_bias(call: DenseCall) -> bool:
 
 
 def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
-    """True if each element of a bias of `heads` heads belongs to at most one (row, key) pair of all sequences."""
+    """True if each element of a bias view belongs to at most one score (head, row, key) of all sequences."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
     starts = bias.address[some]
@@ -157,7 +157,7 @@ def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
 
 
 def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
-    """Zeroes `summed`, the accumulated gradient of a bias, and gradients of tokens and elements in no sequence."""
+    """Zeroes `summed`, the accumulated gradient of a bias, and elements of gradients that belong to no sequence."""
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if not call.covers(side):

@@ -1,6 +1,6 @@
-"""Rules on mask, window, prefix and pse of CANN's training attention; rules.py has the others.
+"""Legality rules on mask, window, prefix and additive bias (pse) of CANN's training attention; rules.py has the others.
 
-docs/rulings.md 15 explains levels and codes.
+docs/rulings.md 15 explains severities and error codes.
 """
 
 from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, doubt, limit, meaning, note, typed

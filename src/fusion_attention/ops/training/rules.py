@@ -1,6 +1,6 @@
-"""Rules of CANN's training attention: FlashAttentionScore, VarLenScore and their gradients.
+"""Legality rules of CANN's training attention: FlashAttentionScore, VarLenScore and their gradients.
 
-A rule applies to every operator definition that has its parameter. docs/rulings.md 15 explains levels and codes.
+A rule applies to every operator that has its parameter. docs/rulings.md 15 explains severities and error codes.
 """
 
 from dataclasses import replace
@@ -150,7 +150,7 @@ PREFIXES = "prefix is not None and len(prefix) > 0"
 
 
 def ends(count: int) -> Settings:
-    """Returns arguments of sample calls of `count` packed sequences of one token."""
+    """Returns arguments of example calls of `count` packed sequences of one token."""
     each = [*range(1, count + 1)]
     return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
 

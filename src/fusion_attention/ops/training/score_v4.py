@@ -1,4 +1,4 @@
-"""Operator definitions of FlashAttentionScoreV4 and its gradient: VarLenScoreV5, padded too and with drawn dropout."""
+"""Definitions of CANN's FlashAttentionScoreV4 and its gradient: VarLenScoreV5, padded too and with drawn dropout."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ NEW = {
 
 
 def _params(of: Op, names: str) -> tuple[Param, ...]:
-    """Returns the parameters with these names, from NEW or from the definition `of`."""
+    """Returns definitions of parameters with these names, separated by spaces, from NEW or from the operator `of`."""
     return tuple(NEW[name] if name in NEW else of.by_name[name] for name in names.split())
 
 

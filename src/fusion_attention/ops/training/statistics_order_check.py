@@ -1,8 +1,8 @@
-"""A check that packed softmax statistics are in the order that a gradient call states.
+"""A check that packed softmax statistics have the axis order that the arguments of a gradient operator state.
 
-The log-sum max + log(sum) of a row is at least that of a subset of its visible keys, even if it includes more (keys on
-other ranks, a sink). A statistic read in the wrong order is another row's, and may be smaller. No other check computes
-scores.
+The log-sum-exp max + log(sum) of a row is at least that of a subset of its visible keys, even if it includes more (keys
+on other ranks, a sink). A statistic read in the wrong order is another row's, and may be smaller. No other check
+computes scores.
 """
 
 import math
@@ -21,7 +21,7 @@ PRODUCT, TERM = 2.0**-10, 2.0**-23
 
 
 def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
-    """Returns the part [.., q_len, kv_len] of a mask that belongs to sequence b: its upper left corner, or, in a mask
+    """Returns the submatrix [.., q_len, kv_len] of a mask for sequence b: its upper left corner, or, in a mask [T1, T2]
     of all packed sequences, a block on the diagonal."""
     matrix = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
     corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
@@ -82,7 +82,7 @@ def _spread(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
-    """Returns the rows `at` of a tensor and its rope tensor, concatenated: [rows, heads, elements] in float64."""
+    """Returns rows `at` of a tensor and its rope tensor (`parts`), concatenated, [rows, heads, elements], float64."""
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 
@@ -94,7 +94,7 @@ def _least(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
 
 
 def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:
-    """Returns max + log(sum) [N1, rows] of rows `row` of sequence b; order: "token" if max, sum are [T1, N1, 8]."""
+    """Returns max + log(sum), [N1, rows], of rows `row` of sequence b; order: "token", [T1, N1, 8], or "item"."""
     heads, start = statistics[0].shape[1], int(q_len[:b].sum())
     head = torch.arange(heads, device=row.device)[:, None]
     at = (start + row) * heads + head if order == "token" else start * heads + head * int(q_len[b]) + row
