@@ -1,19 +1,19 @@
 """Runs calls of attention on the ranks of a world, and the same calls in one process."""
 
+import random
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.bits import same
-from support.pieces import SEED, Call, draw, expected
+from support.pieces import Call, expected
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusion_attention as fa
 from fusion_attention import Band
 from fusion_attention.distributed import attention, shard, unshard
 from fusion_attention.distributed.groups import group_of
-from fusion_attention.ir.problem import CHUNK_UNIT
 from fusion_attention.judging.chi_square_limits import Expected
 from fusion_attention.ops.shared.layouts import LAYOUTS
 from fusion_attention.testing import check
@@ -53,10 +53,12 @@ def upstream(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def of_one(args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = {n: t.requires_grad_(n in GRADIENTS) for n, t in args.items() if isinstance(t, torch.Tensor)}
-    out, lse = fa.attention(**args, return_lse=True)
-    out.backward(upstream(out.shape, out.dtype))
+def of_one(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    words = {"layout": "BSND", **case["words"]}
+    leaves = tensors(words["layout"], case["dtype"], **case["sizes"])
+    leaves = {n: t.requires_grad_(n in GRADIENTS) for n, t in leaves.items()}
+    out, lse = fa.attention(**leaves, **words, return_lse=True)
+    out.backward(upstream(out.shape, case["dtype"]))
     return {"out": out.detach(), "lse": lse.detach(), **{"d" + n: leaves[n].grad for n in GRADIENTS if n in leaves}}
 
 
@@ -73,18 +75,18 @@ def mesh_of(rows: int) -> Any:
     return init_device_mesh("cpu", (rows, 2))
 
 
-def of_ranks(group: Any, schedule: str, args: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Computes a call on the ranks of a group and returns the unsharded results and gradients."""
+def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Computes a case on the ranks of a group and returns the unsharded results and gradients."""
     line = group
     if schedule == "ulysses+ring":
         group = mesh_of(group_of(group).world // 2)
-    batch, token, _ = LAYOUTS[args["layout"]]
-    tensors_made = {name: t for name, t in args.items() if isinstance(t, torch.Tensor)}
-    words = {name: value for name, value in args.items() if name not in tensors_made}
-    s1, s2 = args["q"].shape[token], args["k"].shape[token]
-    lengths: dict[str, Any] = {"q": s1, "k": s2}
+    words = {"layout": "BSND", **case["words"]}
+    batch, token, _ = LAYOUTS[words["layout"]]
+    tensors_made = tensors(words["layout"], case["dtype"], **case["sizes"])
+    s1, s2 = case["sizes"]["s1"], case["sizes"]["s2"]
+    lengths = {"q": s1, "k": s2}
     if batch is None:
-        lengths = {"q": args["q_len"], "k": args.get("kv_len", args["q_len"])}
+        lengths = {"q": words["q_len"], "k": words.get("kv_len", words["q_len"])}
     lengths |= {"q_rope": lengths["q"], "v": lengths["k"], "k_rope": lengths["k"]}
     # Sharded tensor: (length, axis).
     sharded_axes = {name: (lengths[name], token) for name in tensors_made if name in lengths}
@@ -100,7 +102,7 @@ def of_ranks(group: Any, schedule: str, args: dict[str, Any], options: dict[str,
     tokens = None if batch is None else (s1, s2)
     out, lse = attention(**local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True)
     full = unshard(out.detach(), group, schedule, *sharded_axes["q"])
-    out.backward(shard(upstream(full.shape, out.dtype), group, schedule, *sharded_axes["q"]))
+    out.backward(shard(upstream(full.shape, case["dtype"]), group, schedule, *sharded_axes["q"]))
     results = {"out": full, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
     for name in GRADIENTS:
         if name in local:
@@ -114,8 +116,8 @@ def of_ranks(group: Any, schedule: str, args: dict[str, Any], options: dict[str,
 
 def all_of(group: Any, schedule: str, names: list[Any], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the results of several cases, and asserts that the first case gives the same bits in a second run."""
-    results = {name: of_ranks(group, schedule, arguments(name), options) for name in names}
-    again = of_ranks(group, schedule, arguments(names[0]), options)
+    results = {name: of_ranks(group, schedule, named(name), options) for name in names}
+    again = of_ranks(group, schedule, named(names[0]), options)
     assert all(same(results[names[0]][n], t) for n, t in again.items()), "another run gave other bits"
     return results if group_of(group).rank == 0 else {}
 
@@ -162,31 +164,60 @@ CASES = {
 }
 
 
-def arguments(name: str | int) -> dict[str, Any]:
-    """Makes the arguments of attention(): of a case by name, or of a random call by seed."""
-    if isinstance(name, int):
-        return draw(name).args | {"seed": SEED}
-    words = {"layout": "BSND", **CASES[name]["words"]}
-    return tensors(words["layout"], CASES[name]["dtype"], **CASES[name]["sizes"]) | words
+def drawn(seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    n2 = draw.choice([1, 2, 4])
+    sizes: dict[str, Any] = {"b": draw.choice([1, 1, 3]), "n1": 4, "n2": n2, "d": draw.choice([8, 24, 64])}
+    words: dict[str, Any] = {"layout": draw.choice(["BSND", "BNSD", "BSH", "SBH", "TND", "TND"])}
+    if words["layout"] == "TND":
+        count = draw.randint(1, 6)
+        q_len = [draw.choice([0, 1, 63, 64, 65, 200, 512, 700]) for _ in range(count)]
+        kv_len = q_len if draw.random() < 0.5 else [draw.choice([0, 5, 64, 300, 640]) for _ in range(count)]
+        words |= {"q_len": q_len, "kv_len": kv_len}
+        sizes |= {"b": 1, "s1": sum(q_len), "s2": sum(kv_len)}
+    else:
+        sizes |= {"s1": draw.choice([2, 130, 320, 520]), "s2": draw.choice([3, 128, 321, 600])}
+        if draw.random() < 0.5:
+            words["q_len"] = [draw.randint(0, sizes["s1"]) for _ in range(sizes["b"])]
+            words["kv_len"] = [draw.randint(0, sizes["s2"]) for _ in range(sizes["b"])]
+        if draw.random() < 0.4:
+            shape = (draw.choice([1, sizes["b"]]), draw.choice([1, 4]), sizes["s1"], sizes["s2"])
+            sizes[draw.choice(["bias", "blocked"])] = shape
+    words["heads"] = 4 if words["layout"] in ("BSH", "SBH") else 0
+    words["band"] = draw.choice(
+        [None, Band.causal(), Band.window(70, 9), Band.window(-5, 40), Band.causal(align="start")]
+    )
+    if draw.random() < 0.3 and "bias" not in sizes:
+        sizes["slopes"] = True
+    sizes |= {name: True for name in ("sink",) if draw.random() < 0.3}
+    sizes |= {name: size for name, size in (("dr", 8), ("dv", 16)) if draw.random() < 0.3}
+    if draw.random() < 0.3:
+        words |= {"keep_prob": 0.7, "seed": seed}
+    if draw.random() < 0.2:
+        words["softcap"] = 3.0
+    if draw.random() < 0.2:
+        words["empty_rows"] = "mean"
+    return case(draw.choice([torch.float32, torch.bfloat16, torch.float16]), words, **sizes)
 
 
-def shardable(seed: int) -> bool:
-    """True if the heads of a random call can be divided, and no rank has one row of a matrix."""
-    args = draw(seed).args
-    return args["k"].shape[-2] == 2 and ("bias" not in args or max(args["q_len"]) not in (1, CHUNK_UNIT + 1))
+def named(name: str | int) -> dict[str, Any]:
+    """Returns a case by name, or a random case by seed."""
+    return drawn(name) if isinstance(name, int) else CASES[name]
 
 
 @cache
 def one(name: str | int) -> dict[str, torch.Tensor]:
-    return of_one(arguments(name))
+    return of_one(named(name))
 
 
 @cache
 def wanted(name: str | int) -> dict[str, Expected]:
     """Returns the expected results, for any number of processes."""
-    args = arguments(name)
+    case = named(name)
+    words = {"layout": "BSND", **case["words"]}
+    args = tensors(words["layout"], case["dtype"], **case["sizes"]) | words
     out = fa.attention(**args)
-    call = Call(args, upstream(out.shape, out.dtype), args.get("seed", 0))
+    call = Call(args, upstream(out.shape, case["dtype"]), words.get("seed", 0))
     return {name: e for name, e in expected(call).items() if name not in ("max", "sum")}
 
 
