@@ -64,7 +64,7 @@ def _values(item: pytest.Item) -> set[tuple[str, str]]:
             each = {f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)}
             results |= {(axis, repr(one)) for axis, one in each.items() if _is_comparable(one)}
         else:
-            results.add((name, repr(value) if _is_comparable(value) else f"number {callspec.indices[name]}"))
+            results.add((name, repr(value) if _is_comparable(value) else f"object {id(value)}"))
     return results
 
 

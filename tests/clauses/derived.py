@@ -49,7 +49,9 @@ def of_parameters(
         "Attributes have the values that the page names.": [
             forbids(name, **{name: value}) for name, values in (bad or {}).items() for value in values
         ],
-        "Tensors may have gaps.": [computes(**dict.fromkeys((outputs or rows).split(), gapped))],
+        "Tensors may have gaps.": [
+            computes(**dict.fromkeys(names, gapped)) for i in (0, 1) if (names := (outputs or rows).split()[i::2])
+        ],
         "Results are the same bits again.": [again()] * repeats,
         "What fails at run time.": at_run_time[0 if workspace else 2 :],
     }

@@ -55,7 +55,19 @@ def test_packed_lengths_shorter_than_tensor_warn_and_strict_mode_raises(name: st
     text = rf"\w+: {param}: expected sequences that take up all {axis} rows of the tensor \(the rows behind .* {fate}"
     (result,) = warned(call)
     assert re.match(text, result), result
+    assert ("did you pass lengths?" in result) == ("actual_seq" in param), result
     assert re.search(rf"got {axis}=300, (q|kv)_len=\[", refused(call))
+
+
+def test_top_k_far_beyond_the_keys_warns_and_strict_mode_raises() -> None:
+    q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
+    calls = {
+        count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (8192, 8193)
+    }
+    assert warned(calls[8192]) == []
+    (result,) = warned(calls[8193])
+    assert "top_k: expected at most max(S2, 8192)" in result
+    assert "top_k=8193, S2=3" in refused(calls[8193])
 
 
 def test_packed_lengths_that_fill_the_tensor_do_not_warn() -> None:

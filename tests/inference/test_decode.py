@@ -275,6 +275,14 @@ def test_decode_refuses_scalar_tensors_as_cache() -> None:
             fa.decode_attention(rows(2, 1, 4), wrong)
 
 
+@pytest.mark.parametrize("name", ["v_scale", "v_offset"])
+def test_value_scale_and_offset_without_v_are_refused(name: str) -> None:
+    stored = torch.ones(2, 6, 2, 16, dtype=torch.int8)
+    given: dict[str, Any] = {"k_scale": torch.ones(1), name: torch.ones(1)}
+    with pytest.raises(fa.ContractError, match=f"{name}: expected None without v"):
+        fa.decode_attention(rows(2, 1, 4), stored, dim_v=8, **given)
+
+
 def test_decode_refuses_regrouped_key_and_value_lists_after_valid_call() -> None:
     """Accepted calls are cached: the same tensors divided differently between lists must be checked again."""
     q, one = rows(1, 1, 4), rows(1, 6)

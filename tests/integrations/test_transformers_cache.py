@@ -107,7 +107,7 @@ def test_paged_cache_works_with_sdpa_and_eager_attention(name: str, attention: s
     near(logits, model, BY_NAME[name], lambda model: torch.stack(generated(model, batch, **how).logits))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 @pytest.mark.parametrize(
     "options",

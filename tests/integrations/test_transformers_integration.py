@@ -248,6 +248,12 @@ def test_prompt_with_empty_static_cache_matches_eager() -> None:
     assert near(*logits)
 
 
+def test_beam_search_equals_eager_tokens() -> None:
+    ids = tokens(2, 7)
+    results = [model_with("Llama", name).generate(ids, max_new_tokens=5, num_beams=3) for name in (NAME, "eager")]
+    assert torch.equal(*results)
+
+
 def test_packed_sequences_with_a_new_cache_stay_separate() -> None:
     """With a cache transformers makes no mask of packed sequences; position_ids separate them."""
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]

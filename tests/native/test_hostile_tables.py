@@ -82,6 +82,7 @@ def table() -> torch.Tensor:
     return torch.tensor([[3, 0, 8, 1, 5], [7, 2, 6, 4, 4]], dtype=torch.int32)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (1, 2)], ids=str)
@@ -93,6 +94,7 @@ def test_error_names_position_of_page_table_entry_out_of_range(call: Call, entry
         call(bad, KEYS)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [(1 << 32) + 3, -(1 << 32) + 3, 1 << 62, -(1 << 63)])
 def test_page_table_entry_with_valid_low_32_bits_but_wrong_high_bits_is_refused(call: Call, entry: int) -> None:
@@ -109,6 +111,7 @@ def test_page_table_entries_behind_last_used_page_are_not_read(call: Call) -> No
     same_bits(call(bad, KEYS), call(table(), KEYS))
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "change",
@@ -128,6 +131,7 @@ def test_page_table_of_wrong_shape_or_dtype_raises(call: Call, change: Callable[
         call(change(table()), KEYS)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "lengths",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
-from support.native_dense import VARIANTS, converted, native
+from support.native_dense import VARIANTS, converted, judge, native
 from support.oracle import Call, alone, forward, make
 
 from fusion_attention import attention
@@ -52,6 +52,7 @@ def test_short_sequence_path_is_bitwise_equal_to_general_path(variant: str, dtyp
 def test_short_sequences_are_bitwise_equal_for_any_thread_count_and_batch(dtype: str) -> None:
     call = packed(dtype, Band.causal())
     want = native(call, threads=1)
+    judge(call, want, forward(call), dtype)
     for threads in (2, 3, 5, 8):
         same_bits(native(call, threads=threads), want)
     for b in (0, 4, 7):

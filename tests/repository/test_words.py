@@ -36,7 +36,7 @@ OPENING = re.compile(r"(what|whether|how|who|whoever|whose|those|of|that|where)\
 # Texts that may break a rule. Only these are parsed, because parsing all sources would take 16 seconds.
 PYTHON_LITERAL = re.compile(r'""".*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*', re.DOTALL)
 VAGUE_WORD = re.compile(rf"(?<!\w){VAGUE.pattern}(?!\w)", re.IGNORECASE)
-OPENING_LINE = re.compile(rf'^\s*(?:"""|\'|")\s*{OPENING.pattern}', re.IGNORECASE | re.MULTILINE)
+OPENING_LINE = re.compile(rf'(?:^|:)\s*[rRuU]?(?:"""|\'|")\s*{OPENING.pattern}', re.IGNORECASE | re.MULTILINE)
 UPSTREAM = re.compile(r"__deepcopy__|--face\b|`waist`|font-face|`mend`")  # torch's names, and what kept its name
 
 
@@ -99,6 +99,14 @@ def test_identifiers_and_docstring_openings_are_not_vague() -> None:
         for line in vague(name, text)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_vague_identifiers_and_docstring_openings_are_reported() -> None:
+    source = 'class A:\n    r"""What a row sees."""\ndef seen(part): "Those of a row."\nself.known_, kept_rows = rows\n'
+    names = [f"wide.py: {name}" for name in ("Those of a row.", "What a row sees.", "known_", "part", "seen", "wide")]
+    assert sorted(vague("wide.py", source)) == names
+    assert len(OPENING_LINE.findall(source)) == 2
+    assert all(VAGUE_WORD.search(line) for line in ("self.known_, kept_rows = rows", "def f(part):", "with a as seen:"))
 
 
 # A comment or a literal of a C++ source: raw string, string, character (not a digit separator).

@@ -229,6 +229,8 @@ def test_numpy_scalars_in_compiled_code_equal_python_numbers() -> None:
     want = fa.attention(q, k, v, scale=0.25)
     fast = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(q, k, v), want)
+    given = torch.compile(lambda *qkv, scale: fa.attention(*qkv, scale=scale), backend="aot_eager")
+    assert torch.equal(given(q, k, v, scale=np.float32(0.25)), want)
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Recorder])
