@@ -46,7 +46,8 @@ class Heads:
 
     @classmethod
     def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
-        """Divides the heads among the ranks of `line`; rest: the communication among ranks with the same heads."""
+        """Divides the heads of an attention call (m) among the ranks of the process group `line`; rest: the group of
+        the ranks that get the same heads of other tokens."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]

@@ -89,8 +89,9 @@ def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cac
 
 @torch.no_grad()
 def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[str, Any]) -> Tensor:
-    """Returns the numbers of the key blocks that each query reads, [..., 1, block_topk + 1]: the chosen blocks, and the
-    block that the query's own token does not complete; -1 for none. how: layout, q_len and kv_len of these queries."""
+    """Returns the numbers of the key blocks that each query reads, [..., 1, block_topk + 1]: the blocks that the
+    indexer chooses, and the incomplete block of the query's own token, if it has one; unused entries are -1. how:
+    layout, q_len and kv_len of these queries."""
     ratio, layout, device = indexer.compress_ratio, how["layout"], index.q.device
     pooled = compress(index.raw, torch.zeros_like(index.raw), ratio=ratio, layout=layout, kv_len=kv_len)
     if layout == "TND":

@@ -42,14 +42,15 @@ def _clean(tensor: Tensor) -> Tensor:
 class Uncertain:
     """Error variances of products S [heads, rows, keys] and of an indexer's scores I [rows, keys].
 
-    open: True where the sign of S is uncertain. live: True where S is positive or open. a, r: relative variances of one
-    addition and one rounding. n: dim; H: heads.
+    S_h = q_h . k for head h of H, products of n elements; I = sum_h w_h max(0, S_h) with weights w. open: True where
+    rounding errors may change the sign of S. live: True where S is positive or open. a, r: relative variances of one
+    addition and one rounding.
 
     var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
     var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
 
-    over the heads whose S is live; t_h = w_h max(0, S_h). An S of exactly 0 is not open: its terms are zeros or
-    integers, so correct programs agree.
+    over the heads whose S is live; t_h = w_h max(0, S_h). An S of exactly 0 is not open,
+    because its terms are zeros or integers, which every program adds exactly.
     """
 
     products: Tensor
@@ -137,7 +138,8 @@ class Spread:
         return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns [.., rows]: variance of sum_keys(by_y log y + by_p p), of the indexer's y and the target's p."""
+        """Returns [.., rows]: the variance, by rounding errors, of sum_keys(by_y log y + by_p p) with coefficients by_y
+        and by_p; y: the indexer's softmax over keys, p: the target's."""
         full = by_y.sum(-1, keepdim=True)
         each = by_y if self.shares is None else by_y - self.shares * full
         result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)

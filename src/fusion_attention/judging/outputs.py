@@ -54,7 +54,7 @@ class Output:
         return self.kind in _KEYS
 
     def of_unit(self, unit: Unit) -> bool:
-        """True if the output has rows (queries or keys) of the part `unit` of the call."""
+        """True if the output has a row for each row of `unit`: for queries, keys or compressed keys, as unit has."""
         return self.view is not None and (self.by_keys, self.second) == (unit.by_keys, unit.second)
 
     def lengths(self, extents: Extents) -> list[int]:

@@ -104,9 +104,9 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Adds to the totals the absolute errors of a range of the output, and counts and relative errors that CANN's
-        criteria limit. mine, value, baseline: the output in float64, the exact values, and a float32 program's results
-        or None; of one shape."""
+        """Adds the absolute errors of a range of the output to the totals, and the counts and relative errors that the
+        criteria of CANN's tests limit. mine, value, baseline: the output in float64, the exact values, and a float32
+        program's results or None; of one shape."""
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond

@@ -222,7 +222,8 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates first, end, count of `rows` by tiles `visible`, bool [n, 128, 128]; at: batch, head, tile row, column."""
+    """Adds the visible keys of n tiles, bool [n, 128, 128], to the first, end and count of visible keys of each query
+    in `rows`. at: int [n, 4], the batch item, head, tile row and tile column of each tile."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE

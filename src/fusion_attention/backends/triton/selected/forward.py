@@ -30,10 +30,10 @@ COPIES = tl.constexpr(4)  # loads of each entry
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
     """Returns int32 list entries n // BLOCK (each selects a block of BLOCK keys) for key numbers n; -1 for n >= slots.
-    For 32 numbers, each entry is loaded by several threads.
 
-    With fewer loads than threads, Triton repeats them for each layout of an iteration, a fifth of all instructions. For
-    16 entries the multiply-adds need the registers, and for 64 the products of sm_90 would wait for each other.
+    If n has 32 numbers, COPIES threads load each entry. Triton repeats loads of fewer elements than threads for each
+    register layout of a loop, which took a fifth of all instructions. With 16 numbers the loop's products need these
+    registers, and with 64 the products of sm_90 would wait for each other.
     """
     if n.shape[0] != 32:
         return selection.entry_ahead(entries, n, slots, BLOCK)
