@@ -125,13 +125,14 @@ class _Signature:
 
 @dataclass(eq=False, slots=True)
 class _Settled:
-    """Cached validation for one signature (shapes, strides, dtypes, attributes) and one value of its arrays (lengths).
+    """The result of the checks of a signature (shapes, strides, dtypes, attributes) with given arrays of lengths.
 
     Attributes:
         arrays: the bytes of the arrays.
-        names: all values except tensors, by name.
+        names: attributes and sizes of the call, by name.
         notes: warnings.
-        within: names and functions for evaluating rules; None until rules are checked again.
+        call_cache: results that later steps keep for calls with this signature and these lengths.
+        within: names and functions in which rules about the content of tensors are evaluated; made at the second call.
     """
 
     arrays: tuple[bytes, ...]
