@@ -10,6 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, bind
+from fusion_attention.npu.auxiliary.call import in_place_of
 from fusion_attention.ops.auxiliary_definitions.definitions import CONTRACTS
 from fusion_attention.testing.estimated_rounding_errors import compare_with
 
@@ -273,3 +274,12 @@ def test_invalid_call_raises_and_leaves_out_unwritten(name: str, changes: dict[s
         bind(CONTRACTS[name], args)
     assert str(by_definition.value) == str(refused.value)
     assert args["out"].isnan().all()
+
+
+def test_error_of_the_computing_function_names_the_called_function() -> None:
+    q, op = Q[None], CONTRACTS["_npu_flash_attention"]
+    with (
+        pytest.raises(ContractError, match=f"^{op.name}: mask: "),
+        in_place_of(op, atten_mask="mask"),
+    ):
+        npu.npu_fusion_attention(q, q, q, N1, "BSND", atten_mask=torch.zeros(2, 2))
