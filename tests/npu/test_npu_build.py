@@ -42,14 +42,14 @@ def test_build_folder_depends_on_torch_version_and_sources(tmp_path: Path, monke
         (tmp_path / "cpp" / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(build, "SOURCES", tmp_path / "cpp")
     assert build.folder() == before
-    with (tmp_path / "cpp" / "memory.h").open("a") as file:
-        file.write("\n")
+    source = next((tmp_path / "cpp").iterdir())
+    source.write_bytes(source.read_bytes() + b"\n")
     assert build.folder() != before
 
 
 def test_build_error_shows_compiler_or_folder_problem(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler.write_text('#!/bin/sh\necho "memory.h:3: error: no such thing" >&2\nexit 1\n')
-    with pytest.raises(build.BuildError, match=r"to compile device npu for torch .*, got: memory.h:3: error: no such"):
+    compiler.write_text('#!/bin/sh\necho "runtime.h:3: error: no such thing" >&2\nexit 1\n')
+    with pytest.raises(build.BuildError, match=r"to compile device npu for torch .*, got: runtime.h:3: error: no such"):
         build.library()
     monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
     with pytest.raises(build.BuildError, match=r"expected a C.. compiler .*, got CXX=/nowhere/c.., which is not found"):
