@@ -189,3 +189,19 @@ def test_chart_bar_lengths_match_speed_ratios() -> None:
     assert len(widths) == len(ratios)
     for width, value in zip(widths, ratios, strict=True):
         assert round(width / 11.6 + 1, 1) == round(value, 1)
+
+
+def test_links_between_pages_stay_in_docs() -> None:
+    """The site is built from docs alone, and its build stops at a link to another file."""
+    docs = ROOT / "docs"
+    links = [
+        (page, link)
+        for page in docs.rglob("*.md")
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if not link.startswith("http")
+    ]
+    assert len(links) > 100
+    outside = [
+        f"{page.name}: {link}" for page, link in links if not (page.parent / link).resolve().is_relative_to(docs)
+    ]
+    assert not outside, "\n".join(outside)
