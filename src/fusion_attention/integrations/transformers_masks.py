@@ -46,7 +46,7 @@ def read_padding(keys: Tensor) -> Padding:
 
 def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
     """Returns compute(tensor), cached until the tensor changes, because all layers of a forward share a mask. name: key
-    of the result among those of the tensor."""
+    of the result among those of the tensor. The result must not be a view, which would keep the tensor alive."""
     entries = _RESULTS.get(tensor)
     if entries is None:
         if tensor.is_inference():
@@ -69,7 +69,7 @@ def hidden(tensor: Tensor) -> bool:
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor until its content changes; not cached while torch traces."""
+    """Returns compute(tensor), cached until the tensor's content changes; not cached while torch traces."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
