@@ -180,7 +180,7 @@ def png(cells: np.ndarray, size: int = 768) -> bytes:
 
 
 def example(mode: int) -> Setting:
-    """Returns mask arguments with a small mask that is typical of a CANN mask mode (sparse_mode), or of a Band."""
+    """Returns mask arguments with a small mask typical of a CANN mask mode (sparse_mode), or of fa.Band (BAND)."""
     if mode in (7, 8):
         lengths = ((3, 4), (3, 6)) if mode == 7 else ((4, 3), (6, 3))
         return Setting(mode, *lengths, packed=True, next=-1 if mode == 7 else 0)

@@ -126,9 +126,7 @@ class Setting:
 
     def of_extents(self, **fields: Any) -> Setting:
         """Returns this call with changed sequence lengths or edges of the mask's band."""
-        e = self.extents
-        arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
-        return self.changed(extents=Extents(**arrays, compressed=e.compressed))
+        return self.changed(extents=replace(self.extents, **fields))
 
     def of_compressed(self, hi: np.ndarray) -> Setting:
         """Returns this call with another bound `hi` of the visible compressed keys, int64 [sequences]."""

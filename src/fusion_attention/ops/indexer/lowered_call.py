@@ -81,7 +81,8 @@ class Indexer(IndexCall):
         return key_view(tensor, self.layout_kv, heads, self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """Returns memory views of the input tensors, of lists["indices"], and, if present, of lists["values"]."""
+        """Returns memory views of the inputs, of the selected keys lists["indices"], and, if the call returns scores, of
+        lists["values"]."""
         return self.index([self.lists(lists[name]) for name in _LISTS if name in lists])
 
     @property
