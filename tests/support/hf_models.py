@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_attention.testing.estimated_rounding_errors import attend
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "with_transformers.md"
 # The tests of a model, which are the columns of the table: forms of a batch and uses of the model.
 COLUMNS = (
@@ -68,6 +70,11 @@ class Family:
     @property
     def has_experts(self) -> bool:
         return "num_experts_per_tok" in self.sizes
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """True if its attention is softmax(scale * q @ k.T + mask) @ v."""
+        return not any(word in self.special for word in ("softcap", "sinks", "bias", "indexer"))
 
     def make(self) -> Any:
         """Makes the model in float32 and evaluation mode; its scores differ enough to detect a wrong mask."""
@@ -163,9 +170,27 @@ class Float64Torch:
         return getattr(torch, name)
 
 
+def attention_of_kernels(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Eager attention with the gradient formulas of kernels, whose rounding errors do not cancel in sums over keys (the
+    gradient of a bias of keys)."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def scores() -> torch.Tensor:
+        result = query @ key.mT * scale
+        return result if attention_mask is None else result + attention_mask[..., : key.shape[-2]]
+
+    return attend(scores(), value, scores).transpose(1, 2).contiguous(), None
+
+
 @contextlib.contextmanager
 def in_float64(family: Family) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        if family.has_plain_scores:
+            patch.setattr(family.module, "eager_attention_forward", attention_of_kernels)
         patch.setattr(family.module, "torch", Float64Torch())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
