@@ -92,7 +92,8 @@ def test_invalid_c_calls_have_error_codes_and_messages_of_python(name: str, c: O
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_invalid_c_calls_of_all_operators_have_error_codes_of_python(op: Op, c: Operators) -> None:
-    assert broken(c, op) > 10
+    """C programs can break rules, but not pass another type; functions of metadata have no rules."""
+    assert broken(c, op) > (10 if op.rules else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------- executors
