@@ -81,7 +81,7 @@ class Indexer(IndexCall):
         return key_view(tensor, self.layout_kv, heads, self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """Returns memory views of the inputs, of the selected keys lists["indices"], and, if the call returns scores, of
+        """Returns memory views of the inputs, of the selected keys lists["indices"], and, if it has scores, of
         lists["values"]."""
         return self.index([self.lists(lists[name]) for name in _LISTS if name in lists])
 
