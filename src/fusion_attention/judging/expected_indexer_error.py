@@ -49,8 +49,8 @@ class Uncertain:
     var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
     var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
 
-    over the heads whose S is live; t_h = w_h max(0, S_h). An S of exactly 0 is not open,
-    because its terms are zeros or integers, which every program adds exactly.
+    over the heads whose S is live; t_h = w_h max(0, S_h). An S of exactly 0 is not open, because its terms are
+    zeros or integers, which every program adds exactly.
     """
 
     products: Tensor

@@ -194,8 +194,8 @@ def bounded(call: Call, args: Mapping[str, Any]) -> Call:
 
 
 def layouts_of(case: Rows) -> dict[str, Any]:
-    """Returns {name: argument} of a test call: the layouts of queries and keys, and sparse_mode, CANN's
-    number of a mask pattern (0: all keys, 3: causal)."""
+    """Returns {name: argument} of a test call: the layouts of queries and keys, and sparse_mode, CANN's number of a
+    mask pattern (0: all keys, 3: causal)."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
 
 
