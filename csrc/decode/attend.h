@@ -2,9 +2,10 @@
 // heads for the keys of one leaf.
 //
 // All rows of a head share one pass over the keys, which are multiplied in the format of the cache. Scores of a tile of
-// keys are computed for up to `lanes` rows at a time, then weights, then the sum of values; the next half of a tile is
-// prefetched while one half is computed. Non-finite results are detected at the end of a unit, and the rows concerned
-// are computed again by add_row_carefully(). Start reading at attend(); finish_rows() merges partial results.
+// keys are computed for up to `lanes` rows at a time, then weights, then the sum of values. The next tile's values are
+// prefetched while scores are computed, and its keys during the rest. Non-finite results are detected at the end of a
+// unit, and the rows concerned are computed again by add_row_carefully(). Start reading at attend(); finish_rows()
+// merges partial results.
 
 #pragma once
 
@@ -251,7 +252,6 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
         if (!F::signed_weights && t.values.kind == Dequant::token && any_negative(t.values.scale, t.count))
             return false;
     }
-    w.s.value_step = find_rows(w.values, span, s.value_rows);
     if (w.p.dim_rope) find_rows(w.o.key_ropes, span, s.rope_rows);
     if (!w.sizes.direct_keys) {
         stage_rows<F::elements>(w.keys, s.key_rows, t.count, w.p.storage, t.keys, w.p.dim_qk, w.sizes.key_words, s.keys,
@@ -284,7 +284,7 @@ struct TileOrder {
     std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
 };
 
-// Finds the rows of the keys of a step, or of the first step of the next unit, for prefetches.
+// Finds the rows of a step, or of the first step of the next unit.
 template <class F>
 void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, const DecodeUnit *next) {
     const DecodeUnit *u = &w.unit;
@@ -296,7 +296,8 @@ void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, cons
     }
     const std::int64_t offset = u->cache_first;
     const KeySpan span = {u->seq, head, first - offset, decode_tile, u->begin - offset, u->end - offset};
-    w.s.next_step = find_rows(keys_of(*u, w.o), span, w.s.next_rows);
+    w.s.next_key_stride = find_rows(keys_of(*u, w.o), span, w.s.next_keys);
+    w.s.next_value_stride = find_rows(values_of(*u, w.o), span, w.s.next_values);
 }
 
 template <class F> void stage_values(const DecodeWork<F> &w, const DecodeTile &t) {
@@ -342,9 +343,10 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     const std::int64_t shared = w.keys.fragment ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
     const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
-    LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
-    LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.fragment ? 0 : value_bytes, met_keys);
-    if (w.p.shares_kv && !w.keys.fragment) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+    LinePrefetch keys(w.s.next_keys, decode_tile, w.s.next_key_stride, 0, shared, met_values);
+    LinePrefetch values(w.s.next_values, decode_tile, w.s.next_value_stride, 0, w.values.fragment ? 0 : value_bytes,
+                        met_keys);
+    if (w.p.shares_kv && !w.keys.fragment) values = {w.s.next_keys, decode_tile, 0, shared, key_bytes, met_keys};
 #if defined(FUSION_TILES)
     if constexpr (uses_tiles<F>) {
         const std::int64_t rest = w.p.shares_kv ? key_bytes - shared : value_bytes;
@@ -437,7 +439,8 @@ DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const Decod
         const std::int64_t count = least<std::int64_t>(decode_tile, order.end - first);
         DecodeTile t = {first, count, least(count, unit.end - first), {}, {}};
         w.select_head(head);
-        std::swap(w.s.key_rows, w.s.next_rows);
+        std::swap(w.s.key_rows, w.s.next_keys);
+        std::swap(w.s.value_rows, w.s.next_values);
         if (!lost(head) && !load_tile(w, t)) nonfinite.rows[head] = all_rows;
         find_next(w, order, step + 1, next);
         if (!lost(head)) attend_tile(w, t);

@@ -8,8 +8,8 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A processor drops prefetches that are faster than memory. So rows are prefetched half a tile ahead, and again this
-// many keys ahead, which costs little if they have arrived (not with vectors of eight lanes, nor by
+// A processor drops prefetches that are faster than memory. So values are prefetched a tile ahead and keys half a tile,
+// and both again this many keys ahead, which costs little if they have arrived (not with vectors of eight lanes, nor by
 // scores_row_vectors.h).
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
 template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
@@ -24,7 +24,7 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #endif
 }
 
-// Prefetches of the rows half a tile ahead, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
+// Prefetches of rows of the next step, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
 // of pages are given by addresses, and this runs in the loop over words of a key.
 class LinePrefetch {
 public:
@@ -33,7 +33,7 @@ public:
     // converted rows are longer than stored ones.
     LinePrefetch(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
                  std::int64_t met)
-        : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from), row_lines_((to - from + 63) / 64) {
+        : first_(rows), rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
         if (size_ <= 0) return;
         every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
         if (from == 0 && step == to) rows_ = last_, size_ *= count;  // contiguous rows
@@ -41,7 +41,7 @@ public:
     }
 
     bool any() const { return at_ != nullptr; }
-    std::int64_t row_lines() const { return row_lines_; }
+    const char *row(std::int64_t i) const { return first_[i] + from_; }
     // Prefetches the next N lines if they are due; after the last line, that one again.
     template <int N> FUSION_INLINE void fetch() {
         if (wait_-- > 0) return;
@@ -49,7 +49,11 @@ public:
         FUSION_UNROLL for (int i = 0; i < N; ++i) step();
     }
     FUSION_INLINE void fetch(std::int64_t count) {
-        for (std::int64_t i = 0; at_ && i < count; ++i) step();
+        if (!at_) return;
+        const char *const from = at_;
+        if (from + count * 64 >= end_) return void(fetch_each(count));
+        at_ += count * 64;
+        for (std::int64_t i = 0; i < count; ++i) fetch_line(from + 64 * i);
     }
 
     // Returns the address of the next `count` lines, which the caller prefetches. If they do not follow each other,
@@ -60,7 +64,7 @@ public:
         if (at_ >= end_) {
             if (at_ > end_ || rows_ == last_) {
                 at_ = from;
-                return take_last(count);
+                return fetch_each(count);
             }
             at_ = *rows_++ + from_, end_ = at_ + size_;
         }
@@ -68,7 +72,7 @@ public:
     }
 
 private:
-    __attribute__((noinline)) const char *take_last(std::int64_t count) {
+    __attribute__((noinline)) const char *fetch_each(std::int64_t count) {
         for (std::int64_t i = 0; i < count; ++i) step();
         return at_;
     }
@@ -81,8 +85,8 @@ private:
     }
 
     const char *at_ = nullptr, *end_ = nullptr;  // null: none
-    const char *const *rows_ = nullptr, *const *last_ = nullptr;
-    std::int64_t from_ = 0, size_ = 0, row_lines_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
+    const char *const *first_ = nullptr, *const *rows_ = nullptr, *const *last_ = nullptr;
+    std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
 };
 
 // Repeated prefetches of the rows that are read next, in the order of reads.

@@ -77,8 +77,9 @@ struct DecodeScratch {                        // scratch memory of a thread
     std::uint32_t *copies, *interleaved;  // [2 * lanes] rows of keys; values of a tile (tiles.h)
 #endif
     float *token[4];  // [decode_tile] scales and offsets of keys, of values
-    const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
-    std::int64_t next_step = 0, value_step = 0;                                   // strides from find_rows()
+    const char **key_rows, **value_rows, **rope_rows, **spare_rows;  // [decode_tile]
+    const char **next_keys, **next_values;                           // rows of the next step
+    std::int64_t next_key_stride = 0, next_value_stride = 0;         // from find_rows()
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
@@ -104,11 +105,8 @@ struct DecodeScratch {                        // scratch memory of a thread
         carver.take(interleaved, decode_tile / 2 * v);
 #endif
         for (float *&buffer : token) carver.take(buffer, decode_tile);
-        carver.take(key_rows, decode_tile);
-        carver.take(next_rows, decode_tile);
-        carver.take(rope_rows, decode_tile);
-        carver.take(value_rows, decode_tile);
-        carver.take(spare_rows, decode_tile);
+        for (const char ***rows : {&key_rows, &value_rows, &rope_rows, &spare_rows, &next_keys, &next_values})
+            carver.take(*rows, decode_tile);
         bytes = carver.bytes();
     }
 };
@@ -131,6 +129,9 @@ struct RowBlock {
 
 FUSION_INLINE const Cache &keys_of(const DecodeUnit &unit, const DecodeOperands &o) {
     return unit.tokens ? o.common_keys : o.keys;
+}
+FUSION_INLINE const Cache &values_of(const DecodeUnit &unit, const DecodeOperands &o) {
+    return unit.tokens ? o.common_values : o.values;
 }
 
 // True if a unit's rows are multiplied in tile registers. Rows of common keys are not, because their bits do not depend
@@ -159,9 +160,9 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), sequences(job.sequences), unit(unit_), keys(keys_of(unit_, o)),
-          values(unit_.tokens ? o.common_values : o.values), s(p, scratch), partial(partial_),
-          group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_),
-          sizes(p, o, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e),
+          values(values_of(unit_, o)), s(p, scratch), partial(partial_), group(p.heads_q / p.heads_kv),
+          stride(partial_stride(p)), kv_head(unit_.head), careful(careful_), sizes(p, o, careful_),
+          score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e),
           tiled(!careful && fits_tiles<F>(job, unit_)) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }

@@ -31,12 +31,9 @@ template <class F> FUSION_INLINE Score<F> product_of(Words elements, Words query
 // vectors of one row are followed by those of the next.
 template <class F, int R, bool First>
 FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
-                                LinePrefetch &ahead) {
+                                const char *const *next) {
     constexpr int keys = keys_beside(R);
     constexpr std::int64_t size = sizeof(Words);
-    const char *next[keys];
-    const std::int64_t lines = least((bytes + 63) / 64, ahead.row_lines());
-    FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.take(lines) : rows[k];
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
         Words slice[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, slice[k]);
@@ -100,12 +97,11 @@ template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
 // Scores of the rows of a block, at most R, for the keys of a tile.
 template <class F, int R>
 __attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
-                                                   LinePrefetch ahead) {
+                                                   const LinePrefetch &ahead) {
     constexpr int keys = keys_beside(R);
     const std::int64_t words = w.sizes.key_words, rope_words = w.sizes.rope_words;
     const Words *const q = w.query(b.row);
     const char *const *const rows = w.s.key_rows, *const *const ropes = w.s.rope_rows;
-    LinePrefetch none;
     float *const to = w.s.scores;
     [[maybe_unused]] Floats scale = {}, plus = {};
     for (int lane = 0; F::integer && lane < lanes; ++lane) {
@@ -116,14 +112,16 @@ __attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const
         Score<F> sum[lanes];
         // Some numbers of rows leave sums that sums_of_lanes() reads.
         FUSION_UNROLL for (int i = R * keys; i < lanes; ++i) sum[i] = Score<F>{};
-        add_separate<F, R, true>(sum, q, rows + key, words * 4, ahead);
+        const char *next[keys];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.row(key + k) : rows[key + k];
+        add_separate<F, R, true>(sum, q, rows + key, words * 4, next);
         Floats scores;
         if constexpr (F::integer) {  // converts sums of integers to products
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
             if (rope_words) {
                 const Words *const rest = q + words / lanes * R * F::parts;
-                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4, none);
+                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4, ropes + key);
             }
             scores = sums_of_lanes(sum);
         }

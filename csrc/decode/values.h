@@ -27,7 +27,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t row, const D
         }
         // The repeated prefetches of the rows that are read next; after the last one, the first rows ahead.
         const char *const *const upcoming = key < again ? rows + key + again_values<F>
-                                            : follows   ? w.s.next_rows + key - again
+                                            : follows   ? w.s.next_keys + key - again
                                                         : nullptr;
         if (upcoming) {
             FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
