@@ -78,26 +78,16 @@ FUSION_INLINE float largest_score(const float *scores, std::int64_t count) {
     return largest_of(larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
 }
 
-// Converts scores to weights relative to the largest score so far; `fade` is the factor of earlier sums. Weights of
-// quantised values are rounded to integers in units of `factor`. Memory would be idle meanwhile, so a quarter of the
-// next keys is prefetched, so many lines at each step.
+// Converts the scores of a row to weights relative to the score `from`, times `scale` and rounded to integers if values
+// are quantised; returns the sum of the weights before that. Memory would be idle meanwhile, so a quarter of the next
+// keys is prefetched, so many lines at each step.
 template <class F>
-__attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                                         float *scores, LinePrefetch &keys, std::int64_t lines) {
-    float *state = w.state(row), peak = state[0];
-    const float score = largest_score(scores, t.count);
-    peak = most(peak, score);
-    const float fade = peak == state[0] ? 1.0f : power((state[0] - peak) * w.factor),
-                from = peak == -infinity ? 0.0f : peak;
+FUSION_INLINE float weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
+                              float *scores, float from, float scale, LinePrefetch &keys, std::int64_t lines) {
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
     const bool scaled = F::integer && t.values.kind == Dequant::token;
     if (count > t.count) store(scores + t.count, all(scaled ? 0.0f : -infinity));
-    float top = 1.0f, inverse_factor = 1.0f, factor = 1.0f;
-    if constexpr (F::integer) {
-        top = scaled ? largest_product(w, t, scores, from) : score == peak ? 1.0f : power((score - from) * w.factor);
-        inverse_factor = top > F::most_weight * 3e-39f ? F::most_weight / top : 0.0f, factor = top / F::most_weight;
-    }
     Floats sum = {}, other = {}, extra = {};
     for (std::int64_t c = 0; c < count; c += 2 * lanes) {
         keys.fetch(lines);
@@ -113,13 +103,46 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
                 if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
             }
         }
-        F::store_elements(weights, c, low * all(inverse_factor), high * all(inverse_factor));
+        if constexpr (F::integer) low *= all(scale), high *= all(scale);
+        F::store_elements(weights, c, low, high);
     }
-    w.s.fade[i] = fade;
-    w.s.factor[i] = factor;
-    if (scaled && t.values.offset) state[2] = state[2] * fade + sum_of(extra);
-    state[0] = peak;
-    state[1] = state[1] * fade + sum_of(sum + other);
+    float *const state = w.state(row);
+    if (scaled && t.values.offset) state[2] = state[2] * w.s.fade[i] + sum_of(extra);
+    return sum_of(sum + other);
+}
+
+// Converts scores to weights relative to each row's largest score so far; `fade` is the factor of a row's earlier sums.
+// Weights of quantised values are rounded to integers in units of `factor`. Powers that a row needs before its weights
+// are computed for all rows together, because they wait for each other.
+template <class F>
+__attribute__((noinline)) void weigh_rows(const DecodeWork<F> &w, std::int64_t row, std::int64_t rows,
+                                          const DecodeTile &t, float *scores, LinePrefetch &keys, std::int64_t lines) {
+    const bool scaled = F::integer && t.values.kind == Dequant::token;
+    float peak[2 * lanes], from[2 * lanes], scale[2 * lanes] = {}, *const fade = w.s.fade, *const factor = w.s.factor;
+    for (std::int64_t i = 0; i < rows; ++i) {
+        const float before = w.state(row + i)[0], score = largest_score(scores + i * decode_tile, t.count);
+        peak[i] = most(before, score);
+        from[i] = peak[i] == -infinity ? 0.0f : peak[i];
+        fade[i] = peak[i] == before ? 0.0f : before - peak[i];
+        factor[i] = peak[i] == score ? 0.0f : score - from[i];
+    }
+    for (std::int64_t i = 0; i < rows; i += lanes) {
+        store(fade + i, exp2(load<Floats>(fade + i) * all(w.factor)));
+        if constexpr (F::integer) {
+            Floats top = exp2(load<Floats>(factor + i) * all(w.factor));
+            for (std::int64_t r = i; scaled && r < least<std::int64_t>(rows, i + lanes); ++r)
+                top[r - i] = largest_product(w, t, scores + r * decode_tile, from[r]);
+            const Floats most_weight = all(F::most_weight);
+            store(factor + i, top / most_weight);
+            store(scale + i, top > most_weight * 3e-39f ? most_weight / top : Floats{});
+        }
+    }
+    for (std::int64_t i = 0; i < rows; ++i) {
+        const float sum = weigh_row(w, row + i, i, t, scores + i * decode_tile, from[i], scale[i], keys, lines);
+        float *const state = w.state(row + i);
+        state[0] = peak[i];
+        state[1] = state[1] * fade[i] + sum;
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------- values
@@ -312,11 +335,8 @@ template <int R>
 void attend_tiled_rows(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t, LinePrefetch &values,
                        std::int64_t value_lines, LinePrefetch &keys, std::int64_t key_lines) {
     score_tiles<R>(w, row, t, values, value_lines);
-    for (int i = 0; i < R; ++i) {
-        float *const scores = w.s.scores + i * decode_tile;
-        finish_scores(w, row + i, t, scores);
-        weigh_row(w, row + i, i, t, scores, keys, 0);
-    }
+    for (int i = 0; i < R; ++i) finish_scores(w, row + i, t, w.s.scores + i * decode_tile);
+    weigh_rows(w, row, R, t, w.s.scores, keys, 0);
     value_tiles<R>(w, row, t, keys, key_lines);
 }
 
@@ -359,19 +379,18 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
         float *const block_scores = w.s.scores + (scored ? lanes * decode_tile : 0);
         scored = !scored && score_blocks(w, b, t, values);
         if (row == 0) stage_values(w, t);
-        const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
-            float *scores = block_scores + i * decode_tile;
+            float *const scores = block_scores + i * decode_tile;
             finish_scores(w, row + i, t, scores);
             if constexpr (std::is_same_v<F, Floating>) {
-                if (w.careful) {
-                    add_row_carefully(w, row + i, t, scores);
-                    continue;
-                }
+                if (w.careful) add_row_carefully(w, row + i, t, scores);
             }
-            weigh_row(w, row + i, i, t, scores, keys, fed);
         }
-        if (!w.careful) value_block(w, b, t, keys);
+        if (!w.careful) {
+            const std::int64_t steps = b.rows * (decode_tile / (2 * lanes));
+            weigh_rows(w, row, b.rows, t, block_scores, keys, shared * decode_tile / 4 / 64 / steps);
+            value_block(w, b, t, keys);
+        }
         values = keys = {};
     }
 }

@@ -38,7 +38,11 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
         Words slice[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, slice[k]);
         FUSION_UNROLL for (int i = 0; i < R * F::parts; ++i) {
-            const Words query = load<Words>(q + i);
+            Words query = load<Words>(q + i);
+#if defined(__AVX2__)
+            // Else gcc loads it once for each key, and many processors load only two vectors per cycle.
+            if constexpr (!F::integer) __asm__("" : "+v"(query));
+#endif
             FUSION_UNROLL for (int k = 0; k < keys; ++k) {
                 Score<F> &to = sum[i / F::parts * keys + k];
                 const Words elements = slice[k][i % F::parts];

@@ -17,7 +17,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
     constexpr std::int64_t lines = F::bytes(N * lanes) * keys / 64;  // as many as a step multiplies
     const char *const *rows = w.s.value_rows;
     for (std::int64_t key = 0; key < t.real; key += keys, weights += keys / F::depth) {  // weights behind `real` are 0
-        if (ahead.any() && key / keys % 4) {  // weigh_row() has prefetched a quarter
+        if (ahead.any() && key / keys % 4) {  // weigh_rows() has prefetched a quarter
             const char *const line = ahead.take(lines);
             FUSION_UNROLL for (std::int64_t i = 0; i < lines; ++i) fetch_line(line + 64 * i);
         }
