@@ -36,18 +36,18 @@ FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
 
 // 2^x for x <= 127 to a relative error of 2e-7, or 8e-8 with degree 6; 0 if x < least_power, NaN for NaN.
 template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
-    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest integer.
-    const Floats magic = all(12582912.0f);  // 1.5 * 2^23, where the spacing of float32 is 1
-    x = larger(all(-150.0f), x);
-    const Floats shifted = x + magic;
+    // Adding `magic`, 1.5 * 2^23 + 126, rounds x to the nearest integer n, because the spacing of float32 is 1 there;
+    // the lowest bits are n + 126, the exponent of 2^(n - 1).
+    const Floats magic = all(12583038.0f), shifted = x + magic;
     const Floats r = x - (shifted - magic);
+    // Twice minimax polynomials of the relative error that are exact at 0.
     constexpr float c[][7] = {
-        {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f},
-        {1.0f, 6.931472e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f}};
+        {2.0f, 2 * 6.931470037e-1f, 2 * 2.402224243e-1f, 2 * 5.550733581e-2f, 2 * 9.671512991e-3f, 2 * 1.326472731e-3f},
+        {2.0f, 2 * 6.931472e-1f, 2 * 2.4022648e-1f, 2 * 5.5503324e-2f, 2 * 9.618437e-3f, 2 * 1.3398875e-3f,
+         2 * 1.5353362e-4f}};
     Floats p = all(c[degree - 5][degree]);
     FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
-    const Ints n = (Ints)shifted - (Ints)magic;
-    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
+    return x < all(least_power) ? Floats{} : p * (Floats)((Ints)shifted << 23);
 }
 
 #if !defined(FUSION_AVX2)
