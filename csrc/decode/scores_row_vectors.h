@@ -28,10 +28,10 @@ template <class F> FUSION_INLINE Score<F> product_of(Words elements, Words query
 }
 
 // Adds products of R rows and a few keys of `bytes` bytes; with First, the sums begin with them. For each step, the
-// vectors of one row are followed by those of the next.
+// vectors of one row are followed by those of the next. `next` and, for float32, `again` are rows to prefetch.
 template <class F, int R, bool First>
 FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
-                                const char *const *next) {
+                                const char *const *next, const char *const *again) {
     constexpr int keys = keys_beside(R);
     constexpr std::int64_t size = sizeof(Words);
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
@@ -53,6 +53,7 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
     };
     const auto line = [&](std::int64_t byte, auto first, bool full) __attribute__((always_inline)) {
         FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
+        FUSION_UNROLL for (int k = 0; k < keys && slower_in_memory<F>; ++k) fetch_line(again[k], byte);
         step(byte, first);
         if (size < 64 && full) step(byte + size, std::false_type{});
     };
@@ -118,14 +119,15 @@ __attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const
         FUSION_UNROLL for (int i = R * keys; i < lanes; ++i) sum[i] = Score<F>{};
         const char *next[keys];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.row(key + k) : rows[key + k];
-        add_separate<F, R, true>(sum, q, rows + key, words * 4, next);
+        const char *const *const again = rows + least<std::int64_t>(key + again_keys<F>, t.count - keys);
+        add_separate<F, R, true>(sum, q, rows + key, words * 4, next, again);
         Floats scores;
         if constexpr (F::integer) {  // converts sums of integers to products
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
             if (rope_words) {
                 const Words *const rest = q + words / lanes * R * F::parts;
-                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4, ropes + key);
+                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4, ropes + key, ropes + key);
             }
             scores = sums_of_lanes(sum);
         }

@@ -21,6 +21,12 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
             const char *const line = ahead.take(lines);
             FUSION_UNROLL for (std::int64_t i = 0; i < lines; ++i) fetch_line(line + 64 * i);
         }
+        if (slower_in_memory<F> && at % 64 == 0) {
+            const char *const *again = rows + least<std::int64_t>(key + again_values<F>, t.count - keys);
+            FUSION_UNROLL for (std::int64_t byte = 0; byte < F::bytes(N * lanes); byte += 64) {
+                FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(again[k], at + byte);
+            }
+        }
         const char *const *met = rows + key;
         __asm__("" : "+r"(met));  // else gcc computes the address of every pointer
         FUSION_UNROLL for (int k = 0; k < keys; k += F::depth) {
