@@ -78,12 +78,12 @@ FUSION_INLINE float largest_score(const float *scores, std::int64_t count) {
     return largest_of(larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
 }
 
-// Converts the scores of a row to weights relative to the score `from`, times `scale` and rounded to integers if values
-// are quantised; returns the sum of the weights before that. Memory would be idle meanwhile, so a quarter of the next
-// keys is prefetched, so many lines at each step.
+// Converts the scores of a row to weights relative to the score `from`, unless largest_product() has. Weights of
+// quantised values are multiplied by scales of tokens and `inverse_factor`, and rounded to integers. Memory would be
+// idle meanwhile, so a quarter of the next keys is prefetched, `lines` lines at each step.
 template <class F>
-FUSION_INLINE float weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
-                              float *scores, float from, float scale, LinePrefetch &keys, std::int64_t lines) {
+FUSION_INLINE void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
+                             float *scores, float from, float inverse_factor, LinePrefetch &keys, std::int64_t lines) {
     auto *weights = reinterpret_cast<typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
     const std::int64_t count = round_up<std::int64_t>(t.count, 2 * lanes);
     const bool scaled = F::integer && t.values.kind == Dequant::token;
@@ -103,30 +103,31 @@ FUSION_INLINE float weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int
                 if (c + lanes < t.count) extra += high * load<Floats>(t.values.offset + c + lanes);
             }
         }
-        if constexpr (F::integer) low *= all(scale), high *= all(scale);
+        if constexpr (F::integer) low *= all(inverse_factor), high *= all(inverse_factor);
         F::store_elements(weights, c, low, high);
     }
-    float *const state = w.state(row);
-    if (scaled && t.values.offset) state[2] = state[2] * w.s.fade[i] + sum_of(extra);
-    return sum_of(sum + other);
+    float *const state = w.state(row), fade = w.s.fade[i];
+    state[1] = state[1] * fade + sum_of(sum + other);
+    if (scaled && t.values.offset) state[2] = state[2] * fade + sum_of(extra);
 }
 
 // Converts scores to weights relative to each row's largest score so far; `fade` is the factor of a row's earlier sums.
-// Weights of quantised values are rounded to integers in units of `factor`. Powers that a row needs before its weights
-// are computed for all rows together, because they wait for each other.
+// Weights of quantised values are rounded to integers in units of `factor`. The powers that precede a row's weights are
+// computed in one vector for all rows, because each is a chain of dependent operations.
 template <class F>
 __attribute__((noinline)) void weigh_rows(const DecodeWork<F> &w, std::int64_t row, std::int64_t rows,
                                           const DecodeTile &t, float *scores, LinePrefetch &keys, std::int64_t lines) {
     const bool scaled = F::integer && t.values.kind == Dequant::token;
-    float peak[2 * lanes], from[2 * lanes], scale[2 * lanes] = {}, *const fade = w.s.fade, *const factor = w.s.factor;
+    float from[2 * lanes], inverse_factor[2 * lanes] = {}, *const fade = w.s.fade, *const factor = w.s.factor;
     for (std::int64_t i = 0; i < rows; ++i) {
-        const float before = w.state(row + i)[0], score = largest_score(scores + i * decode_tile, t.count);
-        peak[i] = most(before, score);
-        from[i] = peak[i] == -infinity ? 0.0f : peak[i];
-        fade[i] = peak[i] == before ? 0.0f : before - peak[i];
-        factor[i] = peak[i] == score ? 0.0f : score - from[i];
+        float &largest = w.state(row + i)[0];
+        const float before = largest, score = largest_score(scores + i * decode_tile, t.count);
+        largest = most(before, score);
+        from[i] = largest == -infinity ? 0.0f : largest;
+        fade[i] = largest == before ? 0.0f : before - largest;
+        if constexpr (F::integer) factor[i] = largest == score ? 0.0f : score - from[i];
     }
-    for (std::int64_t i = 0; i < rows; i += lanes) {
+    for (std::int64_t i = 0; i < rows; i += lanes) {  // lanes after the last row have no meaning
         store(fade + i, exp2(load<Floats>(fade + i) * all(w.factor)));
         if constexpr (F::integer) {
             Floats top = exp2(load<Floats>(factor + i) * all(w.factor));
@@ -134,14 +135,11 @@ __attribute__((noinline)) void weigh_rows(const DecodeWork<F> &w, std::int64_t r
                 top[r - i] = largest_product(w, t, scores + r * decode_tile, from[r]);
             const Floats most_weight = all(F::most_weight);
             store(factor + i, top / most_weight);
-            store(scale + i, top > most_weight * 3e-39f ? most_weight / top : Floats{});
+            store(inverse_factor + i, top > most_weight * 3e-39f ? most_weight / top : Floats{});
         }
     }
     for (std::int64_t i = 0; i < rows; ++i) {
-        const float sum = weigh_row(w, row + i, i, t, scores + i * decode_tile, from[i], scale[i], keys, lines);
-        float *const state = w.state(row + i);
-        state[0] = peak[i];
-        state[1] = state[1] * fade[i] + sum;
+        weigh_row(w, row + i, i, t, scores + i * decode_tile, from[i], inverse_factor[i], keys, lines);
     }
 }
 
@@ -256,8 +254,8 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
     return {q.kind, scale, q.offset.base ? offset : nullptr};
 }
 
-// Finds the addresses of the tile's rows and converts those that cannot be multiplied in place; false if the scales are
-// not supported.
+// Reads the tile's scales and offsets, finds its rows of ropes, and converts keys and ropes that cannot be multiplied
+// in place; false if the scales are not supported.
 template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
     const std::int64_t offset = u.cache_first;

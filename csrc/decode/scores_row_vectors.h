@@ -28,10 +28,11 @@ template <class F> FUSION_INLINE Score<F> product_of(Words elements, Words query
 }
 
 // Adds products of R rows and a few keys of `bytes` bytes; with First, the sums begin with them. For each step, the
-// vectors of one row are followed by those of the next. `next` and, for float32, `again` are rows to prefetch.
+// vectors of one row are followed by those of the next. With First, prefetches the rows `next` and, for float32,
+// `again`.
 template <class F, int R, bool First>
 FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
-                                const char *const *next, const char *const *again) {
+                                const char *const *next = nullptr, const char *const *again = nullptr) {
     constexpr int keys = keys_beside(R);
     constexpr std::int64_t size = sizeof(Words);
     const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
@@ -40,7 +41,8 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
         FUSION_UNROLL for (int i = 0; i < R * F::parts; ++i) {
             Words query = load<Words>(q + i);
 #if defined(__AVX2__)
-            // Else gcc loads it once for each key, and many processors load only two vectors per cycle.
+            // Else gcc loads it once for each key, and many processors load only two vectors per cycle. Integers, which
+            // need more instructions, would take longer.
             if constexpr (!F::integer) __asm__("" : "+v"(query));
 #endif
             FUSION_UNROLL for (int k = 0; k < keys; ++k) {
@@ -52,8 +54,12 @@ FUSION_INLINE void add_separate(Score<F> (&sum)[lanes], const Words *q, const ch
         q += R * F::parts;
     };
     const auto line = [&](std::int64_t byte, auto first, bool full) __attribute__((always_inline)) {
-        FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
-        FUSION_UNROLL for (int k = 0; k < keys && slower_in_memory<F>; ++k) fetch_line(again[k], byte);
+        if constexpr (First) {
+            FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte);
+        }
+        if constexpr (First && slower_in_memory<F>) {
+            FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(again[k], byte);
+        }
         step(byte, first);
         if (size < 64 && full) step(byte + size, std::false_type{});
     };
@@ -108,6 +114,7 @@ __attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const
     const Words *const q = w.query(b.row);
     const char *const *const rows = w.s.key_rows, *const *const ropes = w.s.rope_rows;
     float *const to = w.s.scores;
+    const std::int64_t further = b.row == 0 && w.sizes.direct_keys ? again_keys<F> : 0;
     [[maybe_unused]] Floats scale = {}, plus = {};
     for (int lane = 0; F::integer && lane < lanes; ++lane) {
         const std::int64_t slot = w.slot(b.row + lane / keys);
@@ -119,15 +126,14 @@ __attribute__((noinline)) void score_separate_rows(const DecodeWork<F> &w, const
         FUSION_UNROLL for (int i = R * keys; i < lanes; ++i) sum[i] = Score<F>{};
         const char *next[keys];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = ahead.any() ? ahead.row(key + k) : rows[key + k];
-        const char *const *const again = rows + least<std::int64_t>(key + again_keys<F>, t.count - keys);
-        add_separate<F, R, true>(sum, q, rows + key, words * 4, next, again);
+        add_separate<F, R, true>(sum, q, rows + key, words * 4, next, rows + least(key + further, t.count - keys));
         Floats scores;
         if constexpr (F::integer) {  // converts sums of integers to products
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
             if (rope_words) {
                 const Words *const rest = q + words / lanes * R * F::parts;
-                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4, ropes + key, ropes + key);
+                add_separate<F, R, false>(sum, rest, ropes + key, rope_words * 4);
             }
             scores = sums_of_lanes(sum);
         }

@@ -10,7 +10,7 @@ namespace decode {
 
 // Adds the values of a tile's keys, N vectors of columns from byte `at` on, times the weights of M rows.
 template <class F, int M, int N>
-FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const DecodeTile &t,
+FUSION_INLINE void add_columns(const DecodeWork<F> &w, [[maybe_unused]] std::int64_t row, const DecodeTile &t,
                                const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
                                typename F::Sum (&sum)[M][N]) {
     constexpr std::int64_t keys = lanes;                             // per step
@@ -21,11 +21,10 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
             const char *const line = ahead.take(lines);
             FUSION_UNROLL for (std::int64_t i = 0; i < lines; ++i) fetch_line(line + 64 * i);
         }
-        if (slower_in_memory<F> && at % 64 == 0) {
-            const char *const *again = rows + least<std::int64_t>(key + again_values<F>, t.count - keys);
-            FUSION_UNROLL for (std::int64_t byte = 0; byte < F::bytes(N * lanes); byte += 64) {
-                FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(again[k], at + byte);
-            }
+        if constexpr (slower_in_memory<F>) {
+            const std::int64_t further = row == 0 && w.sizes.direct_values ? again_values<F> : 0;
+            const char *const *const again = rows + least(key + further, t.count - keys);
+            FUSION_UNROLL for (int i = 0; i < lines; ++i) fetch_line(again[i % keys], at + i / keys * 64);
         }
         const char *const *met = rows + key;
         __asm__("" : "+r"(met));  // else gcc computes the address of every pointer
