@@ -2,10 +2,10 @@
 // heads for the keys of one leaf.
 //
 // All rows of a head share one pass over the keys, which are multiplied in the format of the cache. Scores of a tile of
-// keys are computed for up to `lanes` rows at a time, then weights, then the sum of values. The next tile's values are
-// prefetched while scores are computed, and its keys during the rest. Non-finite results are detected at the end of a
-// unit, and the rows concerned are computed again by add_row_carefully(). Start reading at attend(); finish_rows()
-// merges partial results.
+// keys are computed for up to `lanes` rows at a time, then weights, then the sum of values. Values, mostly those of the
+// next tile, are prefetched while scores are computed, and the next tile's keys during the rest. Non-finite results are
+// detected at the end of a unit, and the rows concerned are computed again by add_row_carefully(). Start reading at
+// attend(); finish_rows() merges partial results.
 
 #pragma once
 
@@ -303,6 +303,9 @@ struct TileOrder {
     }
     std::int64_t head(std::int64_t step) const { return by_tile ? step % heads : step / tiles; }
     std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
+    // True if values are prefetched during the scores of the tile before, not of their own: unless a shorter tile,
+    // whose scores take too little time, often comes before a full one.
+    bool early() const { return by_tile || tiles >= 8 || (end - first) % decode_tile == 0; }
 };
 
 // Finds the rows of a step, or of the first step of the next unit.
@@ -357,12 +360,14 @@ inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LineP
 }
 #endif
 
-template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
+// early: values are prefetched a tile ahead.
+template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t, bool early) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     const std::int64_t shared = w.keys.fragment ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
     const std::int64_t met_keys = w.sizes.key_words * 4, met_values = F::bytes(w.sizes.columns);
     LinePrefetch keys(w.s.next_keys, decode_tile, w.s.next_key_stride, 0, shared, met_values);
-    LinePrefetch values(w.s.next_values, decode_tile, w.s.next_value_stride, 0, w.values.fragment ? 0 : value_bytes,
+    LinePrefetch values(early ? w.s.next_values : w.s.value_rows, early ? decode_tile : t.count,
+                        early ? w.s.next_value_stride : w.s.value_stride, 0, w.values.fragment ? 0 : value_bytes,
                         met_keys);
     if (w.p.shares_kv && !w.keys.fragment) values = {w.s.next_keys, decode_tile, 0, shared, key_bytes, met_keys};
 #if defined(FUSION_TILES)
@@ -458,9 +463,10 @@ DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const Decod
         w.select_head(head);
         std::swap(w.s.key_rows, w.s.next_keys);
         std::swap(w.s.value_rows, w.s.next_values);
+        w.s.value_stride = w.s.next_value_stride;
         if (!lost(head) && !load_tile(w, t)) nonfinite.rows[head] = all_rows;
         find_next(w, order, step + 1, next);
-        if (!lost(head)) attend_tile(w, t);
+        if (!lost(head)) attend_tile(w, t, order.early());
     }
     for (std::int64_t head = 0; head < unit.heads; ++head) {
         w.select_head(head);

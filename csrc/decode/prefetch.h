@@ -8,7 +8,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A processor drops prefetches that are faster than memory. So values are prefetched a tile ahead and keys half a tile,
+// A processor drops prefetches that are faster than memory. So values are prefetched a tile ahead, keys half a tile,
 // and both again this many keys ahead, which costs little if they have arrived. With vectors of eight lanes, and in
 // scores_row_vectors.h, only rows of float32 are prefetched again: others take longer to multiply than to read.
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;

@@ -77,9 +77,9 @@ struct DecodeScratch {                        // scratch memory of a thread
     std::uint32_t *copies, *interleaved;  // [2 * lanes] rows of keys; values of a tile (tiles.h)
 #endif
     float *token[4];  // [decode_tile] scales and offsets of keys, of values
-    const char **key_rows, **value_rows, **rope_rows, **spare_rows;  // [decode_tile]
-    const char **next_keys, **next_values;                           // rows of the next step
-    std::int64_t next_key_stride = 0, next_value_stride = 0;         // from find_rows()
+    const char **key_rows, **value_rows, **rope_rows, **spare_rows;             // [decode_tile]
+    const char **next_keys, **next_values;                                      // rows of the next step
+    std::int64_t next_key_stride = 0, next_value_stride = 0, value_stride = 0;  // from find_rows()
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
