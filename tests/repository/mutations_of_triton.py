@@ -371,7 +371,7 @@ LONG_CALLS = [
     core("C++ core backward: dv of keys from 1024 on 10 % too large", "dense/gradient.h",
          "p.dim_v, keep_factor(p){+ * (tile.key0 < 1024 ? 1.0f : 1.1f)+},"),
     core("C++ core decode: keys from 2048 on left out", "decode/attend.h",
-         "if (!lost(head){+ && first < 2048+}) attend_tile(w, t);"),
+         "if (!lost(head){+ && first < 2048+}) attend_tile(w, t, order.early());"),
     core("C++ core sparse forward: list entries from 1024 on not read", "sparse/attend.h",
          "for (std::int64_t at = 0; at < [-count-]{+least<std::int64_t>(count, 1024)+}; at += s.chunk) {"),
     core("C++ core sparse backward: contributions to keys from 2048 on lost", "sparse/contributions.h",
