@@ -8,9 +8,10 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A processor drops prefetches that are faster than memory. So values are prefetched a tile ahead, keys half a tile,
-// and both again this many keys ahead, which costs little if they have arrived. With vectors of eight lanes, and in
-// scores_row_vectors.h, only rows of float32 are prefetched again: others take longer to multiply than to read.
+// A processor drops prefetches that are faster than memory. So values are prefetched a tile ahead (unless short tiles
+// are frequent), keys half a tile, and both again this many keys ahead, which costs little if they have arrived. With
+// vectors of eight lanes, and in scores_row_vectors.h, only rows of float32 are prefetched again: others take longer to
+// multiply than to read.
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
 template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
 template <class F> constexpr bool slower_in_memory = F::elements == 1;
@@ -25,7 +26,7 @@ FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #endif
 }
 
-// Prefetches of rows of the next step, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
+// Prefetches of rows that later loops read, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
 // of pages are given by addresses, and this runs in the loop over words of a key.
 class LinePrefetch {
 public:
